@@ -1,0 +1,303 @@
+"""Every option of a run: its home, its type, its default and one line on what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+MISSING = "???"
+"""OmegaConf's mark of an option without a default."""
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """Declares an option; ``minimum`` and ``maximum`` are inclusive, ``above`` is exclusive. None always passes."""
+    metadata = {"doc": doc, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Freezable:
+    """A config that refuses changes once it has been validated."""
+
+    def freeze(self) -> None:
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            for child in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(child, Freezable):
+                    child.freeze()
+            if isinstance(value, list):
+                object.__setattr__(self, entry.name, tuple(value))
+        object.__setattr__(self, "_frozen", True)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if getattr(self, "_frozen", False):
+            raise AttributeError(f"the config is frozen: {type(self).__name__}.{name} can't be set after validation")
+        object.__setattr__(self, name, value)
+
+
+@dataclass(kw_only=True)
+class AdapterConfig(Freezable):
+    kind: str = option("lora", "Train a LoRA adapter, or all weights.", choices=("none", "lora"))
+    path: str | None = option(None, "A PEFT adapter to start from.")
+    r: int = option(16, "Rank.", minimum=1)
+    alpha: float = option(32.0, "Scale; the update is alpha / r times B·A.", above=0)
+    dropout: float = option(0.0, "Dropout before A.", minimum=0, maximum=0.99)
+    target_modules: Any = option("all-linear", "Module names, a regex, or all-linear.")
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Freezable):
+    path: str = option(MISSING, "A folder or a hub id of a transformers causal language model.")
+    revision: str | None = option(None, "Hub revision.")
+    tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
+    chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
+    dtype: str = option(
+        "bfloat16", "Type of weights and activations.", choices=("float32", "bfloat16", "float16")
+    )
+    attention: str = option(
+        "sdpa", "transformers' attention implementation.", choices=("sdpa", "eager", "flex_attention", "flash_attention_2")
+    )
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    prepare: str | None = option(
+        None, "module:function, called with the config where model.path does not exist; it must make it."
+    )
+
+
+@dataclass(kw_only=True)
+class HeldOutConfig(Freezable):
+    size: int = option(0, "Rows split off the source by the seed and never trained on; 0 evaluates nothing.", minimum=0)
+    path: str | None = option(None, "A file of its own with held-out rows, instead of a split.")
+    every_steps: int = option(0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0)
+    correct_at: float = option(1.0, "A rollout whose reward is at least this counts as correct in the accuracy.")
+
+
+@dataclass(kw_only=True)
+class DataConfig(Freezable):
+    source: str = option(
+        MISSING, "Where rows come from.", choices=("jsonl", "parquet", "datasets", "reasoning_gym")
+    )
+    path: str | None = option(None, "File (jsonl, parquet), or folder or hub id (datasets).")
+    name: str | None = option(None, "Configuration of the data set (datasets).")
+    split: str = option("train", "Split of the data set (datasets).")
+    task: str | None = option(None, "Name of the task (reasoning_gym).")
+    task_args: dict[str, Any] = option({}, "Arguments of the task (reasoning_gym), such as size and seed.")
+    prompt_column: str = option("prompt", "Column with the prompt: a text or chat messages.")
+    transform: str | None = option(None, "module:function that returns (map_fn, {'remove_columns': [...]}).")
+    transform_args: dict[str, Any] = option({}, "What the transform finds in its cfg beside the whole data config.")
+    chat: bool = option(True, "Render text prompts through the chat template, as one user turn.")
+    system_prompt: str | None = option(None, "A system turn before every chat prompt that has none.")
+    chat_template_kwargs: dict[str, Any] = option({}, "Further arguments of the chat template.")
+    tools: list[Any] = option([], "Tool schemas for the chat template.")
+    completion_column: str = option("completion", "Column with the answer, for plain SFT rows.")
+    messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
+    max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
+    shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig(Freezable):
+    name: str = option(
+        "grpo", "How rewards become advantages.", choices=("grpo", "rloo", "reinforce", "reinforce_baseline")
+    )
+    scale: str = option("group", "Standard deviation that divides them (grpo).", choices=("group", "batch", "none"))
+    eps: float = option(1e-4, "Added to the standard deviation.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class LossConfig(Freezable):
+    name: str = option("clip", "The policy-gradient surrogate.", choices=("clip", "cispo", "reinforce"))
+    level: str = option("token", "Level of the importance ratio (sequence is GSPO).", choices=("token", "sequence"))
+    clip_low: float = option(0.2, "The ratio is clipped below 1 minus this.", minimum=0)
+    clip_high: float = option(0.2, "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.", minimum=0)
+    clip_delta: float | None = option(None, "Upper bound of the ratio for negative advantages.", above=1)
+    aggregate: str = option(
+        "token", "Mean over the step's tokens, over its sequences' means, or over a constant.",
+        choices=("token", "sequence", "constant"),
+    )
+    beta: float = option(0.0, "Weight of the KL to the reference (k3).", minimum=0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
+    mask_truncated: bool = option(False, "Rollouts cut off at the length limit do not count in the loss.")
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(Freezable):
+    sync_steps: int = option(0, "Move the frozen copy of full training every so many steps; 0: never.", minimum=0)
+    mixup: float = option(0.6, "Share of the new weights in each such move.", above=0, maximum=1)
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig(Freezable):
+    kind: str = option("rl", "Reinforcement learning, or supervised fine-tuning.", choices=("rl", "sft"))
+    num_steps: int = option(100, "Steps to train.", minimum=1)
+    groups_per_step: int = option(8, "Prompts of a step; for SFT, rows of a step.", minimum=1)
+    group_size: int = option(8, "Rollouts of a prompt.", minimum=1)
+    num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1)
+    num_minibatches: int = option(1, "Optimizer updates of each pass.", minimum=1)
+    combine: str = option(
+        "sum_then_normalize", "Weighted sum of the rewards first, or their normalisation first (GDPO).",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+
+@dataclass(kw_only=True)
+class SamplingConfig(Freezable):
+    temperature: float = option(1.0, "Divides the logits, here and in the learner.", above=0)
+    top_p: float = option(1.0, "Nucleus sampling.", above=0, maximum=1)
+    top_k: int = option(0, "Sample from the k likeliest; 0: from all.", minimum=0)
+    min_p: float = option(0.0, "Drop tokens below this share of the likeliest one's probability.", minimum=0, maximum=1)
+    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", above=0)
+    max_tokens: int = option(256, "Longest completion.", minimum=1)
+    stop: list[str] = option([], "Strings that end a completion.")
+    stop_token_ids: list[int] = option([], "Further token ids that end a completion.")
+    guided_regex: str | None = option(None, "Completions must match this (vllm).")
+    guided_json: Any = option(None, "Completions must be JSON of this schema (vllm).")
+    extra: dict[str, Any] = option({}, "Further sampling arguments of the engine, by name.")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(Freezable):
+    engine: str = option("auto", "auto takes vllm where it can be imported.", choices=("auto", "vllm", "hf"))
+    num_engines: int = option(1, "Rollout actors.", minimum=1)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for an engine.", minimum=0)
+    resources: dict[str, float] = option({}, "Custom Ray resources of an engine, for example to pin it to nodes.")
+    num_threads: int | None = option(None, "CPU threads of an engine; null: its whole CPUs.", minimum=1)
+    tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1)
+    max_model_len: int | None = option(None, "Longest prompt and completion; null: their limits' sum.", minimum=1)
+    engine_args: dict[str, Any] = option({}, "Further arguments of the engine, by name.")
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(kw_only=True)
+class RewardConfig(Freezable):
+    path: str = option(MISSING, "package.module:name, or file.py:name, of a function or RewardActor.")
+    weight: float = option(1.0, "Factor in the sum.")
+    timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0)
+    num_processes: int | None = option(None, "Processes of its own; null: functions share scoring.num_processes.", minimum=1)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for each process of its own.", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for each process of its own.", minimum=0)
+    fail: str = option(
+        "skip_group", "What a failure does: drop the group, count as 0, or stop the run.",
+        choices=("skip_group", "zero", "raise"),
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the function, or for the class.")
+
+
+@dataclass(kw_only=True)
+class ScoringConfig(Freezable):
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    num_processes: int = option(1, "Processes that the reward functions share.", minimum=1)
+    num_cpus: float = option(0.5, "CPUs that Ray reserves for each of them.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class ReplayConfig(Freezable):
+    max_staleness: int = option(0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Freezable):
+    name: str = option("adamw", "The optimizer.", choices=("adamw",))
+    lr: float = option(1e-6, "Peak learning rate.", minimum=0)
+    betas: list[float] = option([0.9, 0.999], "Decay of the moments.")
+    eps: float = option(1e-8, "Added to the denominator.", above=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig(Freezable):
+    name: str = option("constant", "Shape after the warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
+    min_ratio: float = option(0.0, "Floor as a share of the peak.", minimum=0, maximum=1)
+
+
+@dataclass(kw_only=True)
+class FsdpConfig(Freezable):
+    reshard_after_forward: bool = option(True, "Free a block's gathered parameters after its forward pass.")
+    cpu_offload: bool = option(False, "Keep parameters, gradients and optimizer state on the CPU.")
+
+
+@dataclass(kw_only=True)
+class LearnerConfig(Freezable):
+    strategy: str = option("single", "How the policy is spread over the ranks.", choices=("single", "fsdp2"))
+    num_ranks: int = option(1, "Learner processes.", minimum=1)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for a rank.", minimum=0, maximum=1)
+    resources: dict[str, float] = option({}, "Custom Ray resources of a rank.")
+    num_threads: int | None = option(None, "CPU threads of a rank; null: its whole CPUs.", minimum=1)
+    max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1)
+    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at one time.", minimum=1)
+    max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    max_bad_steps: int = option(3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1)
+
+
+@dataclass(kw_only=True)
+class WeightsConfig(Freezable):
+    transport: str = option("object_store", "How weights reach the engines.", choices=("object_store",))
+    on_update: str = option("wait", "Running sequences finish on the version they began with.", choices=("wait",))
+    bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10)
+    timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Freezable):
+    every_steps: int = option(50, "Steps between checkpoints; 0: only at the end.", minimum=0)
+    keep: int = option(2, "Newest checkpoints that stay.", minimum=1)
+
+
+@dataclass(kw_only=True)
+class TrackingConfig(Freezable):
+    progress: str = option("auto", "Live display in a terminal, plain lines, or none.", choices=("auto", "live", "plain", "none"))
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    ray_metrics: bool = option(True, "Export the metrics to Ray's dashboard and Prometheus.")
+    wandb: bool = option(False, "Log to Weights & Biases.")
+    wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
+    wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
+    log_completions: int = option(2, "Groups whose texts are kept of every step, in completions.jsonl.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class ClusterConfig(Freezable):
+    address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
+    num_cpus: int | None = option(None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1)
+    schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
+    start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
+    step_timeout_s: float = option(3600.0, "Seconds a step may take.", above=0)
+
+
+@dataclass(kw_only=True)
+class Config(Freezable):
+    name: str = option("run", "Name of the run, on the dashboard and in the trackers.")
+    output: str = option("outputs/${name}", "Folder of the run.")
+    seed: int = option(0, "Seed of everything that is drawn.", minimum=0)
+    resume: str = option("auto", "auto goes on from the newest checkpoint in output; never; or a checkpoint's path.")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -1,0 +1,240 @@
+"""The typed objects that flow between the parts of a run; plain numpy, so that Ray reads them without a copy.
+
+Shapes: T tokens of one rollout, P tokens of its prompt, N packed tokens of a micro batch, S sequences in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+ByteArray = NDArray[np.uint8]
+
+NO_VERSION = -1
+"""The policy version of tokens that no policy drew (prompts, tool results)."""
+
+ChatMessages = list[dict[str, Any]]
+
+
+class RolloutStatus(StrEnum):
+    """How the sampling of a rollout ended."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Prompt:
+    """One rendered row of the prompt source."""
+
+    prompt_id: int
+    """Row number in the source, from 0; stays the same in every epoch."""
+    epoch: int
+    token_ids: IntArray  # [P]
+    prompt: str | ChatMessages
+    """What reward functions receive as ``prompts``: the text, or the chat messages."""
+    task: Mapping[str, Any]
+    """The row's other columns."""
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """One token sequence, of which ``loss_mask`` marks the tokens that the policy drew.
+
+    The arrays have equal length T. ``logprobs`` are those of the sampling policy, 0 where unmasked;
+    ``policy_versions`` is ``NO_VERSION`` where unmasked. Raises ``ValueError`` if these do not fit together.
+    """
+
+    group_id: int
+    sample_index: int
+    prompt_id: int
+    task: Mapping[str, Any]
+    token_ids: IntArray  # [T]
+    loss_mask: BoolArray  # [T]
+    logprobs: FloatArray  # [T]
+    policy_versions: IntArray  # [T]
+    advantages: FloatArray | None = None  # [T]
+    ref_logprobs: FloatArray | None = None  # [T]
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+    status: RolloutStatus = RolloutStatus.COMPLETED
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name in ("loss_mask", "logprobs", "policy_versions", "advantages", "ref_logprobs"):
+            array = getattr(self, name)
+            if array is not None and len(array) != length:
+                raise ValueError(f"rollout {self.name}: {name} has {len(array)} entries for {length} tokens")
+        if length and self.loss_mask[0]:
+            raise ValueError(f"rollout {self.name}: its first token has no predecessor and can't be trained")
+
+    @property
+    def name(self) -> str:
+        return f"{self.group_id}/{self.sample_index}"
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def completion_ids(self) -> IntArray:
+        """All tokens after the prompt: from the first drawn one to the end."""
+        drawn = np.flatnonzero(self.loss_mask)
+        return self.token_ids[drawn[0] :] if len(drawn) else self.token_ids[:0]
+
+    @property
+    def oldest_version(self) -> int:
+        """The version that drew its oldest token, or ``NO_VERSION`` if none was drawn."""
+        drawn = self.policy_versions[self.loss_mask]
+        return int(drawn.min()) if len(drawn) else NO_VERSION
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutGroup:
+    """The sibling rollouts of one prompt."""
+
+    group_id: int
+    prompt: Prompt
+    rollouts: list[Rollout]
+    failure: str | None = None
+    """Why the group can't be trained, or None."""
+    generate_s: float = 0.0
+    """Seconds from the engine's receipt of the request to its last token."""
+    score_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(rollout.num_loss_tokens for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> int:
+        versions = [r.oldest_version for r in self.rollouts if r.oldest_version != NO_VERSION]
+        return min(versions, default=NO_VERSION)
+
+
+@dataclass(kw_only=True, slots=True)
+class MicroBatch:
+    """Sequences packed one after the other without padding; one forward pass.
+
+    Entry t of ``logprobs``, ``advantages`` and so on belongs to token t, which the hidden state at t-1 predicts;
+    the first token of every sequence is therefore never in ``loss_mask``.
+    """
+
+    token_ids: NDArray[np.int64]  # [N]
+    position_ids: NDArray[np.int64]  # [N], restarts at 0 with every sequence
+    sequence_starts: IntArray  # [S + 1], from 0 to N
+    loss_mask: BoolArray  # [N]
+    logprobs: FloatArray  # [N]
+    advantages: FloatArray  # [N]
+    policy_versions: IntArray  # [N]
+    ref_logprobs: FloatArray | None = None  # [N]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_starts) - 1
+
+
+@dataclass(kw_only=True, slots=True)
+class MiniBatch:
+    """One optimizer update: this rank's micro batches, and the denominators of the update on **all** ranks.
+
+    Every rank has the same number of micro batches; one without work carries an empty loss mask.
+    """
+
+    micro_batches: list[MicroBatch]
+    num_loss_tokens: int
+    num_sequences: int
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainBatch:
+    """What one learner rank receives for one step."""
+
+    step: int
+    mini_batches: list[MiniBatch]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the replay buffer knows of the step (rewards, lengths, staleness); equal on all ranks."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupRequest:
+    """Asks an engine for one group."""
+
+    group_id: int
+    prompt: Prompt
+    group_size: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    min_version: int = 0
+    """The oldest policy version that may draw its tokens."""
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """The most tokens that the request can still cost."""
+        return len(self.prompt.token_ids) + self.group_size * self.max_tokens
+
+
+class WeightsKind(StrEnum):
+    LORA = "lora"
+    FULL = "full"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WeightsManifest:
+    """Describes one published version; its tensors travel beside it as safetensors bytes, in buckets."""
+
+    version: int
+    kind: WeightsKind
+    digest: str
+    """What an engine that serves this version must answer (see ``rlpipe.rollout.digest``)."""
+    num_buckets: int
+    num_bytes: int
+    adapter_config: Mapping[str, Any] | None = None
+    """PEFT's adapter config, for LoRA."""
+
+
+Buckets = Sequence[ByteArray]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineHealth:
+    """What an engine says of itself."""
+
+    name: str
+    version: int
+    digest: str
+    outstanding_groups: int
+    num_tokens: int
+    """Completion tokens drawn since it started."""
+    busy_s: float
+    """Seconds in which it had something to generate."""
