@@ -61,11 +61,11 @@ class ModelConfig(Freezable):
     revision: str | None = option(None, "Hub revision.")
     tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
     chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
-    dtype: str = option(
-        "bfloat16", "Type of weights and activations.", choices=("float32", "bfloat16", "float16")
-    )
+    dtype: str = option("bfloat16", "Type of weights and activations.", choices=("float32", "bfloat16", "float16"))
     attention: str = option(
-        "sdpa", "transformers' attention implementation.", choices=("sdpa", "eager", "flex_attention", "flash_attention_2")
+        "sdpa",
+        "transformers' attention implementation.",
+        choices=("sdpa", "eager", "flex_attention", "flash_attention_2"),
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
@@ -85,9 +85,7 @@ class HeldOutConfig(Freezable):
 
 @dataclass(kw_only=True)
 class DataConfig(Freezable):
-    source: str = option(
-        MISSING, "Where rows come from.", choices=("jsonl", "parquet", "datasets", "reasoning_gym")
-    )
+    source: str = option(MISSING, "Where rows come from.", choices=("jsonl", "parquet", "datasets", "reasoning_gym"))
     path: str | None = option(None, "File (jsonl, parquet), or folder or hub id (datasets).")
     name: str | None = option(None, "Configuration of the data set (datasets).")
     split: str = option("train", "Split of the data set (datasets).")
@@ -121,10 +119,13 @@ class LossConfig(Freezable):
     name: str = option("clip", "The policy-gradient surrogate.", choices=("clip", "cispo", "reinforce"))
     level: str = option("token", "Level of the importance ratio (sequence is GSPO).", choices=("token", "sequence"))
     clip_low: float = option(0.2, "The ratio is clipped below 1 minus this.", minimum=0)
-    clip_high: float = option(0.2, "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.", minimum=0)
+    clip_high: float = option(
+        0.2, "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.", minimum=0
+    )
     clip_delta: float | None = option(None, "Upper bound of the ratio for negative advantages.", above=1)
     aggregate: str = option(
-        "token", "Mean over the step's tokens, over its sequences' means, or over a constant.",
+        "token",
+        "Mean over the step's tokens, over its sequences' means, or over a constant.",
         choices=("token", "sequence", "constant"),
     )
     beta: float = option(0.0, "Weight of the KL to the reference (k3).", minimum=0)
@@ -147,7 +148,8 @@ class AlgorithmConfig(Freezable):
     num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1)
     num_minibatches: int = option(1, "Optimizer updates of each pass.", minimum=1)
     combine: str = option(
-        "sum_then_normalize", "Weighted sum of the rewards first, or their normalisation first (GDPO).",
+        "sum_then_normalize",
+        "Weighted sum of the rewards first, or their normalisation first (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -189,11 +191,14 @@ class RewardConfig(Freezable):
     path: str = option(MISSING, "package.module:name, or file.py:name, of a function or RewardActor.")
     weight: float = option(1.0, "Factor in the sum.")
     timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0)
-    num_processes: int | None = option(None, "Processes of its own; null: functions share scoring.num_processes.", minimum=1)
+    num_processes: int | None = option(
+        None, "Processes of its own; null: functions share scoring.num_processes.", minimum=1
+    )
     num_cpus: float = option(1.0, "CPUs that Ray reserves for each process of its own.", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for each process of its own.", minimum=0)
     fail: str = option(
-        "skip_group", "What a failure does: drop the group, count as 0, or stop the run.",
+        "skip_group",
+        "What a failure does: drop the group, count as 0, or stop the run.",
         choices=("skip_group", "zero", "raise"),
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the function, or for the class.")
@@ -208,7 +213,9 @@ class ScoringConfig(Freezable):
 
 @dataclass(kw_only=True)
 class ReplayConfig(Freezable):
-    max_staleness: int = option(0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0)
+    max_staleness: int = option(
+        0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0
+    )
 
 
 @dataclass(kw_only=True)
@@ -247,7 +254,9 @@ class LearnerConfig(Freezable):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    max_bad_steps: int = option(3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1)
+    max_bad_steps: int = option(
+        3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
+    )
 
 
 @dataclass(kw_only=True)
@@ -266,7 +275,9 @@ class CheckpointConfig(Freezable):
 
 @dataclass(kw_only=True)
 class TrackingConfig(Freezable):
-    progress: str = option("auto", "Live display in a terminal, plain lines, or none.", choices=("auto", "live", "plain", "none"))
+    progress: str = option(
+        "auto", "Live display in a terminal, plain lines, or none.", choices=("auto", "live", "plain", "none")
+    )
     tensorboard: bool = option(True, "Write TensorBoard event files.")
     ray_metrics: bool = option(True, "Export the metrics to Ray's dashboard and Prometheus.")
     wandb: bool = option(False, "Log to Weights & Biases.")

@@ -1,0 +1,36 @@
+"""Groups go to the engine with the least outstanding tokens."""
+
+import numpy as np
+
+from rlpipe.rollout.router import Router
+from rlpipe.types import GroupRequest, Prompt
+
+
+def request(group_id: int, max_tokens: int) -> GroupRequest:
+    prompt = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt="", task={})
+    return GroupRequest(group_id=group_id, prompt=prompt, group_size=1, max_tokens=max_tokens, temperature=1.0, seed=0)
+
+
+def ids(shares: dict[str, list[GroupRequest]]) -> dict[str, list[int]]:
+    return {engine: [r.group_id for r in requests] for engine, requests in shares.items()}
+
+
+def test_groups_go_to_the_engine_with_the_least_outstanding_tokens() -> None:
+    router = Router(["a", "b"])
+    assert ids(router.assign([request(0, 100), request(1, 10), request(2, 20), request(3, 30)])) == {
+        "a": [0],
+        "b": [1, 2, 3],
+    }
+    assert router.outstanding == {"a": 100, "b": 60}
+    router.finish(0)
+    assert router.outstanding == {"a": 0, "b": 60}
+    assert ids(router.assign([request(4, 50)])) == {"a": [4]}
+    assert router.groups_of("b") == [1, 2, 3]
+
+
+def test_a_group_is_taken_off_its_engine_once() -> None:
+    router = Router(["a"])
+    router.assign([request(0, 5)])
+    router.finish(0)
+    router.finish(0)
+    assert router.outstanding == {"a": 0}
