@@ -117,7 +117,11 @@ class AdvantageConfig(Freezable):
 @dataclass(kw_only=True)
 class LossConfig(Freezable):
     name: str = option("clip", "The policy-gradient surrogate.", choices=("clip", "cispo", "reinforce"))
-    level: str = option("token", "Level of the importance ratio (sequence is GSPO).", choices=("token", "sequence"))
+    level: str = option(
+        "token",
+        "The ratio of each token, the length-normalised product over the sequence (GSPO), or the plain product (RLOO).",
+        choices=("token", "sequence", "sequence_product"),
+    )
     clip_low: float = option(0.2, "The ratio is clipped below 1 minus this.", minimum=0)
     clip_high: float = option(
         0.2, "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.", minimum=0
@@ -290,6 +294,7 @@ class TrackingConfig(Freezable):
 class ClusterConfig(Freezable):
     address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
     num_cpus: int | None = option(None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1)
+    log_to_driver: bool = option(False, "Print what the actors print, here too.")
     schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
     start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
     step_timeout_s: float = option(3600.0, "Seconds a step may take.", above=0)

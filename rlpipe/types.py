@@ -183,6 +183,8 @@ class TrainBatch:
     mini_batches: list[MiniBatch]
     metrics: dict[str, float] = field(default_factory=dict)
     """What the replay buffer knows of the step (rewards, lengths, staleness); equal on all ranks."""
+    resume: dict[str, Any] = field(default_factory=dict)
+    """Where the prompts stood when the step was assembled; part of a checkpoint taken after the step."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

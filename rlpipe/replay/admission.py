@@ -43,3 +43,7 @@ class Admission:
     def publish(self, version: int) -> None:
         """Opens the places of the steps up to ``version``, which all engines serve now."""
         self._version = max(self._version, version)
+
+    def extend(self, num_steps: int) -> None:
+        """Opens further steps behind the last one."""
+        self._num_steps += num_steps

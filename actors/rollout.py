@@ -1,0 +1,59 @@
+"""The rollout actor: one engine behind a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlpipe.configs.schema import ModelConfig, RolloutConfig
+from rlpipe.rollout.engine import open_engine
+from rlpipe.rollout.engine_thread import EngineThread
+from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Receipt:
+    """What the controller needs to know of a finished group; the group itself stays in the object store."""
+
+    group_id: int
+    num_tokens: int
+
+
+class RolloutActor:
+    """Remote shell of ``EngineThread``; its methods run on several threads, so that a wait blocks nobody."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: EngineThread | None = None
+
+    def start(self, model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: int) -> None:
+        """Loads the model; takes seconds to minutes."""
+        engine = open_engine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+        self._thread = EngineThread(engine, name=self._name)
+
+    def ping(self) -> str:
+        """Answers as soon as the process runs."""
+        return self._name
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._engine.submit(requests)
+
+    def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
+        """The groups that have finished, as soon as there is one; none after ``timeout_s``."""
+        groups = self._engine.collect(timeout_s, max_groups)
+        return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
+
+    def load(self, manifest: WeightsManifest, timeout_s: float, *buckets: ByteArray) -> str:
+        """Loads a version between two engine steps; answers the digest of what is served now."""
+        return self._engine.load(manifest, buckets, timeout_s)
+
+    def health(self) -> EngineHealth:
+        return self._engine.health()
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+    @property
+    def _engine(self) -> EngineThread:
+        assert self._thread is not None, "start() comes first"
+        return self._thread

@@ -1,0 +1,267 @@
+"""Composes the config of a run: config groups by Hydra, then the user's file, then the overrides of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra import initialize_config_dir
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlpipe.configs.groups import PRIMARY, config_folder, list_groups
+from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options
+from rlpipe.configs.schema import Config
+from rlpipe.configs.validate import validate
+from rlpipe.errors import ConfigError, DataError
+
+
+def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None) -> Config:
+    """The validated, frozen config of a run.
+
+    ``overrides`` are Hydra's: ``algorithm=dapo`` chooses a group's file, ``algorithm.loss.clip_high=0.28`` sets an
+    option, ``~scoring.rewards.length`` removes an entry. ``file`` is a YAML file with options, and with a ``defaults``
+    list of group choices where wanted; the overrides have the last word. Raises ``InputError`` if anything in them is
+    unknown, of the wrong type, missing or contradictory.
+    """
+    return build_config(compose_tree(overrides, file=file))
+
+
+def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = None) -> DictConfig:
+    """The merged tree of ``load_config``, typed by the schema, in which required options may still be missing."""
+    groups = list_groups()
+    parsed = [parse_override(text) for text in overrides]
+    file_tree, file_choices = read_file(Path(file)) if file is not None else ({}, [])
+    choices = dict(file_choices)
+    for override in parsed:
+        if chooses_group(override, groups):
+            choices[override.key_or_group] = group_choice(override)
+    tree = OmegaConf.structured(Config)
+    for layer in group_layers(list(choices.values())):
+        merge(tree, layer)
+    merge(tree, Layer(content=file_tree, source=str(file)))
+    for override in parsed:
+        if not chooses_group(override, groups):
+            apply_override(tree, override)
+    return tree
+
+
+def build_config(tree: DictConfig) -> Config:
+    """The ``Config`` of a complete tree: interpolations resolved, validated, frozen."""
+    try:
+        check_required(OmegaConf.missing_keys(tree))
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+    assert isinstance(config, Config)
+    validate(config)
+    config.freeze()
+    return config
+
+
+def check_required(missing: Collection[str]) -> None:
+    for option in options():
+        for name in sorted(missing):
+            if fnmatchcase(name, option.name.replace("<name>", "*")):
+                raise ConfigError(f"{name} is required, and is not set: {option.doc}")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Layer:
+    """Options that are merged over those below."""
+
+    content: Mapping[str, Any]
+    """A tree from the root."""
+    source: str | None = None
+    """The file it comes from, for messages; None for the command line."""
+
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(message if self.source is None else f"{self.source}: {message}")
+
+
+def merge(tree: DictConfig, layer: Layer) -> None:
+    merge_section(tree, layer.content, Config, "", layer)
+
+
+def merge_section(node: DictConfig, content: Mapping[str, Any], section: type, prefix: str, layer: Layer) -> None:
+    hints = get_type_hints(section)
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            raise layer.error(unknown_option(name))
+        if is_section(hints[key]):
+            merge_section(node[key], as_section(value, name, layer), hints[key], f"{name}.", layer)
+        elif (element := element_section(hints[key])) is not None:
+            for child, child_value in as_section(value, name, layer).items():
+                if child not in node[key]:
+                    node[key][child] = element
+                child_content = as_section(child_value, f"{name}.{child}", layer)
+                merge_section(node[key][child], child_content, element, f"{name}.{child}.", layer)
+        else:
+            set_option(node, key, value, hints[key], name, layer)
+
+
+def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    example = next((option.name for option in options() if option.name.startswith(f"{name}.")), f"{name}.<option>")
+    message = f"{name}: a section with options such as {example}, and can't be {value!r}"
+    if name in list_groups():
+        message += f"; to choose a file of the group, write `defaults: [{name}: {value}]`"
+    raise layer.error(message)
+
+
+def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
+    if isinstance(value, str) and value.startswith("~/"):
+        value = str(Path(value).expanduser())
+    try:
+        OmegaConf.update(node, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        shown = "null" if value is None else repr(value)
+        raise layer.error(f"{name}: {shown} is not {describe_type(hint)}") from error
+
+
+def unknown_option(name: str) -> str:
+    nearest = nearest_name(name)
+    return f"{name}: no such option" + (f"; did you mean {nearest}?" if nearest else "; see rlpipe config --docs")
+
+
+def group_layers(choices: list[str]) -> Iterator[Layer]:
+    """The YAML files of the config groups that a run uses, in Hydra's order."""
+    folder = config_folder()
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            defaults = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, choices, RunMode.RUN)
+    except MissingConfigException as error:
+        raise ConfigError(unknown_choice(str(error.missing_cfg_file))) from error
+    except HydraException as error:
+        raise ConfigError(first_line(error)) from error
+    for default in defaults.defaults:
+        if default.config_path is not None and not default.config_path.startswith("hydra/"):
+            yield read_group_file(folder, default)
+
+
+def read_group_file(folder: Path, default: ResultDefault) -> Layer:
+    path = folder / f"{default.config_path}.yaml"
+    content = read_yaml(path)
+    content.pop("defaults", None)
+    for part in reversed(default.package.split(".") if default.package else []):
+        content = {part: content}
+    return Layer(content=content, source=str(path))
+
+
+def group_choice(override: Override) -> str:
+    """The override as Hydra wants it; null leaves the group out."""
+    group, choice = override.key_or_group, override.value()
+    if choice is None or override.is_delete():
+        return f"~{group}"
+    for name in choice if isinstance(choice, list) else [choice]:
+        check_choice(group, name)
+    return str(override.input_line)
+
+
+def check_choice(group: str, choice: Any) -> None:
+    if group not in list_groups() or choice not in list_groups()[group]:
+        raise ConfigError(unknown_choice(f"{group}/{choice}"))
+
+
+def unknown_choice(path: str) -> str:
+    group, _, choice = path.removesuffix(".yaml").partition("/")
+    if group not in list_groups():
+        return f"{group}: no such config group; the groups are {', '.join(list_groups())}"
+    known = list_groups()[group]
+    nearest = get_close_matches(choice, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"{group}={choice}: no such choice; {group} is one of {', '.join(known)}{hint}"
+
+
+def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
+    """The options in a user's file, and the group choices of its ``defaults`` list, as (group, override)."""
+    if not path.is_file():
+        raise DataError(f"the config file {path.absolute()} does not exist")
+    content = read_yaml(path)
+    defaults = content.pop("defaults", None) or []
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{path}: defaults must be a list such as [experiment: quickstart], and can't be {defaults!r}")
+    choices = [read_choice(path, entry) for entry in defaults if entry != "_self_"]
+    return content, choices
+
+
+def read_choice(path: Path, entry: Any) -> tuple[str, str]:
+    if not isinstance(entry, dict) or len(entry) != 1:
+        raise ConfigError(f"{path}: an entry of defaults must be `group: choice`, and can't be {entry!r}")
+    key, choice = next(iter(entry.items()))
+    group = str(key).removeprefix("override ").strip().removeprefix("/")
+    try:
+        return group, group_choice(parse_override(f"{group}={'null' if choice is None else choice}"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
+    if isinstance(loaded, ListConfig):
+        raise ConfigError(f"{path}: holds a list; it must hold options such as `name: run`")
+    content = OmegaConf.to_container(loaded)
+    assert isinstance(content, dict)
+    return content  # type: ignore[return-value]
+
+
+def parse_override(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, OverrideParseException) as error:
+        raise ConfigError(
+            f"can't read the override {text!r}: {first_line(error)}; write key=value, and quote special characters "
+            "inside the value, as in 'key=\"value\"'"
+        ) from error
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: one run takes one value; write a list as [a,b], and a text with commas in quotes")
+    if override.package is not None:
+        raise ConfigError(f"{text}: packages can't be changed; write {override.key_or_group}=...")
+    return override
+
+
+def chooses_group(override: Override, groups: Mapping[str, list[str]]) -> bool:
+    return override.key_or_group in groups and not isinstance(override.value(), dict)
+
+
+def apply_override(tree: DictConfig, override: Override) -> None:
+    key = override.key_or_group
+    if override.is_delete():
+        delete_entry(tree, key)
+        return
+    content: Any = override.value()
+    for part in reversed(key.split(".")):
+        content = {part: content}
+    merge(tree, Layer(content=content))
+
+
+def delete_entry(tree: DictConfig, key: str) -> None:
+    parent, _, entry = key.rpartition(".")
+    node = OmegaConf.select(tree, parent) if parent else tree
+    if not isinstance(node, DictConfig) or entry not in node:
+        raise ConfigError(f"~{key}: there is no such entry to remove")
+    if is_section(OmegaConf.get_type(node)):
+        raise ConfigError(f"~{key}: an option can't be removed; set it instead")
+    del node[entry]
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

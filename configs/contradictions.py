@@ -1,0 +1,253 @@
+"""Finds options that contradict each other; each finding is one line with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+
+from rlpipe.configs.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    LearnerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScoringConfig,
+    TrackingConfig,
+)
+from rlpipe.errors import ConfigError
+
+ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "rollout.max_model_len",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "max_lora_rank": "model.adapter.r",
+    "enable_lora": "model.adapter.kind",
+    "seed": "seed",
+}
+"""Engine arguments that have an option of their own."""
+
+SAMPLING_ARGUMENTS = {
+    **{entry.name: f"rollout.sampling.{entry.name}" for entry in fields(SamplingConfig) if entry.name != "extra"},
+    "n": "algorithm.group_size",
+    "seed": "seed",
+}
+"""Sampling arguments that have an option of their own."""
+
+
+def find_contradictions(config: Config) -> Iterator[ConfigError]:
+    for message in contradictions(config):
+        yield ConfigError(message)
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    yield from check_names(config)
+    yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
+    yield from check_source(config.data)
+    yield from check_held_out(config.data)
+    yield from check_learner(config.learner)
+    yield from check_optimizer(config.learner.optimizer)
+    yield from check_schedule(config.learner, config.algorithm)
+    yield from check_step_size(config.algorithm, config.learner)
+    if config.algorithm.kind == "rl":
+        yield from check_group_size(config.algorithm)
+        yield from check_loss(config.algorithm)
+        yield from check_reference(config.algorithm, config.model)
+        yield from check_rollout(config.rollout)
+        yield from check_sampling(config.rollout)
+        yield from check_lengths(config)
+    yield from check_rewards(config.scoring)
+    yield from check_tracking(config.tracking)
+
+
+def check_names(config: Config) -> Iterator[str]:
+    if not config.name.strip():
+        yield "name: empty; give the run a name"
+    if not config.output.strip():
+        yield "output: empty; give the run a folder, such as outputs/${name}"
+
+
+def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
+    adapter = model.adapter
+    if adapter.kind == "none" and adapter.path is not None:
+        yield "model.adapter.path: there is no adapter with model.adapter.kind=none; set kind=lora or path=null"
+    modules = adapter.target_modules
+    names = modules if isinstance(modules, list | tuple) else [modules]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        yield f"model.adapter.target_modules: {modules!r} is not a text or a list of texts; write all-linear or [q_proj,v_proj]"
+    if model.dtype == "float16" and not on_gpu:
+        yield "model.dtype: float16 needs a GPU; set model.dtype=float32 or bfloat16, or learner=single_gpu"
+    if model.attention == "flash_attention_2" and not on_gpu:
+        yield "model.attention: flash_attention_2 needs a GPU; set model.attention=sdpa, or learner=single_gpu"
+    if model.attention == "flash_attention_2" and model.dtype == "float32":
+        yield "model.attention: flash_attention_2 knows no float32; set model.dtype=bfloat16, or model.attention=sdpa"
+    if model.prepare is not None and ":" not in model.prepare:
+        yield f"model.prepare: {model.prepare!r} is not of the form module:function"
+
+
+def check_source(data: DataConfig) -> Iterator[str]:
+    source = f"data.source={data.source}"
+    if data.source == "reasoning_gym":
+        if data.task is None:
+            yield f"data.task: {source} needs the name of a task, such as data.task=basic_arithmetic"
+        if data.path is not None:
+            yield f"data.path: {source} reads no path; set data.path=null, or another data.source"
+    else:
+        if data.path is None:
+            needs = "a folder or hub id" if data.source == "datasets" else "a file"
+            yield f"data.path: {source} needs {needs}, as in data.path=..."
+        if data.task is not None or data.task_args:
+            yield f"data.task: {source} knows no tasks; set data.source=reasoning_gym, or remove data.task and task_args"
+    if data.source != "datasets" and data.name is not None:
+        yield f"data.name: {source} has no configurations; set data.name=null, or data.source=datasets"
+    if data.transform is not None and ":" not in data.transform:
+        yield f"data.transform: {data.transform!r} is not of the form module:function"
+    if data.transform is None and data.transform_args:
+        yield "data.transform_args: there is no transform to receive them; set data.transform=module:function"
+
+
+def check_held_out(data: DataConfig) -> Iterator[str]:
+    held_out = data.held_out
+    if held_out.every_steps > 0 and held_out.size == 0 and held_out.path is None:
+        yield (
+            f"data.held_out.every_steps: {held_out.every_steps}, but there are no held-out rows; set data.held_out.size "
+            "or data.held_out.path"
+        )
+    if held_out.size > 0 and held_out.path is not None:
+        yield "data.held_out.size: held-out rows come from data.held_out.path already; set one of the two"
+    rows = data.task_args.get("size")
+    if isinstance(rows, int) and 0 < rows <= held_out.size:
+        yield f"data.held_out.size: {held_out.size} of data.task_args.size={rows} leaves no row to train on; set it lower"
+
+
+def check_learner(learner: LearnerConfig) -> Iterator[str]:
+    if learner.strategy == "single" and learner.num_ranks > 1:
+        yield f"learner.num_ranks: {learner.num_ranks} with learner.strategy=single; set learner.strategy=fsdp2 or num_ranks=1"
+    if learner.num_ranks > 1 and 0 < learner.num_gpus < 1:
+        yield f"learner.num_gpus: with {learner.num_gpus} of a GPU two ranks would share one, which NCCL refuses; set 1"
+    if learner.strategy == "single" and (learner.fsdp.cpu_offload or not learner.fsdp.reshard_after_forward):
+        yield "learner.fsdp: has no effect with learner.strategy=single; set learner.strategy=fsdp2"
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
+    betas = optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"learner.optimizer.betas: {list(betas)} is not two numbers from 0 to below 1, such as [0.9,0.999]"
+
+
+def check_schedule(learner: LearnerConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
+    warmup = learner.schedule.warmup_steps
+    if warmup > algorithm.num_steps:
+        yield f"learner.schedule.warmup_steps: {warmup} is more than algorithm.num_steps={algorithm.num_steps}; set it lower"
+
+
+def check_step_size(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
+    """Every rank needs a sequence in every optimizer update."""
+    per_group = algorithm.group_size if algorithm.kind == "rl" else 1
+    sequences = algorithm.groups_per_step * per_group
+    needed = algorithm.num_minibatches * learner.num_ranks
+    if sequences < needed:
+        yield (
+            f"algorithm.groups_per_step: a step of {sequences} sequences can't give each of {algorithm.num_minibatches} "
+            f"minibatches on {learner.num_ranks} ranks one; set it to {-(-needed // per_group)} or more"
+        )
+
+
+def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
+    advantage, size = algorithm.advantage, algorithm.group_size
+    if size < 2 and advantage.name != "reinforce":
+        yield (
+            f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
+            "more, or algorithm=reinforce"
+        )
+    elif size < 2 and algorithm.combine == "normalize_then_sum":
+        yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalises within a group; set 2 or more"
+    if advantage.name != "grpo" and advantage.scale != "group":
+        yield f"algorithm.advantage.scale: {advantage.scale} has no effect on advantage {advantage.name}; only grpo scales"
+
+
+def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+    loss = algorithm.loss
+    if loss.level != "token" and loss.name != "clip":
+        yield f"algorithm.loss.level: {loss.level} needs algorithm.loss.name=clip; {loss.name} works by token"
+    if loss.name == "clip" and loss.clip_low >= 1:
+        yield f"algorithm.loss.clip_low: {loss.clip_low} leaves no lower bound; set it below 1"
+    if loss.clip_delta is not None and loss.name != "clip":
+        yield f"algorithm.loss.clip_delta: has no effect on the loss {loss.name}; set it to null"
+    elif loss.clip_delta is not None and loss.clip_delta < 1 + loss.clip_high:
+        yield f"algorithm.loss.clip_delta: {loss.clip_delta} is below 1 + clip_high; set {1 + loss.clip_high:g} or more"
+
+
+def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
+    if algorithm.reference.sync_steps == 0:
+        return
+    if algorithm.loss.beta == 0:
+        yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or sync_steps=0"
+    if model.adapter.kind == "lora":
+        yield (
+            "algorithm.reference.sync_steps: a LoRA policy's reference is the base model, which does not move; set 0, or "
+            "model=full"
+        )
+
+
+def check_rollout(rollout: RolloutConfig) -> Iterator[str]:
+    size, gpus = rollout.tensor_parallel_size, rollout.num_gpus
+    if rollout.engine == "hf" and size > 1:
+        yield f"rollout.tensor_parallel_size: {size}, but only vllm splits a model; set rollout.engine=vllm, or 1"
+    if (size > 1 or gpus > 1) and gpus != size:
+        yield (
+            f"rollout.num_gpus: {gpus:g} GPUs for an engine with rollout.tensor_parallel_size={size}; set both to the same"
+        )
+    for key in rollout.engine_args:
+        if key in ENGINE_ARGUMENTS:
+            yield f"rollout.engine_args.{key}: has an option of its own; set {ENGINE_ARGUMENTS[key]}"
+
+
+def check_sampling(rollout: RolloutConfig) -> Iterator[str]:
+    sampling = rollout.sampling
+    guides = {"guided_regex": sampling.guided_regex, "guided_json": sampling.guided_json}
+    used = [name for name, guide in guides.items() if guide is not None]
+    if used and rollout.engine == "hf":
+        yield f"rollout.sampling.{used[0]}: only vllm guides completions; set rollout.engine=vllm, or {used[0]}=null"
+    if len(used) > 1:
+        yield "rollout.sampling.guided_json: a completion follows one guide; set guided_regex=null or guided_json=null"
+    for key in sampling.extra:
+        if key in SAMPLING_ARGUMENTS:
+            yield f"rollout.sampling.extra.{key}: has an option of its own; set {SAMPLING_ARGUMENTS[key]}"
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    prompt, completion = config.data.max_prompt_tokens, config.rollout.sampling.max_tokens
+    parts = f"data.max_prompt_tokens={prompt} and rollout.sampling.max_tokens={completion}"
+    limit = config.rollout.max_model_len
+    if limit is not None and limit < prompt + completion:
+        yield f"rollout.max_model_len: {limit} is less than {parts} together; set {prompt + completion} or more"
+    limit = config.learner.max_tokens_per_microbatch
+    if limit < prompt + completion:
+        yield (
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {parts}; set "
+            f"{prompt + completion} or more"
+        )
+
+
+def check_rewards(scoring: ScoringConfig) -> Iterator[str]:
+    for name, reward in scoring.rewards.items():
+        if ":" not in reward.path:
+            yield (
+                f"scoring.rewards.{name}.path: {reward.path!r} names no function; write package.module:function or "
+                "file.py:function"
+            )
+    if scoring.rewards and all(reward.weight == 0 for reward in scoring.rewards.values()):
+        yield "scoring.rewards: every weight is 0, so nothing is rewarded; set a weight"
+
+
+def check_tracking(tracking: TrackingConfig) -> Iterator[str]:
+    if tracking.wandb and find_spec("wandb") is None:
+        yield "tracking.wandb: wandb is not installed; pip install 'rlpipe[wandb]', or set tracking.wandb=false"

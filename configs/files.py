@@ -1,0 +1,71 @@
+"""Finds the local files and folders that a config names and that do not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlpipe.configs.schema import AdapterConfig, Config, DataConfig, ModelConfig, ScoringConfig
+from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
+
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def find_missing_files(config: Config) -> Iterator[InputError]:
+    yield from check_model_files(config.model)
+    if config.model.adapter.kind == "lora":
+        yield from check_adapter(config.model.adapter)
+    yield from check_data_files(config.data)
+    yield from check_reward_files(config.scoring)
+    yield from check_run_folder(config)
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model's or data set's path can only be a folder: it is no hub id, or its parent is a folder here."""
+    return HUB_ID.fullmatch(path) is None or ("/" in path and Path(path).parent.is_dir())
+
+
+def absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
+def check_model_files(model: ModelConfig) -> Iterator[InputError]:
+    if model.prepare is None and looks_local(model.path) and not absolute(model.path).is_dir():
+        yield ModelError(f"model.path: there is no folder {absolute(model.path)}; give a model's folder or hub id")
+    if model.tokenizer is not None and looks_local(model.tokenizer) and not absolute(model.tokenizer).exists():
+        yield ModelError(f"model.tokenizer: there is no folder {absolute(model.tokenizer)}; give a folder or hub id")
+    if model.chat_template is not None and not absolute(model.chat_template).is_file():
+        yield ModelError(f"model.chat_template: there is no file {absolute(model.chat_template)}; give a Jinja file")
+
+
+def check_adapter(adapter: AdapterConfig) -> Iterator[InputError]:
+    if adapter.path is None or not (looks_local(adapter.path) or absolute(adapter.path).exists()):
+        return
+    if not (absolute(adapter.path) / "adapter_config.json").is_file():
+        yield ModelError(
+            f"model.adapter.path: there is no PEFT adapter in {absolute(adapter.path)}; it must hold adapter_config.json"
+        )
+
+
+def check_data_files(data: DataConfig) -> Iterator[InputError]:
+    if data.path is not None and data.source in ("jsonl", "parquet") and not absolute(data.path).is_file():
+        yield DataError(f"data.path: there is no file {absolute(data.path)}")
+    if data.path is not None and data.source == "datasets" and looks_local(data.path) and not absolute(data.path).exists():
+        yield DataError(f"data.path: there is no folder {absolute(data.path)}; give a folder or hub id")
+    if data.held_out.path is not None and not absolute(data.held_out.path).is_file():
+        yield DataError(f"data.held_out.path: there is no file {absolute(data.held_out.path)}")
+
+
+def check_reward_files(scoring: ScoringConfig) -> Iterator[InputError]:
+    for name, reward in scoring.rewards.items():
+        file = reward.path.rpartition(":")[0]
+        if file.endswith(".py") and not absolute(file).is_file():
+            yield RewardImportError(f"scoring.rewards.{name}.path: there is no file {absolute(file)}")
+
+
+def check_run_folder(config: Config) -> Iterator[InputError]:
+    if absolute(config.output).is_file():
+        yield ConfigError(f"output: {absolute(config.output)} is a file; name a folder")
+    if config.resume not in ("auto", "never") and not absolute(config.resume).exists():
+        yield ConfigError(f"resume: there is no checkpoint {absolute(config.resume)}; give auto, never or a checkpoint")

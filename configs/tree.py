@@ -1,0 +1,114 @@
+"""A config as a plain tree: as YAML, as a digest, and compared with the config that a run began with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlpipe.configs.schema import Config
+
+FREE_ON_RESUME = (
+    "name",
+    "output",
+    "resume",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "model.prepare",
+    "data.held_out.every_steps",
+    "data.held_out.correct_at",
+    "rollout.engine",
+    "rollout.num_engines",
+    "rollout.num_cpus",
+    "rollout.num_gpus",
+    "rollout.resources",
+    "rollout.num_threads",
+    "rollout.tensor_parallel_size",
+    "rollout.max_model_len",
+    "rollout.engine_args",
+    "scoring.num_processes",
+    "scoring.num_cpus",
+    "scoring.rewards.*.timeout_s",
+    "scoring.rewards.*.num_processes",
+    "scoring.rewards.*.num_cpus",
+    "scoring.rewards.*.num_gpus",
+    "learner.num_cpus",
+    "learner.num_gpus",
+    "learner.resources",
+    "learner.num_threads",
+    "learner.max_tokens_per_microbatch",
+    "learner.logprob_chunk_tokens",
+    "learner.fsdp",
+    "learner.max_bad_steps",
+    "weights",
+    "checkpoint",
+    "tracking",
+    "cluster",
+)
+"""Options, or whole sections, that say how a run is carried out, and not what it trains."""
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Nested dictionaries and lists of plain values, in the schema's order."""
+    tree = plain(asdict(config))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(child) for child in value]
+    return value
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config; ``rlpipe train --config`` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
+
+
+def config_digest(config: Config) -> str:
+    """16 hexadecimal digits, equal for two configs exactly if one may resume the other's run."""
+    settings = dict(training_options(to_tree(config)))
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two trees of ``to_tree`` and matters for training, as "option: old -> new"."""
+    before, after = dict(training_options(old)), dict(training_options(new))
+    names = [*before, *(name for name in after if name not in before)]
+    return [
+        f"{name}: {show(before, name)} -> {show(after, name)}"
+        for name in names
+        if show(before, name) != show(after, name)
+    ]
+
+
+def show(settings: Mapping[str, Any], name: str) -> str:
+    return json.dumps(settings[name], sort_keys=True) if name in settings else "absent"
+
+
+def training_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The leaves of the tree that a resumed run must not change, by dotted name.
+
+    A run may be made longer or shorter as long as its learning rate does not depend on its length.
+    """
+    constant = tree["learner"]["schedule"]["name"] == "constant"
+    free = (*FREE_ON_RESUME, "algorithm.num_steps") if constant else FREE_ON_RESUME
+    for name, value in leaves(tree):
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free):
+            yield name, value
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

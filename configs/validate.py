@@ -1,0 +1,67 @@
+"""Checks a composed config: every option's range first, then options that contradict each other, then files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from itertools import chain
+from typing import Any
+
+from rlpipe.configs.contradictions import find_contradictions
+from rlpipe.configs.files import find_missing_files
+from rlpipe.configs.options import describe_range
+from rlpipe.configs.schema import Config, Freezable
+from rlpipe.errors import ConfigError, InputError
+
+
+def validate(config: Config) -> None:
+    """Raises the first problem of the config, an ``InputError`` of one line that names the option and the fix.
+
+    Rewards may still be missing, since Python callers hand them to ``rlpipe.train``; see ``require_rewards``.
+    """
+    for problem in find_problems(config):
+        raise problem
+
+
+def find_problems(config: Config) -> Iterator[InputError]:
+    yield from chain(find_out_of_range(config), find_contradictions(config), find_missing_files(config))
+
+
+def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
+    """Raises ``ConfigError`` if nothing rewards the rollouts of an RL run: no config, and no function handed over."""
+    if config.algorithm.kind == "rl" and not config.scoring.rewards and not rewards:
+        raise ConfigError(
+            "scoring.rewards: reinforcement learning needs a reward; set "
+            "scoring.rewards.<name>.path=package.module:function (or file.py:function)"
+        )
+
+
+def find_out_of_range(section: Freezable, prefix: str = "") -> Iterator[ConfigError]:
+    """Every option of a section outside its choices or range; null always passes."""
+    for entry in fields(section):  # type: ignore[arg-type]
+        value, name = getattr(section, entry.name), prefix + entry.name
+        if isinstance(value, Freezable):
+            yield from find_out_of_range(value, f"{name}.")
+        elif not entry.metadata:
+            for key, child in value.items():
+                yield from find_out_of_range(child, f"{name}.{key}.")
+        elif value is not None:
+            yield from check_range(name, value, entry.metadata)
+
+
+def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[ConfigError]:
+    choices, minimum, above, maximum = (metadata[key] for key in ("choices", "minimum", "above", "maximum"))
+    if choices is not None and value not in choices:
+        nearest = get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        yield ConfigError(f"{name}: {value!r} is not {describe_range(metadata)}{hint}")
+    if isinstance(value, float) and not math.isfinite(value):
+        yield ConfigError(f"{name}: {value} is not a finite number")
+    elif (
+        (minimum is not None and value < minimum)
+        or (above is not None and value <= above)
+        or (maximum is not None and value > maximum)
+    ):
+        yield ConfigError(f"{name}: {value} is out of range; it must be {describe_range(metadata)}")

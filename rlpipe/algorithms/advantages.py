@@ -1,0 +1,98 @@
+"""Turns the rewards of a step's groups into one advantage per rollout.
+
+Shapes: G rollouts of one group, R reward functions. ``nan`` stands for a reward that was not given. A rollout that
+no reward function scored has the reward ``nan``: it counts in no mean and no standard deviation, and its advantage
+is 0. Everything is computed in float64, so that equal rewards give advantages of exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlpipe.configs.schema import AdvantageConfig
+from rlpipe.types import FloatArray
+
+Values = NDArray[np.float64]
+
+
+def combine_rewards(rewards: FloatArray, weights: Sequence[float] | FloatArray, combine: str, eps: float) -> FloatArray:
+    """One reward per rollout of a group: ``[G, R]`` and ``[R]`` give ``[G]``; ``nan`` where no function scored.
+
+    ``sum_then_normalize`` is the weighted sum. ``normalize_then_sum`` first subtracts from each function's rewards
+    their mean in the group and divides by their standard deviation plus ``eps`` (GDPO, arXiv:2601.05242).
+    """
+    values = np.asarray(rewards, np.float64)  # [G, R]
+    if values.ndim != 2 or values.shape[1] != len(weights):
+        raise ValueError(f"rewards of shape {values.shape} do not fit {len(weights)} weights; give [G, R] and [R]")
+    if combine == "normalize_then_sum":
+        values = np.stack([_divide(_center(column), _std(column), eps) for column in values.T], axis=1)
+    elif combine != "sum_then_normalize":
+        raise ValueError(f"combine is {combine!r}; use sum_then_normalize or normalize_then_sum")
+    totals = np.nansum(values * np.asarray(weights, np.float64), axis=1)
+    totals[np.isnan(values).all(axis=1)] = np.nan
+    return totals.astype(np.float32)
+
+
+def compute_advantages(rewards: Sequence[FloatArray], config: AdvantageConfig) -> list[FloatArray]:
+    """The advantages ``[G]`` of every group of a step, from its rewards ``[G]``; groups may differ in size.
+
+    - ``grpo``: (r - mean of the group) / (std + eps), the standard deviation being the group's or the batch's, or no
+      division (arXiv:2402.03300; without it arXiv:2503.20783).
+    - ``rloo``: r - mean of the others (arXiv:2402.14740).
+    - ``reinforce``: r.
+    - ``reinforce_baseline``: r - mean of the group, divided by the batch's standard deviation of these differences
+      plus eps; their mean over the batch is 0 already (REINFORCE++ with baseline, arXiv:2501.03262).
+
+    Standard deviations are those of a sample (n - 1). With fewer than two scored rollouts there is nothing to compare
+    with: such a group's advantages are 0, except for ``reinforce``.
+    """
+    groups = [np.asarray(group, np.float64) for group in rewards]
+    return [np.nan_to_num(group, nan=0.0).astype(np.float32) for group in _advantages(groups, config)]
+
+
+def _advantages(groups: list[Values], config: AdvantageConfig) -> list[Values]:
+    if config.name == "reinforce":
+        return groups
+    centered = [_center(group) for group in groups]
+    if config.name == "rloo":
+        return [_leave_one_out(group) for group in centered]
+    if config.name == "reinforce_baseline":
+        stds = [_batch_std(centered)] * len(groups)
+    elif config.name != "grpo":
+        raise ValueError(f"advantage.name is {config.name!r}; use grpo, rloo, reinforce or reinforce_baseline")
+    elif config.scale == "group":
+        stds = [_std(group) for group in groups]
+    elif config.scale == "batch":
+        stds = [_batch_std(groups)] * len(groups)
+    else:
+        return centered
+    return [_divide(group, std, config.eps) for group, std in zip(centered, stds, strict=True)]
+
+
+def _divide(centered: Values, std: float, eps: float) -> Values:
+    """Divides by the standard deviation plus ``eps``; where both are 0, every difference is too."""
+    return centered / (std + eps) if std + eps > 0 else centered
+
+
+def _center(values: Values) -> Values:
+    scored = values[~np.isnan(values)]
+    return values - scored.mean() if len(scored) else values
+
+
+def _std(values: Values) -> float:
+    """The sample standard deviation of what is scored; 0 for fewer than two."""
+    scored = values[~np.isnan(values)]
+    return float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
+
+
+def _batch_std(groups: list[Values]) -> float:
+    return _std(np.concatenate(groups)) if groups else 0.0
+
+
+def _leave_one_out(centered: Values) -> Values:
+    """r minus the mean of the n - 1 others, which is n / (n - 1) times r minus the mean of all n."""
+    count = np.count_nonzero(~np.isnan(centered))
+    return centered * (count / (count - 1)) if count > 1 else centered

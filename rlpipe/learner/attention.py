@@ -1,0 +1,69 @@
+"""Attention over a packed row, block by block of sequences, as an attention implementation of transformers.
+
+A packed row of M tokens under a dense mask costs M² in time and memory; cut into sequences of length L it costs M·L,
+and runs on the plain causal kernels. Shapes: h heads, of which g are for keys and values, d channels a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from rlpipe.errors import ModelError
+from rlpipe.learner.rows import AttentionPlan
+
+NAME = "rlpipe_packed"
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def supports_packed_attention(model: PreTrainedModel) -> bool:
+    """Whether all that mixes tokens in the model is causal attention that this file can replace."""
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return model.is_backend_compatible() and layers <= SUPPORTED_LAYERS and not chunked
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, h, M, d]
+    key: Tensor,  # [1, g, M, d]
+    value: Tensor,  # [1, g, M, d]
+    attention_mask: Tensor | None,
+    *,
+    attention_plan: AttentionPlan | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Returns ``[1, M, h, d]``; raises ``ModelError`` for kinds of attention whose result it would change."""
+    if softcap is not None or s_aux is not None or position_bias is not None:
+        raise ModelError(f"{type(module).__name__} caps or biases its attention: set model.attention=eager")
+    assert attention_plan is not None, f"{type(module).__name__} does not hand its arguments on to attention"
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [M, h or g, d]
+    outputs = []
+    for block in attention_plan.blocks:
+        q, k, v = (row.index_select(0, block.view(-1)).unflatten(0, block.shape).transpose(1, 2) for row in rows)
+        mask = _window_mask(block.shape[1], sliding_window, q.device)
+        output = scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )  # [S, h, L, d]
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return together.index_select(0, attention_plan.selected)[None], None
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """True where a token is seen ``[L, L]``; None where the window is no narrower than the sequence."""
+    if window is None or window >= length:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+AttentionInterface.register(NAME, packed_attention)

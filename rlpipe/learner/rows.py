@@ -1,0 +1,142 @@
+"""Plans the row that one micro batch is run as: shared prompts once, and no token that nothing is predicted from.
+
+Shapes: N tokens and S sequences of the micro batch, M tokens of its row, K loss tokens, L tokens of the longest
+sequence of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlpipe.types import MicroBatch
+
+Indices = NDArray[np.int64]
+
+BLOCK_GROWTH = 1.5
+"""The longest sequence of a block is at most this many times its shortest, which bounds the padding in attention."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AttentionPlan:
+    """Cuts the tokens of a row into blocks of sequences of similar length, for attention within each sequence alone.
+
+    A block ``[S, L]`` says where in the row each token of each of its sequences lies; shorter sequences are filled up
+    at their end, where causal attention never looks. ``selected`` says which of the outputs of all blocks, one after
+    the other, belongs to each token of the row.
+    """
+
+    blocks: list[Tensor]  # each [S, L], into the row
+    selected: Tensor  # [M], into the sum of S * L
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Row:
+    """One row for the backbone, and where in it the loss tokens of the micro batch are predicted."""
+
+    token_ids: Tensor  # [M]
+    position_ids: Tensor  # [M]
+    predictors: Tensor  # [K], the token of the row that predicts each loss token
+    loss_tokens: Tensor  # [K], the loss tokens' places in the micro batch
+    targets: Tensor  # [K], their token ids
+    attention: AttentionPlan | None = None
+    """None: attention goes by the position ids, which restart with every sequence."""
+
+
+@dataclass(slots=True)
+class _RowBuilder:
+    """Collects the tokens of a row, with places for the tokens of each sequence."""
+
+    sources: list[Indices] = field(default_factory=list)  # pieces of the micro batch, in the row's order
+    sequences: list[Indices] = field(default_factory=list)  # of each sequence, its tokens' places in the row
+    num_tokens: int = 0
+    prompts: dict[bytes, Indices] = field(default_factory=dict)
+
+    def append(self, start: int, stop: int) -> Indices:
+        """Adds a piece of the micro batch, and says where in the row it came to lie."""
+        places = np.arange(self.num_tokens, self.num_tokens + stop - start)
+        self.sources.append(np.arange(start, stop))
+        self.num_tokens += stop - start
+        return places
+
+    def append_prompt(self, token_ids: Indices, start: int, stop: int) -> Indices:
+        key = token_ids[start:stop].tobytes()
+        if key not in self.prompts:
+            self.prompts[key] = self.append(start, stop)
+        return self.prompts[key]
+
+
+def plan_row(micro_batch: MicroBatch, *, share_prompts: bool, device: torch.device) -> Row:
+    """Drops of each sequence what follows the token that predicts its last loss token, and sequences without any.
+
+    With ``share_prompts``, siblings whose tokens up to their first loss token are equal have those run once; this
+    needs attention by ``Row.attention``. A micro batch without loss tokens becomes a row of one token, for ranks that
+    run it only because others have work.
+    """
+    loss_tokens = np.flatnonzero(micro_batch.loss_mask)
+    builder = _RowBuilder()
+    predictors = []
+    starts = micro_batch.sequence_starts
+    first_losses = np.searchsorted(loss_tokens, starts)  # [S + 1], into loss_tokens
+    for index, (begin, end) in enumerate(zip(first_losses[:-1], first_losses[1:], strict=True)):
+        if begin == end:
+            continue
+        start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])
+        if share_prompts:
+            prompt = builder.append_prompt(micro_batch.token_ids, start, first)
+            places = np.concatenate([prompt, builder.append(first, last)])
+        else:
+            places = builder.append(start, last)
+        builder.sequences.append(places)
+        predictors.append(places[loss_tokens[begin:end] - 1 - start])
+    if not predictors:
+        builder.sequences.append(builder.append(0, 1))
+    return _to_row(micro_batch, builder, predictors, loss_tokens, share_prompts, device)
+
+
+def _to_row(
+    micro_batch: MicroBatch,
+    builder: _RowBuilder,
+    predictors: list[Indices],
+    loss_tokens: Indices,
+    share_prompts: bool,
+    device: torch.device,
+) -> Row:
+    sources = np.concatenate(builder.sources)
+
+    def tensor(array: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
+
+    return Row(
+        token_ids=tensor(micro_batch.token_ids[sources]),
+        position_ids=tensor(micro_batch.position_ids[sources]),
+        predictors=tensor(np.concatenate(predictors) if predictors else np.zeros(0, np.int64)),
+        loss_tokens=tensor(loss_tokens),
+        targets=tensor(micro_batch.token_ids[loss_tokens]),
+        attention=_plan_attention(builder, device) if share_prompts else None,
+    )
+
+
+def _plan_attention(builder: _RowBuilder, device: torch.device) -> AttentionPlan:
+    ordered = sorted(builder.sequences, key=len)
+    blocks: list[Tensor] = []
+    selected = np.zeros(builder.num_tokens, np.int64)
+    offset = first = 0
+    while first < len(ordered):
+        last = first + 1
+        while last < len(ordered) and len(ordered[last]) <= BLOCK_GROWTH * len(ordered[first]):
+            last += 1
+        longest = len(ordered[last - 1])
+        block = np.empty((last - first, longest), np.int64)
+        for slot, places in enumerate(ordered[first:last]):
+            block[slot, : len(places)] = places
+            block[slot, len(places) :] = places[0]
+            selected[places] = np.arange(offset, offset + len(places))
+            offset += longest
+        blocks.append(torch.from_numpy(block).to(device, non_blocking=True))
+        first = last
+    return AttentionPlan(blocks=blocks, selected=torch.from_numpy(selected).to(device, non_blocking=True))

@@ -1,0 +1,122 @@
+"""Joins or starts the Ray cluster, checks that the run fits on it, and starts actors that answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+
+from rlpipe.configs.schema import ClusterConfig
+from rlpipe.errors import ConfigError, RlpipeError, RunError, WaitTimeout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Need:
+    """What one process of the run asks of the cluster."""
+
+    name: str
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    remedy: str = "lower what the config asks for, or join a larger cluster"
+
+    @property
+    def all_resources(self) -> dict[str, float]:
+        """By Ray's names."""
+        return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+
+
+def connect(cluster: ClusterConfig, needs: Sequence[Need], *, run_name: str) -> None:
+    """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one; raises ``ConfigError`` if the run
+    asks for more than it has."""
+    if not ray.is_initialized():
+        address = cluster.address or os.environ.get("RAY_ADDRESS")
+        options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
+        if address is None:
+            wanted = sum(need.num_cpus for need in needs)
+            options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
+        try:
+            ray.init(address, namespace=f"rlpipe-{run_name}", **options)
+        except ConnectionError as error:
+            raise ConfigError(f"cluster.address={address}: no Ray cluster answers there ({error})") from None
+    check_fit(needs, ray.cluster_resources())
+
+
+def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
+    """Raises ``ConfigError`` naming the resource, the parts that ask for it, and what the cluster has."""
+    total: Counter[str] = Counter()
+    for need in needs:
+        total.update({name: amount for name, amount in need.all_resources.items() if amount})
+    for resource, wanted in total.items():
+        has = available.get(resource, 0.0)
+        if wanted > has + 1e-9:
+            askers = [need for need in needs if need.all_resources.get(resource)]
+            parts = ", ".join(f"{need.name} {need.all_resources[resource]:g}" for need in askers)
+            raise ConfigError(
+                f"the run needs {wanted:g} {resource} ({parts}) but the cluster has {has:g}: {askers[0].remedy}"
+            )
+
+
+def start_actor(
+    actor_class: type, need: Need, *args: Any, max_concurrency: int | None = None, **kwargs: Any
+) -> ActorHandle:
+    """Starts an actor whose name on the dashboard is that of the need."""
+    options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
+    if need.resources:
+        options["resources"] = dict(need.resources)
+    if max_concurrency:
+        options["max_concurrency"] = max_concurrency
+    return ray.remote(actor_class).options(**options).remote(*args, **kwargs)
+
+
+def wait_scheduled(actors: Mapping[str, ActorHandle], needs: Mapping[str, Need], timeout_s: float) -> None:
+    """Waits until every actor's process runs; raises ``WaitTimeout`` with what it asked for and what is free."""
+    for name, actor in actors.items():
+        try:
+            ray.get(actor.ping.remote(), timeout=timeout_s)
+        except GetTimeoutError:
+            asked = {key: amount for key, amount in needs[name].all_resources.items() if amount}
+            raise WaitTimeout(
+                f"actor {name} was not scheduled within cluster.schedule_timeout_s={timeout_s:g} seconds: it asks for "
+                f"{asked}, the cluster has {_readable(ray.cluster_resources())}, free are "
+                f"{_readable(ray.available_resources())}"
+            ) from None
+        except ActorDiedError as error:
+            raise RunError(f"actor {name} died at its start: {error}") from None
+
+
+def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:
+    """Waits for the ``start()`` of actors; raises their own error, or ``WaitTimeout`` naming the first that is late."""
+    for name, start in starts.items():
+        try:
+            ray.get(start, timeout=timeout_s)
+        except GetTimeoutError:
+            raise WaitTimeout(
+                f"actor {name} has not started within cluster.start_timeout_s={timeout_s:g} seconds"
+            ) from None
+        except RayTaskError as error:
+            raise root_cause(error, f"actor {name} failed at its start") from None
+        except ActorDiedError as error:
+            raise RunError(f"actor {name} died at its start: {error}") from None
+
+
+def root_cause(error: RayTaskError, context: str) -> RlpipeError:
+    """rlpipe's own error out of a remote one; any other becomes a ``RunError`` with the remote traceback."""
+    if isinstance(error.cause, RlpipeError):
+        return error.cause
+    return RunError(f"{context}: {error}")
+
+
+def _readable(resources: Mapping[str, float]) -> dict[str, float]:
+    """The countable resources, without Ray's node and memory entries."""
+    hidden = ("node:", "memory", "object_store_memory")
+    return {name: amount for name, amount in sorted(resources.items()) if not name.startswith(hidden)}

@@ -1,0 +1,119 @@
+"""Turns the groups of a step into one packed batch for every learner rank, and into the step's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
+from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.types import FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
+
+
+def assemble_step(
+    groups: Sequence[RolloutGroup],
+    *,
+    step: int,
+    algorithm: AlgorithmConfig,
+    learner: LearnerConfig,
+    reward_weights: Mapping[str, float],
+    seed: int,
+) -> list[TrainBatch]:
+    """Sets the advantages of a step's rollouts and packs them; one batch a rank, each with the step's metrics."""
+    set_advantages(groups, algorithm, reward_weights)
+    rollouts = [rollout for group in groups for rollout in group]
+    if algorithm.loss.mask_truncated:
+        for rollout in rollouts:
+            if rollout.status is RolloutStatus.TRUNCATED:
+                rollout.loss_mask = np.zeros_like(rollout.loss_mask)
+    batches = pack_step(
+        rollouts,
+        step=step,
+        num_ranks=learner.num_ranks,
+        max_tokens=learner.max_tokens_per_microbatch,
+        num_minibatches=algorithm.num_minibatches,
+        num_epochs=algorithm.num_epochs_per_step,
+        seed=seed + step,
+    )
+    metrics = step_metrics(groups, step)
+    for batch in batches:
+        batch.metrics = metrics
+    return batches
+
+
+def set_advantages(
+    groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
+) -> None:
+    """Writes each rollout's advantage to all its tokens."""
+    weights = np.array(list(reward_weights.values()), np.float32)
+    rewards = [
+        combine_rewards(_reward_table(group, list(reward_weights)), weights, algorithm.combine, algorithm.advantage.eps)
+        for group in groups
+    ]
+    for group, advantages in zip(groups, compute_advantages(rewards, algorithm.advantage), strict=True):
+        for rollout, advantage in zip(group, advantages, strict=True):
+            rollout.advantages = np.full(len(rollout.token_ids), advantage, np.float32)
+
+
+def _reward_table(group: RolloutGroup, names: list[str]) -> FloatArray:
+    """The rewards of a group, NaN where a reward left a rollout out."""
+    rows = [[rollout.rewards.get(name) for name in names] for rollout in group]
+    return np.array([[np.nan if r is None else r for r in row] for row in rows], np.float32)  # [G, R]
+
+
+def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
+    """Rewards, completion lengths, staleness (in versions) and times (in seconds) of a step's groups."""
+    rollouts = [rollout for group in groups for rollout in group]
+    return {
+        **reward_metrics(groups),
+        **_length_metrics(rollouts),
+        **_staleness_metrics(groups, step),
+        "num_tokens": float(sum(group.num_tokens for group in groups)),
+        "num_completion_tokens": float(sum(group.num_loss_tokens for group in groups)),
+        "time/generate": float(np.mean([group.generate_s for group in groups])),
+        "time/score": float(np.mean([group.score_s for group in groups])),
+    }
+
+
+def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Mean and deviation of the rewards, and the share of groups that can't teach because all their rewards agree."""
+    rollouts = [rollout for group in groups for rollout in group]
+    totals = _known([rollout.reward for rollout in rollouts])
+    spreads = [float(np.std(_known([rollout.reward for rollout in group]))) for group in groups]
+    metrics = {
+        "reward": float(np.mean(totals)),
+        "reward_std": float(np.mean(spreads)),
+        "frac_reward_zero_std": float(np.mean([spread < 1e-8 for spread in spreads])),
+    }
+    for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
+        values = _known([rollout.rewards.get(name) for rollout in rollouts])
+        metrics[f"rewards/{name}/mean"] = float(np.mean(values))
+        metrics[f"rewards/{name}/std"] = float(np.std(values))
+    return metrics
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    """The values that are there; a lone NaN where none is, so that a mean of nothing shows as NaN."""
+    return [value for value in values if value is not None] or [float("nan")]
+
+
+def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = np.array([len(rollout.completion_ids) for rollout in rollouts])
+    cut = np.array([rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts])
+    metrics = _length_statistics("completions", lengths)
+    metrics["completions/clipped_ratio"] = float(np.mean(cut))
+    if not cut.all():
+        metrics |= _length_statistics("completions/terminated", lengths[~cut])
+    return metrics
+
+
+def _length_statistics(prefix: str, lengths: np.ndarray) -> dict[str, float]:
+    statistics = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
+    return {f"{prefix}/{name}_length": float(value) for name, value in statistics.items()}
+
+
+def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
+    staleness = [step - group.oldest_version for group in groups]
+    return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}

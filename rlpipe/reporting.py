@@ -1,0 +1,87 @@
+"""Turns what happens in a run into metrics for the trackers, lines for the terminal, and figures for the summary."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+
+from rlpipe.replay.steps import StepReport
+from rlpipe.tracking.completions import CompletionLog
+from rlpipe.tracking.progress import Progress
+from rlpipe.tracking.trackers import Tracker
+
+logger = logging.getLogger(__name__)
+
+MAX_REASONS_SHOWN = 5
+
+
+class Reporter:
+    """Follows one run; steps are counted from 1, and step n leads to policy version n."""
+
+    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionLog | None) -> None:
+        self._tracker, self._progress, self._completions = tracker, progress, completions
+        self._sync_s = 0.0
+        self._started = self._last = time.monotonic()
+        self._reasons: Counter[str] = Counter()
+        self._num_tokens = 0.0
+        self.num_steps = 0
+        """Steps trained by this process."""
+        self.evaluations: dict[int, dict[str, float]] = {}
+        """Held-out metrics by policy version."""
+        self.max_logprob_difference = math.nan
+        """Between engine and learner in the pass after the last step, in which both hold the same version."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens over the time from the first admission to the last step."""
+        return self._num_tokens / max(self._last - self._started, 1e-9)
+
+    def start(self, total: int, done: int) -> None:
+        self._progress.start(total, done)
+        self._started = self._last = time.monotonic()
+
+    def served(self, sync_s: float) -> None:
+        """All engines have loaded a version, ``sync_s`` seconds after its publication."""
+        self._sync_s = sync_s
+
+    def trained(self, report: StepReport) -> None:
+        now = time.monotonic()
+        tokens = report.metrics.get("num_tokens", 0.0)
+        metrics = {
+            **report.metrics,
+            "time/sync": self._sync_s,
+            "time/step": now - self._last,
+            "tokens_per_second": tokens / max(now - self._last, 1e-9),
+        }
+        self._last = now
+        self._num_tokens += tokens
+        self.num_steps += 1
+        step = report.step + 1
+        self._tracker.log(step, metrics)
+        self._progress.update(step, metrics)
+        if self._completions is not None:
+            self._completions.write(step, report.samples)
+
+    def evaluated(self, version: int, metrics: dict[str, float]) -> None:
+        self.evaluations[version] = metrics
+        self._tracker.log(version, metrics)
+        self._progress.message(
+            f"held-out at step {version}: accuracy {metrics['eval/accuracy']:.3f}, "
+            f"reward {metrics.get('eval/reward', math.nan):.3f}"
+        )
+
+    def agreed(self, report: StepReport) -> None:
+        self.max_logprob_difference = report.metrics["sampling/logp_difference/max"]
+
+    def discarded(self, group_id: int, reason: str) -> None:
+        """A group will not be trained; the first few different reasons are shown, all are counted in the metrics."""
+        self._reasons[reason] += 1
+        logger.info("group %d discarded: %s", group_id, reason)
+        if self._reasons[reason] == 1 and len(self._reasons) <= MAX_REASONS_SHOWN:
+            self._progress.message(f"group {group_id} is not trained: {reason}")
+
+    def close(self) -> None:
+        self._progress.close()
+        self._tracker.close()

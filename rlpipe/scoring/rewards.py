@@ -1,0 +1,159 @@
+"""Rewards as users write them, functions with TRL's signature and RewardActor classes: loading them and checking them."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlpipe.errors import RewardImportError
+from rlpipe.imports import import_object
+from rlpipe.types import RolloutGroup
+
+RewardFunction = Callable[..., Any]
+
+SIGHT = frozenset({"completions", "completion_ids", "rollouts"})
+"""Parameters through which a function sees what the policy wrote."""
+PROVIDED = SIGHT | {"prompts", "trainer_state", "log_extra", "log_metric"}
+"""Parameters that every call can fill; all others are data-set columns or the config's kwargs."""
+ON_REQUEST = frozenset({"rollouts"})
+"""Parameters that only a function that names them receives; a bare ``**kwargs`` does not."""
+
+
+class Tokenizer(Protocol):
+    """What scoring needs of a tokenizer."""
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
+
+
+def decode_completions(tokenizer: Tokenizer, group: RolloutGroup) -> list[str]:
+    """The completion texts of a group, one per rollout, without special tokens."""
+    return tokenizer.batch_decode([r.completion_ids.tolist() for r in group], skip_special_tokens=True)
+
+
+class RewardActor(ABC):
+    """A reward with state, such as a model, a client or a GPU; each of its processes holds one instance.
+
+    The config's ``kwargs`` go to the constructor. ``tokenizer`` is there from ``setup`` on.
+    """
+
+    tokenizer: Tokenizer
+
+    def setup(self) -> None:  # noqa: B027 - most subclasses need none
+        """Called once in every process, before the first group."""
+
+    @abstractmethod
+    def score(self, group: RolloutGroup) -> list[float | None]:
+        """One value per rollout; None takes this reward out of that rollout's sum. May be ``async``."""
+
+    def texts(self, group: RolloutGroup) -> list[str]:
+        """The completion texts of a group, one per rollout, without special tokens."""
+        return decode_completions(self.tokenizer, group)
+
+
+Reward = RewardFunction | type[RewardActor]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Signature:
+    """What a reward function accepts by keyword."""
+
+    named: frozenset[str]
+    required: frozenset[str]
+    takes_all: bool
+    """It has ``**kwargs``."""
+
+    def choose(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that the function receives of those at hand."""
+        if not self.takes_all:
+            return {name: value for name, value in available.items() if name in self.named}
+        return {name: value for name, value in available.items() if name in self.named or name not in ON_REQUEST}
+
+
+def read_signature(function: RewardFunction, source: str) -> Signature:
+    """Raises ``RewardImportError`` if no call by keyword can reach the function."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise RewardImportError(
+            f"reward {source} has no readable signature; wrap it in a function (completions, answer, **columns)"
+        ) from None
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise RewardImportError(
+                f"reward {source} takes {parameter.name!r} by position only, but rewards are called by keyword; "
+                "remove the '/' from its signature"
+            )
+    by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return Signature(
+        named=frozenset(p.name for p in by_keyword),
+        required=frozenset(p.name for p in by_keyword if p.default is p.empty),
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def check_reward(reward: Any, kwargs: Mapping[str, Any], source: str) -> None:
+    """Raises ``RewardImportError`` if ``reward`` can't work as one; ``source`` names it in the message."""
+    if inspect.isclass(reward):
+        _check_class(reward, kwargs, source)
+    elif not callable(reward):
+        raise RewardImportError(
+            f"reward {source} is a {type(reward).__name__}, not a function or RewardActor subclass; name one of these"
+        )
+    else:
+        _check_function(reward, kwargs, source)
+
+
+def _check_class(reward: type, kwargs: Mapping[str, Any], source: str) -> None:
+    if not issubclass(reward, RewardActor):
+        raise RewardImportError(
+            f"reward {source} is a class, but not a RewardActor; derive it from rlpipe.RewardActor, "
+            "or name an instance that can be called"
+        )
+    if inspect.isabstract(reward):
+        raise RewardImportError(f"reward {source} does not define score(self, group); add it")
+    try:
+        inspect.signature(reward).bind(**kwargs)
+    except TypeError as error:
+        raise RewardImportError(f"reward {source} can't be made from kwargs {dict(kwargs)}: {error}; fix kwargs") from None
+
+
+def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: str) -> None:
+    signature = read_signature(reward, source)
+    if not signature.takes_all and not signature.named & SIGHT:
+        raise RewardImportError(
+            f"reward {source} can't see what the policy wrote: its parameters are ({_listed(signature.named)}); "
+            "add 'completions'"
+        )
+    unknown = set() if signature.takes_all else set(kwargs) - signature.named
+    if unknown:
+        raise RewardImportError(
+            f"reward {source} has no parameter {_listed(unknown)}, which kwargs gives it; "
+            f"its parameters are ({_listed(signature.named)})"
+        )
+    taken = set(kwargs) & PROVIDED
+    if taken:
+        raise RewardImportError(f"reward {source}: {_listed(taken)} comes from the run; remove it from kwargs")
+
+
+def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
+    """The function, callable object or ``RewardActor`` subclass at ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises ``RewardImportError`` if it can't be imported, or can't work as a reward with the config's ``kwargs``.
+    """
+    reward = import_object(path, what="reward", error=RewardImportError)
+    check_reward(reward, kwargs or {}, path)
+    return reward
+
+
+def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
+    """Required parameters that neither the run, nor ``kwargs``, nor the data-set ``columns`` can fill."""
+    if inspect.isclass(reward):
+        return []
+    return sorted(read_signature(reward, repr(reward)).required - PROVIDED - set(kwargs) - set(columns))
+
+
+def _listed(names: Iterable[str] | Sequence[str]) -> str:
+    return ", ".join(sorted(names))

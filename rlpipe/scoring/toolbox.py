@@ -1,0 +1,181 @@
+"""Reward functions for common needs: exact and numeric answers, reasoning-gym's graders, GSM8K, formats and lengths.
+
+A config names one as ``rlpipe.scoring.toolbox:<function>``; parameters that are not data-set columns are set in the
+reward's ``kwargs``. Each returns one value per completion.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+Completion = str | list[dict[str, Any]]
+
+SIGN = r"(?:(?<![\w.)])[-+])?"  # a sign after a word or a bracket is an operator
+NUMBER = re.compile(SIGN + r"\$?(?:\d{1,3}(?:,\d{3})+\b|\d+|(?<!\w)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def completion_text(completion: Completion) -> str:
+    """The text of a completion: itself, or the contents of its messages joined."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion)
+
+
+def extract_tag(text: str, tag: str) -> str | None:
+    """What stands in the last ``<tag>...</tag>`` of a text, stripped; None if there is none."""
+    head, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = head.rpartition(f"<{tag}>")
+    return inside.strip() if opening and closing else None
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, with sign, thousands separators, decimals and exponent; None if there is none."""
+    found = NUMBER.findall(text.replace("−", "-"))
+    return _to_float(found[-1]) if found else None
+
+
+def _to_float(digits: str) -> float:
+    return float(digits.replace(",", "").replace("$", ""))
+
+
+def _gold_number(value: Any) -> float:
+    """The number that a data row gives as its answer; raises ``ValueError`` if it is none."""
+    text = str(value).strip().replace("−", "-")
+    if not NUMBER.fullmatch(text):
+        raise ValueError(f"the row's answer {value!r} is not a number")
+    return _to_float(text)
+
+
+def _answers(completions: Sequence[Completion], answer_tag: str | None) -> list[str | None]:
+    """The stripped texts, or what stands in their last answer tag."""
+    texts = [completion_text(completion) for completion in completions]
+    return [text.strip() if answer_tag is None else extract_tag(text, answer_tag) for text in texts]
+
+
+def exact_match(
+    completions: Sequence[Completion],
+    answer: Sequence[Any],
+    *,
+    answer_tag: str | None = None,
+    ignore_case: bool = False,
+) -> list[float]:
+    """1 where the completion, or the content of its last ``answer_tag``, is the answer but for outer white space."""
+
+    def key(value: Any) -> str:
+        text = str(value).strip()
+        return text.casefold() if ignore_case else text
+
+    found = _answers(completions, answer_tag)
+    return [float(text is not None and key(text) == key(gold)) for text, gold in zip(found, answer, strict=True)]
+
+
+def numeric_match(
+    completions: Sequence[Completion],
+    answer: Sequence[Any],
+    *,
+    answer_tag: str | None = None,
+    tolerance: float = 1e-6,
+) -> list[float]:
+    """1 where the last number of the completion, or of its last ``answer_tag``, is the answer within ``tolerance``.
+
+    Raises ``ValueError`` for a row whose answer is not a number.
+    """
+    numbers = [None if text is None else last_number(text) for text in _answers(completions, answer_tag)]
+    golds = [_gold_number(gold) for gold in answer]
+    return [_near(number, gold, tolerance) for number, gold in zip(numbers, golds, strict=True)]
+
+
+def _near(number: float | None, gold: float, tolerance: float) -> float:
+    return float(number is not None and math.isfinite(number) and abs(number - gold) <= tolerance)
+
+
+def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> list[float]:
+    """1 where the completion's final number is the one after ``####`` in the row's answer, as in GSM8K.
+
+    The final number of a completion is the first after its last ``####``, or else its last. Raises ``ValueError`` for
+    a row whose answer has no ``####``. Data: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
+    """
+    golds = []
+    for gold in answer:
+        if "####" not in gold:
+            raise ValueError(f"the row's answer {gold[-40:]!r} has no '####'; use numeric_match for plain answers")
+        golds.append(_gold_number(gold.rsplit("####", 1)[1]))
+    numbers = [_gsm8k_number(completion_text(completion)) for completion in completions]
+    return [_near(number, gold, 1e-6) for number, gold in zip(numbers, golds, strict=True)]
+
+
+def _gsm8k_number(text: str) -> float | None:
+    _, marker, tail = text.rpartition("####")
+    marked = NUMBER.search(tail.replace("−", "-")) if marker else None
+    return _to_float(marked.group()) if marked else last_number(text)
+
+
+@lru_cache(maxsize=64)
+def _grader(task: str, task_args: str) -> Any:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(task, **json.loads(task_args))
+
+
+def reasoning_gym(
+    completions: Sequence[Completion],
+    entry: Sequence[Mapping[str, Any]],
+    reasoning_gym_task: Sequence[str],
+    *,
+    answer_tag: str | None = None,
+    task_args: Mapping[str, Any] | None = None,
+) -> list[float]:
+    """The task's own grader, from 0 to 1, on the completion or on the content of its last ``answer_tag``.
+
+    ``task_args`` are the data source's, for the few tasks whose grader reads them. A completion without the tag, or
+    one that makes the grader raise, scores 0; an entry that the grader can't use raises.
+    """
+    arguments = json.dumps(dict(task_args or {}), sort_keys=True)
+    found = _answers(completions, answer_tag)
+    graders = [_grader(task, arguments) for task in reasoning_gym_task]
+    return [_grade(*item) for item in zip(graders, found, entry, strict=True)]
+
+
+def _grade(grader: Any, text: str | None, entry: Mapping[str, Any]) -> float:
+    if text is None:
+        return 0.0
+    try:
+        return float(grader.score_answer(text, entry))
+    except Exception:  # noqa: BLE001 - graders raise whatever their parser raises
+        # Some graders raise on an answer that they can't parse; on the entry's own answer they only raise if it is bad.
+        grader.score_answer(entry["answer"], entry)
+        return 0.0
+
+
+def format_tags(completions: Sequence[Completion], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
+    """1 where the completion is ``<think>...</think><answer>...</answer>``: each tag once, in order, nothing outside."""
+    names = [re.escape(tag) for tag in tags]
+    inside = rf"(?:(?!</?(?:{'|'.join(names)})>).)*"
+    blocks = [f"<{name}>{inside}</{name}>" for name in names]
+    pattern = re.compile(r"\s*" + r"\s*".join(blocks) + r"\s*", flags=re.DOTALL)
+    return [float(pattern.fullmatch(completion_text(completion)) is not None) for completion in completions]
+
+
+def length_penalty(completion_ids: Sequence[Sequence[int]], *, max_tokens: int) -> list[float]:
+    """From 0 for an empty completion down to -1 for ``max_tokens`` and more; scale it by the reward's weight."""
+    return [max(-len(ids) / max_tokens, -1.0) for ids in completion_ids]
+
+
+def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_tokens: int, cache_tokens: int) -> list[float]:
+    """0 up to ``max_tokens - cache_tokens``, then falling linearly to -1 at ``max_tokens``, and -1 beyond.
+
+    Equation 13 of Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale".
+    """
+    limit = max_tokens - cache_tokens
+
+    def punish(length: int) -> float:
+        if length <= limit:
+            return 0.0
+        return -1.0 if length > max_tokens else (limit - length) / cache_tokens
+
+    return [punish(len(ids)) for ids in completion_ids]

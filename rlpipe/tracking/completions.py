@@ -1,0 +1,55 @@
+"""Keeps the texts of a few groups of every step, for reading what the policy writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpipe.scoring.rewards import Tokenizer, decode_completions
+from rlpipe.tracking.jsonl import StepLog
+from rlpipe.types import Rollout, RolloutGroup
+
+
+class CompletionsLog:
+    """Appends the rollouts of each step's first ``num_groups`` groups to a file, one JSON object per rollout.
+
+    Opening it removes ``first_step`` and later steps, as in the metrics.
+    """
+
+    def __init__(self, path: Path, *, num_groups: int, tokenizer: Tokenizer, first_step: int) -> None:
+        self._num_groups = num_groups
+        self._tokenizer = tokenizer
+        self._log = StepLog(path, first_step) if num_groups else None
+
+    def log(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        if self._log is None:
+            return
+        for group in groups[: self._num_groups]:
+            texts = decode_completions(self._tokenizer, group)
+            rows = [_describe(group, rollout, text) for rollout, text in zip(group, texts, strict=True)]
+            self._log.append(step, rows)
+
+
+def _describe(group: RolloutGroup, rollout: Rollout, text: str) -> dict[str, Any]:
+    return {
+        "group_id": rollout.group_id,
+        "sample_index": rollout.sample_index,
+        "prompt_id": rollout.prompt_id,
+        "prompt": group.prompt.prompt,
+        "completion": text,
+        "rewards": rollout.rewards,
+        "reward": rollout.reward,
+        "advantage": _advantage(rollout),
+        "policy_version": rollout.oldest_version,
+        "num_tokens": len(rollout.completion_ids),
+        "status": rollout.status.value,
+        "finish_reason": rollout.finish_reason,
+    }
+
+
+def _advantage(rollout: Rollout) -> float | None:
+    """The mean advantage over the tokens that count, which is the rollout's where all tokens share it."""
+    if rollout.advantages is None or not rollout.num_loss_tokens:
+        return None
+    return float(rollout.advantages[rollout.loss_mask].mean())

@@ -1,0 +1,106 @@
+"""Draws a run's reward, held-out accuracy, completion length and staleness from its metrics."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlpipe.tracking.jsonl import read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]  # steps [K], values [K]
+
+BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#059669", "#6b7280"
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9ca3af",
+    "axes.labelcolor": "#374151",
+    "xtick.color": "#374151",
+    "ytick.color": "#374151",
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+}
+
+
+def plot_rewards(metrics_path: Path, output: Path, title: str) -> bool:
+    """Writes a PNG of a run's ``metrics.jsonl``; returns False, and writes nothing, if no step has a reward."""
+    rows = list(read_rows(metrics_path))
+    reward = _series(rows, "reward")
+    if not len(reward[0]):
+        return False
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+        _draw_reward(above, rows, reward)
+        _draw_lengths(below, rows)
+        above.set_title(title, loc="left", fontsize=12, fontweight="bold", color="#111827", pad=24)
+        below.set_xlabel("step")
+        below.set_xlim(min(reward[0][0], 0), max(row["step"] for row in rows) * 1.01 + 0.01)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+    return True
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> Series:
+    """The finite values of a metric and their steps."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A centred moving mean over a twentieth of the series; near its ends over the neighbours that exist.  # [K]"""
+    half = max(math.ceil(len(values) / 40), 1)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    return (sums[last] - sums[first]) / (last - first)
+
+
+def _draw_reward(axes: Axes, rows: list[dict[str, Any]], reward: Series) -> None:
+    steps, values = reward
+    mean = smooth(values)
+    std_steps, std = _series(rows, "reward_std")
+    if len(std_steps) == len(steps):
+        width = smooth(std)
+        axes.fill_between(steps, mean - width, mean + width, color=BLUE, alpha=0.12, linewidth=0, label="± std")
+    axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.9)
+    axes.plot(steps, mean, color=BLUE, linewidth=2.2, label="reward (moving mean)")
+    eval_steps, accuracy = _series(rows, "eval/accuracy")
+    if len(eval_steps):
+        axes.plot(eval_steps, accuracy, "o--", color=ORANGE, linewidth=1, markersize=6, label="held-out accuracy")
+        for step, value in ((eval_steps[0], accuracy[0]), (eval_steps[-1], accuracy[-1])):
+            axes.annotate(
+                f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 8), ha="center",
+                color=ORANGE, fontsize=9, fontweight="bold",
+            )
+    axes.set_ylabel("reward")
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, fontsize=9, borderaxespad=0.2)
+
+
+def _draw_lengths(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    steps, length = _series(rows, "completions/mean_length")
+    axes.plot(steps, length, color=GREEN, alpha=0.3, linewidth=0.9)
+    if len(steps):
+        axes.plot(steps, smooth(length), color=GREEN, linewidth=1.8)
+    axes.set_ylabel("tokens per\ncompletion", color=GREEN)
+    steps, staleness = _series(rows, "staleness/mean")
+    if len(steps):
+        right = axes.twinx()
+        right.plot(steps, staleness, color=GREY, linewidth=1, alpha=0.8)
+        right.set_ylabel("staleness\n(versions)", color=GREY)
+        right.set_ylim(bottom=0)
+        right.grid(visible=False)

@@ -1,0 +1,91 @@
+"""The Tracker protocol, and the one that feeds all others with the same metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlpipe.configs.schema import TrackingConfig
+from rlpipe.tracking.jsonl import JsonlTracker
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Receives the metrics of a run."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """Feeds several trackers; one that raises is named in a single warning and dropped, and the run goes on."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._for_each(lambda tracker: tracker.log(step, metrics))
+
+    def close(self) -> None:
+        self._for_each(lambda tracker: tracker.close())
+        self._trackers.clear()
+
+    def _for_each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
+                logger.warning("%s tracking stops, the run goes on: %s: %s", name, type(error).__name__, error)
+                del self._trackers[name]
+
+
+def open_trackers(
+    config: TrackingConfig,
+    *,
+    output: Path,
+    run_name: str,
+    first_step: int,
+    resolved_config: Mapping[str, Any],
+) -> Tracker:
+    """Opens the trackers that ``config`` asks for; ``metrics.jsonl`` always.
+
+    ``first_step`` is the first step that this process will log, 0 in a new run: what an interrupted run had logged
+    of it and of later steps is forgotten, so that no step is there twice. A tracker other than JSONL that can't be
+    opened is named in a warning and left out.
+    """
+    trackers: dict[str, Tracker] = {"JSONL": JsonlTracker(output / "metrics.jsonl", first_step)}
+
+    def open_tensorboard() -> Tracker:
+        from rlpipe.tracking.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(output / "tensorboard", first_step)
+
+    def open_wandb() -> Tracker:
+        from rlpipe.tracking.wandb import WandbTracker
+
+        return WandbTracker(
+            output, project=config.wandb_project, mode=config.wandb_mode, run_name=run_name, config=resolved_config
+        )
+
+    def open_ray_metrics() -> Tracker:
+        from rlpipe.tracking.ray_metrics import RayMetricsTracker
+
+        return RayMetricsTracker(run_name)
+
+    optional = {
+        "TensorBoard": (config.tensorboard, open_tensorboard),
+        "W&B": (config.wandb, open_wandb),
+        "Ray metrics": (config.ray_metrics, open_ray_metrics),
+    }
+    for name, (wanted, opener) in optional.items():
+        if not wanted:
+            continue
+        try:
+            trackers[name] = opener()
+        except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
+            logger.warning("%s tracking is off: %s: %s", name, type(error).__name__, error)
+    return Trackers(trackers)

@@ -1,0 +1,110 @@
+"""What a progress display shows of a run: its pace, its latest figures and its time by phase, as text."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+
+PACE_STEPS = 20
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_STEPS = 32
+PHASES = "time/"
+
+
+def format_number(value: float) -> str:
+    """Three decimals, or three digits where these say nothing."""
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.3g}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """``1:02:03``, ``2:03``, or ``-:--`` while unknown."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", format_number),
+    ("reward", "reward", format_number),
+    ("completions/mean_length", "length", "{:.1f}".format),
+    ("staleness/mean", "staleness", "{:.1f}".format),
+    ("tokens_per_second", "tokens/s", "{:,.0f}".format),
+)
+"""Metric, its label and its format, in the order shown."""
+
+
+class RunView:
+    """Follows a run from its steps' metrics; ``clock`` counts seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._ends: deque[float] = deque(maxlen=PACE_STEPS + 1)
+        self._metrics: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
+        self._accuracy: tuple[int, float] | None = None
+        self.total = 0
+        self.step = 0
+
+    def start(self, total: int, done: int) -> None:
+        self.total, self.step = total, done
+        self._started = self._clock()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics |= metrics
+        if "eval/accuracy" in metrics:
+            self._accuracy = (step, metrics["eval/accuracy"])
+        if step <= self.step:
+            return
+        self.step = step
+        self._ends.append(self._clock())
+        if "reward" in metrics:
+            self._rewards.append(metrics["reward"])
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._started
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of the last steps; without the first, which also holds what happens only once."""
+        if len(self._ends) < 2:
+            return None
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step's end, by the pace of the last steps."""
+        if self.step_s is None:
+            return None
+        return max((self.total - self.step) * self.step_s - (self._clock() - self._ends[-1]), 0.0)
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and values of what has been reported so far."""
+        shown = [(label, show(self._metrics[key])) for key, label, show in FIGURES if key in self._metrics]
+        if self.step_s is not None:
+            shown.append(("s/step", f"{self.step_s:.2f}"))
+        return shown + self._accuracy_figure()
+
+    def _accuracy_figure(self) -> list[tuple[str, str]]:
+        if self._accuracy is None:
+            return []
+        step, accuracy = self._accuracy
+        return [("eval accuracy", f"{accuracy:.3f}" if step == self.step else f"{accuracy:.3f} (step {step})")]
+
+    def phases(self) -> list[tuple[str, str]]:
+        """Names and seconds of the last step's phases, the longest first; phases may overlap."""
+        times = {key.removeprefix(PHASES): value for key, value in self._metrics.items() if key.startswith(PHASES)}
+        return [(name, f"{seconds:.2f}") for name, seconds in sorted(times.items(), key=lambda item: -item[1])]
+
+    def sparkline(self) -> str:
+        """The rewards of the last steps as small bars."""
+        finite = [reward for reward in self._rewards if math.isfinite(reward)]
+        if len(finite) < 2:
+            return ""
+        low, high = min(finite), max(finite)
+        scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+        return "".join(SPARKS[round((reward - low) * scale)] for reward in finite)

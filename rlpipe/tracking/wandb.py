@@ -1,0 +1,45 @@
+"""Metrics as a run in Weights & Biases, online or, without an account, offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import wandb
+
+RUN_ID_FILE = "wandb_run_id.txt"
+
+
+class WandbTracker:
+    """Logs to the run whose id is kept in the output folder, so that a resumed run continues its curves.
+
+    Offline, the files under ``output/wandb`` are uploaded with ``wandb sync``.
+    """
+
+    def __init__(self, output: Path, *, project: str, mode: str, run_name: str, config: Mapping[str, Any]) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=run_name,
+            id=_run_id(output / RUN_ID_FILE),
+            resume="allow",
+            mode=cast(Literal["online", "offline"], mode),
+            dir=str(output),
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # W&B's own step only goes up, and would discard what a resumed run logs again.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(path: Path) -> str:
+    if not path.exists():
+        path.write_text(wandb.util.generate_id())
+    return path.read_text().strip()
