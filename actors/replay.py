@@ -50,7 +50,8 @@ class ReplayActor:
         failed: dict[int, str] = {}
         for index in indices:
             group = groups[index]
-            apply_scores(group, by_group.get(group.group_id, []), self._rewards)
+            if group.failure is None:
+                apply_scores(group, by_group.get(group.group_id, []), self._rewards)
             if group.failure is None:
                 self._buffer.add(group)
             else:
@@ -105,4 +106,3 @@ class ReplayActor:
             batch.resume = resume
         self._samples[step] = groups[: self._num_samples]
         await self._board.put(step, batches)
-

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlpipe.configs.schema import ModelConfig, RewardConfig
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.imports import enter_folder
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import RolloutGroup
 
@@ -19,16 +20,22 @@ class ScoringActor:
         self._scorer: Scorer | None = None
 
     def start(
-        self, rewards: Mapping[str, RewardConfig], callables: Mapping[str, Callable[..., Any]], model: ModelConfig
+        self,
+        rewards: Mapping[str, RewardConfig],
+        callables: Mapping[str, Callable[..., Any]],
+        model: ModelConfig,
+        num_steps: int,
+        folder: str,
     ) -> None:
-        """Imports the rewards and sets up their actors."""
-        self._scorer = Scorer(rewards, load_tokenizer(model), callables)
+        """Imports the rewards and sets up their actors; ``folder`` is the driver's working directory."""
+        enter_folder(folder)
+        self._scorer = Scorer(rewards, load_tokenizer(model), callables, num_steps)
 
     def ping(self) -> str:
         """Answers as soon as the process runs."""
         return self._name
 
     def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
-        """Scores ``groups[indices]``."""
+        """Scores those of ``groups[indices]`` that the engine could sample."""
         assert self._scorer is not None, "start() comes first"
-        return self._scorer.score([groups[index] for index in indices])
+        return self._scorer.score([groups[index] for index in indices if groups[index].failure is None])

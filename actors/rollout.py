@@ -28,8 +28,9 @@ class RolloutActor:
 
     def start(self, model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: int) -> None:
         """Loads the model; takes seconds to minutes."""
-        engine = open_engine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
-        self._thread = EngineThread(engine, name=self._name)
+        self._thread = EngineThread(
+            self._name, lambda: open_engine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+        )
 
     def ping(self) -> str:
         """Answers as soon as the process runs."""

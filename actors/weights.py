@@ -77,9 +77,7 @@ class WeightsActor:
             ) from None
         except RayError as error:
             cause = getattr(error, "cause", None) or error
-            raise WeightsMismatch(
-                f"engine {name} could not load weights version {manifest.version}: {cause}"
-            ) from None
+            raise WeightsMismatch(f"engine {name} could not load weights version {manifest.version}: {cause}") from None
         if digest != manifest.digest:
             raise WeightsMismatch(
                 f"engine {name} does not serve weights version {manifest.version}: "

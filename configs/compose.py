@@ -1,4 +1,4 @@
-"""Composes the config of a run: config groups by Hydra, then the user's file, then the overrides of the command line."""
+"""Composes the config of a run: Hydra's config groups, then the user's file, then the command line's overrides."""
 
 from __future__ import annotations
 
@@ -70,10 +70,18 @@ def build_config(tree: DictConfig) -> Config:
     return config
 
 
+def show_tree(tree: DictConfig) -> str:
+    """The tree as YAML, interpolations resolved; required options that are not set show as ``???``."""
+    try:
+        return OmegaConf.to_yaml(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+
+
 def check_required(missing: Collection[str]) -> None:
     for option in options():
         for name in sorted(missing):
-            if fnmatchcase(name, option.name.replace("<name>", "*")):
+            if fnmatchcase(name, option.pattern):
                 raise ConfigError(f"{name} is required, and is not set: {option.doc}")
 
 
@@ -117,7 +125,8 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return value
-    example = next((option.name for option in options() if option.name.startswith(f"{name}.")), f"{name}.<option>")
+    inside = (option.name for option in options() if fnmatchcase(name, option.pattern.rpartition(".")[0]))
+    example = next(inside, f"{name}.<name>")
     message = f"{name}: a section with options such as {example}, and can't be {value!r}"
     if name in list_groups():
         message += f"; to choose a file of the group, write `defaults: [{name}: {value}]`"
@@ -125,13 +134,15 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
 
 
 def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
-    if isinstance(value, str) and value.startswith("~/"):
-        value = str(Path(value).expanduser())
     try:
-        OmegaConf.update(node, key, value, merge=True, force_add=True)
+        OmegaConf.update(node, key, expand_home(value), merge=True, force_add=True)
     except OmegaConfBaseException as error:
         shown = "null" if value is None else repr(value)
         raise layer.error(f"{name}: {shown} is not {describe_type(hint)}") from error
+
+
+def expand_home(value: Any) -> Any:
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def unknown_option(name: str) -> str:
@@ -168,12 +179,13 @@ def group_choice(override: Override) -> str:
     group, choice = override.key_or_group, override.value()
     if choice is None or override.is_delete():
         return f"~{group}"
-    for name in choice if isinstance(choice, list) else [choice]:
+    names = [str(name) for name in choice] if isinstance(choice, list) else [str(choice)]
+    for name in names:
         check_choice(group, name)
-    return str(override.input_line)
+    return f"{group}=[{','.join(names)}]" if isinstance(choice, list) else f"{group}={choice}"
 
 
-def check_choice(group: str, choice: Any) -> None:
+def check_choice(group: str, choice: str) -> None:
     if group not in list_groups() or choice not in list_groups()[group]:
         raise ConfigError(unknown_choice(f"{group}/{choice}"))
 
@@ -195,7 +207,9 @@ def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
     content = read_yaml(path)
     defaults = content.pop("defaults", None) or []
     if not isinstance(defaults, list):
-        raise ConfigError(f"{path}: defaults must be a list such as [experiment: quickstart], and can't be {defaults!r}")
+        raise ConfigError(
+            f"{path}: defaults must be a list such as [experiment: quickstart], and can't be {defaults!r}"
+        )
     choices = [read_choice(path, entry) for entry in defaults if entry != "_self_"]
     return content, choices
 
@@ -224,8 +238,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> Override:
+    key, _, value = text.partition("=")
     try:
-        override = OverridesParser.create().parse_override(text)
+        # Hydra's grammar wants quotes around a tilde, which nobody expects of a path.
+        override = OverridesParser.create().parse_override(f"{key}={expand_home(value)}" if value else text)
     except (HydraException, OverrideParseException) as error:
         raise ConfigError(
             f"can't read the override {text!r}: {first_line(error)}; write key=value, and quote special characters "

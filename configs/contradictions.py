@@ -81,7 +81,7 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
     modules = adapter.target_modules
     names = modules if isinstance(modules, list | tuple) else [modules]
     if not names or not all(isinstance(name, str) and name for name in names):
-        yield f"model.adapter.target_modules: {modules!r} is not a text or a list of texts; write all-linear or [q_proj,v_proj]"
+        yield f"model.adapter.target_modules: {modules!r} is no name or list of them; set all-linear or [q_proj,v_proj]"
     if model.dtype == "float16" and not on_gpu:
         yield "model.dtype: float16 needs a GPU; set model.dtype=float32 or bfloat16, or learner=single_gpu"
     if model.attention == "flash_attention_2" and not on_gpu:
@@ -104,7 +104,7 @@ def check_source(data: DataConfig) -> Iterator[str]:
             needs = "a folder or hub id" if data.source == "datasets" else "a file"
             yield f"data.path: {source} needs {needs}, as in data.path=..."
         if data.task is not None or data.task_args:
-            yield f"data.task: {source} knows no tasks; set data.source=reasoning_gym, or remove data.task and task_args"
+            yield f"data.task: {source} knows no tasks; set data.source=reasoning_gym, or remove task and task_args"
     if data.source != "datasets" and data.name is not None:
         yield f"data.name: {source} has no configurations; set data.name=null, or data.source=datasets"
     if data.transform is not None and ":" not in data.transform:
@@ -117,19 +117,19 @@ def check_held_out(data: DataConfig) -> Iterator[str]:
     held_out = data.held_out
     if held_out.every_steps > 0 and held_out.size == 0 and held_out.path is None:
         yield (
-            f"data.held_out.every_steps: {held_out.every_steps}, but there are no held-out rows; set data.held_out.size "
-            "or data.held_out.path"
+            f"data.held_out.every_steps: {held_out.every_steps}, but there are no held-out rows; "
+            "set data.held_out.size or data.held_out.path"
         )
     if held_out.size > 0 and held_out.path is not None:
         yield "data.held_out.size: held-out rows come from data.held_out.path already; set one of the two"
     rows = data.task_args.get("size")
     if isinstance(rows, int) and 0 < rows <= held_out.size:
-        yield f"data.held_out.size: {held_out.size} of data.task_args.size={rows} leaves no row to train on; set it lower"
+        yield f"data.held_out.size: {held_out.size} of data.task_args.size={rows} leaves no training row; set it lower"
 
 
 def check_learner(learner: LearnerConfig) -> Iterator[str]:
     if learner.strategy == "single" and learner.num_ranks > 1:
-        yield f"learner.num_ranks: {learner.num_ranks} with learner.strategy=single; set learner.strategy=fsdp2 or num_ranks=1"
+        yield f"learner.num_ranks: {learner.num_ranks}, but learner.strategy=single; set learner.strategy=fsdp2, or 1"
     if learner.num_ranks > 1 and 0 < learner.num_gpus < 1:
         yield f"learner.num_gpus: with {learner.num_gpus} of a GPU two ranks would share one, which NCCL refuses; set 1"
     if learner.strategy == "single" and (learner.fsdp.cpu_offload or not learner.fsdp.reshard_after_forward):
@@ -145,7 +145,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
 def check_schedule(learner: LearnerConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     warmup = learner.schedule.warmup_steps
     if warmup > algorithm.num_steps:
-        yield f"learner.schedule.warmup_steps: {warmup} is more than algorithm.num_steps={algorithm.num_steps}; set it lower"
+        yield f"learner.schedule.warmup_steps: {warmup}, but algorithm.num_steps={algorithm.num_steps}; set it lower"
 
 
 def check_step_size(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
@@ -155,8 +155,9 @@ def check_step_size(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Itera
     needed = algorithm.num_minibatches * learner.num_ranks
     if sequences < needed:
         yield (
-            f"algorithm.groups_per_step: a step of {sequences} sequences can't give each of {algorithm.num_minibatches} "
-            f"minibatches on {learner.num_ranks} ranks one; set it to {-(-needed // per_group)} or more"
+            f"algorithm.groups_per_step: a step of {sequences} sequences can't give one to each of "
+            f"{algorithm.num_minibatches} minibatches on {learner.num_ranks} ranks; "
+            f"set it to {-(-needed // per_group)} or more"
         )
 
 
@@ -170,7 +171,7 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     elif size < 2 and algorithm.combine == "normalize_then_sum":
         yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalises within a group; set 2 or more"
     if advantage.name != "grpo" and advantage.scale != "group":
-        yield f"algorithm.advantage.scale: {advantage.scale} has no effect on advantage {advantage.name}; only grpo scales"
+        yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
 
 
 def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -189,11 +190,11 @@ def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[
     if algorithm.reference.sync_steps == 0:
         return
     if algorithm.loss.beta == 0:
-        yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or sync_steps=0"
+        yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
     if model.adapter.kind == "lora":
         yield (
-            "algorithm.reference.sync_steps: a LoRA policy's reference is the base model, which does not move; set 0, or "
-            "model=full"
+            "algorithm.reference.sync_steps: a LoRA policy's reference is the base model, which does not move; "
+            "set 0, or model=full"
         )
 
 
@@ -203,7 +204,8 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.tensor_parallel_size: {size}, but only vllm splits a model; set rollout.engine=vllm, or 1"
     if (size > 1 or gpus > 1) and gpus != size:
         yield (
-            f"rollout.num_gpus: {gpus:g} GPUs for an engine with rollout.tensor_parallel_size={size}; set both to the same"
+            f"rollout.num_gpus: {gpus:g} GPUs for an engine with rollout.tensor_parallel_size={size}; "
+            "set both to the same"
         )
     for key in rollout.engine_args:
         if key in ENGINE_ARGUMENTS:

@@ -44,14 +44,19 @@ def check_adapter(adapter: AdapterConfig) -> Iterator[InputError]:
         return
     if not (absolute(adapter.path) / "adapter_config.json").is_file():
         yield ModelError(
-            f"model.adapter.path: there is no PEFT adapter in {absolute(adapter.path)}; it must hold adapter_config.json"
+            f"model.adapter.path: there is no PEFT adapter in {absolute(adapter.path)}; it needs adapter_config.json"
         )
 
 
 def check_data_files(data: DataConfig) -> Iterator[InputError]:
     if data.path is not None and data.source in ("jsonl", "parquet") and not absolute(data.path).is_file():
         yield DataError(f"data.path: there is no file {absolute(data.path)}")
-    if data.path is not None and data.source == "datasets" and looks_local(data.path) and not absolute(data.path).exists():
+    if (
+        data.path is not None
+        and data.source == "datasets"
+        and looks_local(data.path)
+        and not absolute(data.path).exists()
+    ):
         yield DataError(f"data.path: there is no folder {absolute(data.path)}; give a folder or hub id")
     if data.held_out.path is not None and not absolute(data.held_out.path).is_file():
         yield DataError(f"data.held_out.path: there is no file {absolute(data.held_out.path)}")

@@ -15,7 +15,6 @@ def config_folder() -> Path:
     return Path(next(iter(importlib.import_module("rlpipe.configs").__path__))).absolute()
 
 
-@cache
 def list_groups() -> dict[str, list[str]]:
     """Every config group with its choices, both sorted."""
     folders = sorted(path for path in config_folder().iterdir() if path.is_dir())

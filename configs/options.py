@@ -58,6 +58,11 @@ class Option:
     metadata: Mapping[str, Any]
 
     @property
+    def pattern(self) -> str:
+        """The names that it covers, for ``fnmatch``."""
+        return self.name.replace("<name>", "*")
+
+    @property
     def doc(self) -> str:
         return str(self.metadata["doc"])
 

@@ -1,17 +1,17 @@
 """Every exception that rlpipe raises on purpose.
 
-    RlpipeError
-    ├── InputError(ValueError)     wrong input from the user: exit code 2, one line, no traceback
-    │   ├── ConfigError            an option is unknown, out of range, or contradicts another
-    │   ├── DataError              a file, a row or a column is missing or can't be used
-    │   ├── ModelError             a model or adapter can't be loaded
-    │   └── RewardImportError      a reward can't be imported or has an impossible signature
-    └── RunError                   the run itself failed: exit code 1
-        ├── WaitTimeout            something awaited did not come in time
-        ├── WeightsMismatch        an engine does not serve the weights that were published
-        ├── EngineFailed           a rollout engine died or raised
-        ├── RewardFailed           a reward failed whose config says ``fail: raise``
-        └── LearnerFailed          the learner group died or its steps went bad
+RlpipeError
+├── InputError(ValueError)     wrong input from the user: exit code 2, one line, no traceback
+│   ├── ConfigError            an option is unknown, out of range, or contradicts another
+│   ├── DataError              a file, a row or a column is missing or can't be used
+│   ├── ModelError             a model or adapter can't be loaded
+│   └── RewardImportError      a reward can't be imported or has an impossible signature
+└── RunError                   the run itself failed: exit code 1
+    ├── WaitTimeout            something awaited did not come in time
+    ├── WeightsMismatch        an engine does not serve the weights that were published
+    ├── EngineFailed           a rollout engine died or raised
+    ├── RewardFailed           a reward failed whose config says ``fail: raise``
+    └── LearnerFailed          the learner group died or its steps went bad
 """
 
 

@@ -2,55 +2,85 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
 import sys
+from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlpipe.errors import ConfigError, InputError
+from rlpipe.errors import InputError
+
+USER_CODE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What a user's own code may raise by mistake; all of ``Exception`` but the signals of frameworks around it."""
 
 
-def import_object(path: str, *, what: str = "object", error: type[InputError] = ConfigError) -> Any:
-    """The named object; modules are looked for on ``sys.path`` and in the current folder.
+def import_object(path: str, *, what: str = "object", error: type[InputError] = InputError) -> Any:
+    """The object at ``package.module:name`` or ``path/to/file.py:name``; the name may be dotted (``Class.method``).
 
-    Raises ``error`` in one line that names ``what``, the path, the reason and the fix.
+    Modules in the working directory can be imported. Raises ``error``, which calls the object a ``what``, if the path
+    has another form, its module can't be imported, or the module lacks the name.
     """
-    location, _, name = path.rpartition(":")
-    if not location or not name:
-        raise error(f"{what} {path!r} names no object; write package.module:name or path/to/file.py:name")
+    module_path, separator, name = path.rpartition(":")
+    if not (separator and module_path and name):
+        raise error(f"{what} {path!r} is not of the form package.module:name or path/to/file.py:name")
+    found: Any = _import_module(module_path, f"{what} {path!r}", error)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = get_close_matches(part, dir(found), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise error(f"{what} {path!r} can't be imported: {module_path} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleType:
+    if path.endswith(".py") and not Path(path).expanduser().is_file():
+        raise error(f"{subject} can't be imported: there is no file {Path(path).expanduser().absolute()}")
     try:
-        module = _import_file(Path(location)) if location.endswith(".py") else _import_module(location)
-    except Exception as reason:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        raise error(f"{what} {path!r} can't be imported: {_explain(reason)}") from reason
-    try:
-        target: Any = module
-        for part in name.split("."):
-            target = getattr(target, part)
-    except AttributeError:
-        raise error(f"{what} {path!r} can't be imported: {location} defines no {name!r}; check its spelling") from None
-    return target
+        if path.endswith(".py"):
+            return _load_file(Path(path).expanduser().resolve())
+        _make_working_directory_importable()
+        return importlib.import_module(path)
+    except InputError:
+        raise
+    except USER_CODE_ERRORS as cause:
+        raise error(f"{subject} can't be imported: {describe_error(cause)}") from cause
 
 
-def _import_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
+def _make_working_directory_importable() -> None:
+    folder = str(Path.cwd())
+    if not {"", folder} & set(sys.path):
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
 
 
-def _import_file(file: Path) -> ModuleType:
-    """Runs a file as a module, once per process; its own folder can be imported from, as when Python runs it."""
-    file = file.resolve()
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}; give its path from the current folder")
-    name = f"rlpipe_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+def _load_file(file: Path) -> ModuleType:
+    """Runs a Python file as a module once; its name holds a digest of its path, so that no other module is shadowed."""
+    name = f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -64,8 +94,10 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _explain(reason: Exception) -> str:
-    text = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
-    if isinstance(reason, ModuleNotFoundError):
-        return f"{text}; install it, or run from the folder that holds it"
-    return text
+def enter_folder(folder: str) -> None:
+    """Makes the driver's working directory that of this process, so that the user's own files are found.
+
+    On another machine, which does not have it, the job's own working directory stays.
+    """
+    if Path(folder).is_dir():
+        os.chdir(folder)

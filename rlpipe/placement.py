@@ -35,7 +35,7 @@ class Need:
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
 
 
-def connect(cluster: ClusterConfig, needs: Sequence[Need], *, run_name: str) -> None:
+def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> None:
     """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one; raises ``ConfigError`` if the run
     asks for more than it has."""
     if not ray.is_initialized():
@@ -45,7 +45,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need], *, run_name: str) -> 
             wanted = sum(need.num_cpus for need in needs)
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
         try:
-            ray.init(address, namespace=f"rlpipe-{run_name}", **options)
+            ray.init(address, **options)
         except ConnectionError as error:
             raise ConfigError(f"cluster.address={address}: no Ray cluster answers there ({error})") from None
     check_fit(needs, ray.cluster_resources())

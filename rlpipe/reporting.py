@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 from rlpipe.replay.steps import StepReport
-from rlpipe.tracking.completions import CompletionLog
+from rlpipe.tracking.completions import CompletionsLog
 from rlpipe.tracking.progress import Progress
 from rlpipe.tracking.trackers import Tracker
 
@@ -20,7 +20,7 @@ MAX_REASONS_SHOWN = 5
 class Reporter:
     """Follows one run; steps are counted from 1, and step n leads to policy version n."""
 
-    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionLog | None) -> None:
+    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog) -> None:
         self._tracker, self._progress, self._completions = tracker, progress, completions
         self._sync_s = 0.0
         self._started = self._last = time.monotonic()
@@ -61,8 +61,7 @@ class Reporter:
         step = report.step + 1
         self._tracker.log(step, metrics)
         self._progress.update(step, metrics)
-        if self._completions is not None:
-            self._completions.write(step, report.samples)
+        self._completions.log(step, report.samples)
 
     def evaluated(self, version: int, metrics: dict[str, float]) -> None:
         self.evaluations[version] = metrics
@@ -72,7 +71,7 @@ class Reporter:
             f"reward {metrics.get('eval/reward', math.nan):.3f}"
         )
 
-    def agreed(self, report: StepReport) -> None:
+    def compared(self, report: StepReport) -> None:
         self.max_logprob_difference = report.metrics["sampling/logp_difference/max"]
 
     def discarded(self, group_id: int, reason: str) -> None:

@@ -15,6 +15,9 @@ from torch import Tensor
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import LossConfig
 
+MAX_LOG_RATIO = 60.0
+"""An infinite ratio would turn the zero gradient of a token that is clipped into nan."""
+
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
@@ -22,7 +25,7 @@ class LossInputs:
 
     logprobs: Tensor  # [N], with gradient
     loss_mask: Tensor  # [N] bool
-    sequence_ids: Tensor  # [N] int64, from 0 to at most N - 1
+    sequence_ids: Tensor  # [N] int64: which sequence of the micro batch a token belongs to, from 0
     num_loss_tokens: int
     """Loss tokens of the update, on all ranks."""
     num_sequences: int
@@ -47,7 +50,8 @@ class LossOutput:
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """The surrogate, minus the entropy bonus, plus the KL to the reference; needs ``advantages``.
 
-    With ratio ρ = exp(logprobs - old_logprobs), at the level that the config names, and advantage a, each token has
+    With ratio ρ = exp(logprobs - old_logprobs), at the level that the config names, and advantage a, each loss token
+    adds, weighed as ``aggregate`` says,
 
     - ``clip``: -min(ρ a, clip(ρ, 1 - clip_low, 1 + clip_high) a), ρ bounded by clip_delta first (PPO, arXiv:1707.06347;
       GSPO, arXiv:2507.18071; two-sided, arXiv:2505.07291, with clip_delta at least 1 + clip_high)
@@ -105,14 +109,13 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
 
 def _ratio(log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
     """The importance ratio that each token is weighted with ``[N]``; every token of a sequence sees its sequence's."""
-    if level == "token":
-        return log_ratio.exp()
-    per_sequence = _per_sequence(log_ratio, inputs.sequence_ids)
-    if level == "sequence":
-        per_sequence = per_sequence / _per_sequence(inputs.loss_mask.to(log_ratio.dtype), inputs.sequence_ids).clamp(
-            min=1
-        )
-    return per_sequence.exp()[inputs.sequence_ids]
+    if level != "token":
+        log_ratio = _per_sequence(log_ratio, inputs.sequence_ids)
+        if level == "sequence":
+            lengths = _per_sequence(inputs.loss_mask.to(log_ratio.dtype), inputs.sequence_ids)
+            log_ratio = log_ratio / lengths.clamp(min=1)
+        log_ratio = log_ratio[inputs.sequence_ids]
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, config: LossConfig) -> Tensor:

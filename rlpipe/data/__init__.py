@@ -1,0 +1,1 @@
+"""Prompt and SFT sources, chat rendering, loss masks and packing."""

@@ -36,11 +36,13 @@ class StepBoard:
         """The step that ranks wait for, or None."""
         return self._wanted
 
-    def want(self, step: int) -> None:
-        """Notes that a rank waits for ``step``; drops the batches that no rank can want any more."""
-        if step not in self._batches:
-            self._wanted = step
-            self._batches = {old: batches for old, batches in self._batches.items() if old >= step - 1}
+    def want(self, step: int) -> bool:
+        """Notes that a rank waits for ``step``, drops the batches that no rank can want any more; True if it is new."""
+        if step in self._batches or step == self._wanted:
+            return False
+        self._wanted = step
+        self._batches = {old: batches for old, batches in self._batches.items() if old >= step - 1}
+        return True
 
     async def put(self, step: int, batches: list[TrainBatch]) -> None:
         """Hands out a step, one batch a rank."""

@@ -1,10 +1,10 @@
-"""Rewards as users write them, functions with TRL's signature and RewardActor classes: loading them and checking them."""
+"""Rewards as users write them, functions with TRL's signature and RewardActor classes: loading and checks."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,7 +117,9 @@ def _check_class(reward: type, kwargs: Mapping[str, Any], source: str) -> None:
     try:
         inspect.signature(reward).bind(**kwargs)
     except TypeError as error:
-        raise RewardImportError(f"reward {source} can't be made from kwargs {dict(kwargs)}: {error}; fix kwargs") from None
+        raise RewardImportError(
+            f"reward {source} can't be made from kwargs {dict(kwargs)}: {error}; fix kwargs"
+        ) from None
 
 
 def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: str) -> None:
@@ -155,5 +157,5 @@ def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable
     return sorted(read_signature(reward, repr(reward)).required - PROVIDED - set(kwargs) - set(columns))
 
 
-def _listed(names: Iterable[str] | Sequence[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

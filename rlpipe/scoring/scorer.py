@@ -146,9 +146,7 @@ class Scorer:
         self._num_steps = num_steps
         self._runner: asyncio.Runner | None = None
         callables = callables or {}
-        self._rewards = {
-            name: self._open(name, config, callables.get(name)) for name, config in rewards.items()
-        }
+        self._rewards = {name: self._open(name, config, callables.get(name)) for name, config in rewards.items()}
 
     def _open(self, name: str, config: RewardConfig, given: Reward | None) -> Callable[[_Call], Any]:
         if given is None:
@@ -156,7 +154,7 @@ class Scorer:
         else:
             check_reward(given, config.kwargs, name)
             reward, source = given, name
-        if not inspect.isclass(reward):
+        if not isinstance(reward, type):
             return _FunctionReward(reward, config.kwargs, source)
         try:
             return _ActorReward(reward, config.kwargs, self._tokenizer)
@@ -245,7 +243,7 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))]
-    return (own or frames or [None])[-1]
+    return next(reversed(own or frames), None)
 
 
 def _shortened(text: str, limit: int) -> str:

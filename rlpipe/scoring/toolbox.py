@@ -153,7 +153,7 @@ def _grade(grader: Any, text: str | None, entry: Mapping[str, Any]) -> float:
 
 
 def format_tags(completions: Sequence[Completion], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """1 where the completion is ``<think>...</think><answer>...</answer>``: each tag once, in order, nothing outside."""
+    """1 where the completion is ``<think>...</think><answer>...</answer>``: each once, in order, nothing else."""
     names = [re.escape(tag) for tag in tags]
     inside = rf"(?:(?!</?(?:{'|'.join(names)})>).)*"
     blocks = [f"<{name}>{inside}</{name}>" for name in names]

@@ -77,7 +77,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class JsonlTracker:
-    """Appends one line per call: ``step``, ``time`` in seconds since 1970, and the metrics; NaN and infinity as null."""
+    """Appends a line per call: ``step``, ``time`` in seconds since 1970, and the metrics; NaN and infinity as null."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._log = StepLog(path, first_step)

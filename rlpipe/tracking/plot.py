@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]  # steps [K], values [K]
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#059669", "#6b7280"
-STYLE = {
+STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -62,7 +62,7 @@ def _series(rows: list[dict[str, Any]], key: str) -> Series:
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A centred moving mean over a twentieth of the series; near its ends over the neighbours that exist.  # [K]"""
+    """A centred moving mean over a twentieth of ``values`` [K]; near the ends over the neighbours that exist.  # [K]"""
     half = max(math.ceil(len(values) / 40), 1)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -73,22 +73,44 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _draw_reward(axes: Axes, rows: list[dict[str, Any]], reward: Series) -> None:
     steps, values = reward
     mean = smooth(values)
-    std_steps, std = _series(rows, "reward_std")
-    if len(std_steps) == len(steps):
-        width = smooth(std)
-        axes.fill_between(steps, mean - width, mean + width, color=BLUE, alpha=0.12, linewidth=0, label="± std")
-    axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.9)
+    deviation = np.sqrt(smooth((values - mean) ** 2))
+    axes.fill_between(steps, mean - deviation, mean + deviation, color=BLUE, alpha=0.13, linewidth=0, label="± std")
+    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, mean, color=BLUE, linewidth=2.2, label="reward (moving mean)")
     eval_steps, accuracy = _series(rows, "eval/accuracy")
     if len(eval_steps):
-        axes.plot(eval_steps, accuracy, "o--", color=ORANGE, linewidth=1, markersize=6, label="held-out accuracy")
-        for step, value in ((eval_steps[0], accuracy[0]), (eval_steps[-1], accuracy[-1])):
-            axes.annotate(
-                f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 8), ha="center",
-                color=ORANGE, fontsize=9, fontweight="bold",
-            )
+        axes.plot(
+            eval_steps,
+            accuracy,
+            "o--",
+            color=ORANGE,
+            linewidth=1,
+            markersize=6,
+            clip_on=False,
+            zorder=5,
+            label="held-out accuracy",
+        )
+        _label_ends(axes, eval_steps, accuracy)
+    shown = np.concatenate([values, accuracy])
+    margin = 0.15 * (shown.max() - shown.min()) or 0.1
+    axes.set_ylim(shown.min() - margin, shown.max() + margin)
     axes.set_ylabel("reward")
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, fontsize=9, borderaxespad=0.2)
+
+
+def _label_ends(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+    """Writes the first and the last value beside their points."""
+    for index, offset, side in ((0, (8, -12), "left"), (-1, (9, -4), "left"))[: len(steps)]:
+        axes.annotate(
+            f"{values[index]:.2f}",
+            (float(steps[index]), values[index]),
+            textcoords="offset points",
+            xytext=offset,
+            ha=side,
+            color=ORANGE,
+            fontsize=10,
+            fontweight="bold",
+        )
 
 
 def _draw_lengths(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -100,7 +122,7 @@ def _draw_lengths(axes: Axes, rows: list[dict[str, Any]]) -> None:
     steps, staleness = _series(rows, "staleness/mean")
     if len(steps):
         right = axes.twinx()
-        right.plot(steps, staleness, color=GREY, linewidth=1, alpha=0.8)
+        right.plot(steps, smooth(staleness), color=GREY, linewidth=1.4, linestyle=(0, (4, 2)))
         right.set_ylabel("staleness\n(versions)", color=GREY)
-        right.set_ylim(bottom=0)
+        right.set_ylim(0, max(1.1 * staleness.max(), 1.0))
         right.grid(visible=False)

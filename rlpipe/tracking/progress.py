@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, TextIO
 
+from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
@@ -139,16 +140,14 @@ class LiveProgress:
         )
         return row
 
-    def _details(self) -> list[Text]:
+    def _details(self) -> list[Columns]:
+        """The figures and the phases; each wraps as a whole in a narrow terminal."""
         view = self._view
-        figures, phases = Text("  "), Text("  ")
-        for name, value in view.figures():
-            figures.append(f"{name} ", style="dim").append(f"{value}  ", style="bold")
-            if name == "reward" and view.sparkline():
-                figures.append(f"{view.sparkline()}  ", style="green")
-        for name, seconds in view.phases():
-            phases.append(f"{name} ", style="dim").append(f"{seconds} s  ")
-        return [line for line in (figures, phases) if line.plain.strip()]
+        figures = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in view.figures()]
+        phases = [Text.assemble((f"{name} ", "dim"), f"{seconds} s") for name, seconds in view.phases()]
+        if sparkline := view.sparkline():
+            phases.insert(0, Text(sparkline, style="green"))
+        return [Columns(line, padding=(0, 2)) for line in (figures, phases) if line]
 
 
 def open_progress(config: TrackingConfig, *, run_name: str, stream: TextIO | None = None) -> Progress:

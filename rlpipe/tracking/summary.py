@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from rlpipe.tracking.jsonl import read_rows
-from rlpipe.tracking.view import PHASES, format_duration
+from rlpipe.tracking.view import PHASES, format_duration, is_phase
 
 WINDOW_STEPS = 10
 """Steps at either end of a run over which its rewards are averaged."""
@@ -37,7 +37,7 @@ def summarize_metrics(metrics_path: Path) -> dict[str, Any]:
     summary |= {name: fmean(values) for name, key in means.items() if (values := _column(rows, key))}
     if staleness := _column(rows, "staleness/max"):
         summary["staleness_max"] = max(staleness)
-    phases = sorted({key for row in rows for key in row if key.startswith(PHASES)})
+    phases = sorted({key for row in rows for key in row if is_phase(key)})
     summary["time"] = {phase.removeprefix(PHASES): sum(_column(rows, phase)) for phase in phases}
     return summary
 

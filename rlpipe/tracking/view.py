@@ -8,8 +8,13 @@ from collections.abc import Callable, Mapping
 
 PACE_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_STEPS = 32
+SPARK_STEPS = 24
 PHASES = "time/"
+
+
+def is_phase(metric: str) -> bool:
+    """Whether a metric is the seconds of one phase; ``time/step`` is all of them."""
+    return metric.startswith(PHASES) and metric != f"{PHASES}step"
 
 
 def format_number(value: float) -> str:
@@ -93,11 +98,11 @@ class RunView:
         if self._accuracy is None:
             return []
         step, accuracy = self._accuracy
-        return [("eval accuracy", f"{accuracy:.3f}" if step == self.step else f"{accuracy:.3f} (step {step})")]
+        return [("accuracy", f"{accuracy:.3f}" if step == self.step else f"{accuracy:.3f} (step {step})")]
 
     def phases(self) -> list[tuple[str, str]]:
         """Names and seconds of the last step's phases, the longest first; phases may overlap."""
-        times = {key.removeprefix(PHASES): value for key, value in self._metrics.items() if key.startswith(PHASES)}
+        times = {key.removeprefix(PHASES): value for key, value in self._metrics.items() if is_phase(key)}
         return [(name, f"{seconds:.2f}") for name, seconds in sorted(times.items(), key=lambda item: -item[1])]
 
     def sparkline(self) -> str:

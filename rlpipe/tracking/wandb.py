@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
+from uuid import uuid4
 
 import wandb
 
@@ -41,5 +42,5 @@ class WandbTracker:
 
 def _run_id(path: Path) -> str:
     if not path.exists():
-        path.write_text(wandb.util.generate_id())
+        path.write_text(uuid4().hex[:8])
     return path.read_text().strip()

@@ -6,17 +6,21 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional
 
+import rlpipe.configs.schema as schema
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema import LossConfig
+from rlpipe.configs.schema import AlgorithmConfig, LossConfig
 
+ALGORITHMS = sorted((Path(schema.__file__).parent / "algorithm").glob("*.yaml"))
 NAMES = ("clip", "cispo", "reinforce")
 LEVELS = ("token", "sequence", "sequence_product")
 AGGREGATES = ("token", "sequence", "constant")
@@ -263,6 +267,14 @@ def test_an_empty_micro_batch_has_a_zero_gradient_and_no_means(num_tokens: int, 
     assert output.metrics.values() == {"loss": 0.0}
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_clipped_token_has_no_gradient_however_far_it_moved(level: str) -> None:
+    inputs = make_inputs([[1.0]], [1.0])
+    assert inputs.old_logprobs is not None
+    inputs.old_logprobs = inputs.old_logprobs - 1e4
+    assert gradient(inputs, LossConfig(level=level)) == [0.0]
+
+
 def test_clip_metrics_are_shares_of_the_loss_tokens() -> None:
     inputs = make_inputs([[0.5, 1.5, 1.0, 9.0], [0.5, 0.6, 1.0, 1.5]], [1.0, -1.0])
     values = policy_loss(inputs, LossConfig()).metrics.values()
@@ -297,3 +309,20 @@ def test_flat_state_reduced_over_ranks_equals_merging() -> None:
     ranks[0].merge(ranks[1])
     assert reduced.values() == pytest.approx(ranks[0].values())
     assert reduced.values()["sampling/importance_ratio/max"] > reduced.values()["sampling/importance_ratio/min"]
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=lambda path: path.stem)
+def test_shipped_algorithms_set_known_options_to_what_is_not_the_default(path: Path) -> None:
+    defaults = OmegaConf.structured(AlgorithmConfig)
+    group = OmegaConf.load(path)
+    changed = OmegaConf.merge(defaults, group)
+
+    def leaves(node: object, prefix: str = "") -> list[str]:
+        if not OmegaConf.is_dict(node):
+            return [prefix]
+        return [leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}.{key}" if prefix else key)]
+
+    names = leaves(group)
+    assert names
+    for name in names:
+        assert OmegaConf.select(changed, name) != OmegaConf.select(defaults, name), f"{name} is the default"

@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rlpipe.configs.schema import RewardConfig
+from rlpipe.placement import Need
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,12 @@ class ScorerPool:
         self,
         name: str,
         rewards: Mapping[str, RewardConfig],
+        need: Need,
         *,
         size: int,
         spawn: Callable[[str], tuple[ActorHandle, ObjectRef]],
     ) -> None:
-        self.name = name
+        self.name, self.need = name, need
         self._rewards, self._spawn = rewards, spawn
         self._timeout_s = sum(reward.timeout_s for reward in rewards.values())
         self._num_spawned = 0

@@ -1,0 +1,67 @@
+"""Trains language models with reinforcement learning on Ray; names are imported when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlpipe.configs.compose import load_config as load_config
+    from rlpipe.configs.schema import Config as Config
+    from rlpipe.errors import ConfigError as ConfigError
+    from rlpipe.errors import DataError as DataError
+    from rlpipe.errors import EngineFailed as EngineFailed
+    from rlpipe.errors import InputError as InputError
+    from rlpipe.errors import LearnerFailed as LearnerFailed
+    from rlpipe.errors import ModelError as ModelError
+    from rlpipe.errors import RewardFailed as RewardFailed
+    from rlpipe.errors import RewardImportError as RewardImportError
+    from rlpipe.errors import RlpipeError as RlpipeError
+    from rlpipe.errors import RunError as RunError
+    from rlpipe.errors import WaitTimeout as WaitTimeout
+    from rlpipe.errors import WeightsMismatch as WeightsMismatch
+    from rlpipe.pipeline import evaluate as evaluate
+    from rlpipe.pipeline import train as train
+    from rlpipe.scoring.rewards import RewardActor as RewardActor
+    from rlpipe.types import Rollout as Rollout
+    from rlpipe.types import RolloutGroup as RolloutGroup
+
+ERRORS = (
+    "RlpipeError",
+    "InputError",
+    "ConfigError",
+    "DataError",
+    "ModelError",
+    "RewardImportError",
+    "RunError",
+    "WaitTimeout",
+    "WeightsMismatch",
+    "EngineFailed",
+    "RewardFailed",
+    "LearnerFailed",
+)
+HOMES = {
+    "train": "rlpipe.pipeline",
+    "evaluate": "rlpipe.pipeline",
+    "load_config": "rlpipe.configs.compose",
+    "Config": "rlpipe.configs.schema",
+    "RewardActor": "rlpipe.scoring.rewards",
+    "Rollout": "rlpipe.types",
+    "RolloutGroup": "rlpipe.types",
+    **dict.fromkeys(ERRORS, "rlpipe.errors"),
+}
+"""Where each public name lives."""
+
+__all__ = [*HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("rlpipe")
+    if name not in HOMES:
+        raise AttributeError(f"module 'rlpipe' has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,10 @@
+"""``python -m rlpipe`` is ``rlpipe``."""
+
+from __future__ import annotations
+
+import sys
+
+from rlpipe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""The command line: ``train``, ``eval``, ``config`` and ``generate``, which import what they need when they run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from rlpipe.errors import InputError, RlpipeError
+
+INTERRUPTED = 130
+
+TRAIN_EXAMPLES = """\
+examples:
+  rlpipe train experiment=quickstart algorithm.loss.clip_high=0.28
+  rlpipe train --config my_run.yaml learner=fsdp2 learner.num_ranks=4
+
+rlpipe config --docs lists every option, rlpipe config --groups every config group.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    command: Callable[[argparse.Namespace], None] = arguments.command
+    try:
+        command(arguments)
+        sys.stdout.flush()
+    except RlpipeError as error:
+        print(f"rlpipe: error: {describe_error(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("rlpipe: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def describe_error(error: RlpipeError) -> str:
+    """The message in one line; an error that crossed Ray has the remote traceback in its text, but not in its cause."""
+    cause = getattr(error, "cause", None)
+    return " ".join(str(cause if isinstance(cause, RlpipeError) else error).split())
+
+
+def run_train(arguments: argparse.Namespace) -> None:
+    from rlpipe.configs.compose import load_config
+    from rlpipe.configs.validate import require_rewards
+
+    config = load_config(arguments.overrides, file=arguments.config)
+    require_rewards(config)
+    from rlpipe.pipeline import train
+
+    train(config)
+
+
+def run_eval(arguments: argparse.Namespace) -> None:
+    from rlpipe.configs.compose import load_config
+    from rlpipe.configs.validate import require_rewards
+
+    config = load_config(arguments.overrides, file=arguments.config)
+    require_rewards(config)
+    from rlpipe.pipeline import evaluate
+
+    metrics = evaluate(config, adapter=arguments.adapter)
+    print(json.dumps(metrics, indent=2) if arguments.json else "\n".join(f"{k}: {v:.6g}" for k, v in metrics.items()))
+
+
+def run_config(arguments: argparse.Namespace) -> None:
+    if arguments.docs:
+        print("\n".join(document_options(arguments.overrides)))
+    elif arguments.groups:
+        print("\n".join(document_groups(arguments.overrides)))
+    else:
+        print_tree(arguments)
+
+
+def print_tree(arguments: argparse.Namespace) -> None:
+    """The tree is shown even where it is incomplete or contradictory; the exit code then says so."""
+    from rlpipe.configs.compose import build_config, compose_tree, show_tree
+    from rlpipe.configs.validate import require_rewards
+
+    tree = compose_tree(arguments.overrides, file=arguments.config)
+    print(show_tree(tree), end="", flush=True)
+    require_rewards(build_config(tree))
+
+
+def document_options(prefixes: Sequence[str]) -> Iterator[str]:
+    """Every option under one of the prefixes, or all: its default, its type, its range and what it does."""
+    from rlpipe.configs.options import describe_default, options
+
+    found = [option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)]
+    if not found:
+        raise InputError(f"there is no option under {', '.join(prefixes)}; see rlpipe config --docs")
+    for option in found:
+        allowed = f", {option.allowed}" if option.allowed else ""
+        yield f"{option.name}: {describe_default(option)}\n    {option.doc} ({option.type}{allowed})"
+
+
+def covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def document_groups(groups: Sequence[str]) -> Iterator[str]:
+    """The choices of the config groups, or of all, and what each is for."""
+    from rlpipe.configs.groups import describe_choice, list_groups
+
+    for group in groups:
+        if group not in list_groups():
+            raise InputError(f"there is no config group {group}; the groups are {', '.join(list_groups())}")
+    for group in groups or list_groups():
+        yield group
+        yield from (f"    {group}={name}: {describe_choice(group, name)}" for name in list_groups()[group])
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
+    if not all(prompts):
+        raise InputError("the prompt is empty; give one as an argument or on standard input")
+    from rlpipe.generate import SamplingRequest, sample_texts
+
+    request = SamplingRequest(
+        model=arguments.model,
+        adapter=arguments.adapter,
+        engine=arguments.engine,
+        dtype=arguments.dtype,
+        num_gpus=arguments.gpus,
+        system_prompt=arguments.system,
+        chat=not arguments.raw,
+        num=arguments.num,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    for sampled in sample_texts(prompts, request):
+        print(sampled.to_json() if arguments.json else sampled.to_text(), flush=True)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(InputError.exit_code, f"rlpipe: error: {message}; see {self.prog} --help\n")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Positional arguments may stand between the options, which argparse alone refuses."""
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    for text in rest:
+        if text.startswith("-"):
+            parser.error(f"there is no option {text} (settings of a run are written key=value)")
+    positional = arguments.prompts if arguments.command is run_generate else arguments.overrides
+    positional.extend(rest)
+    return arguments
+
+
+def make_parser() -> OneLineParser:
+    parser = OneLineParser(prog="rlpipe", description="Trains language models with reinforcement learning on Ray.")
+    parser.add_argument("--version", action="version", version=f"rlpipe {version('rlpipe')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
+    train = add_command(commands, "train", run_train, "train a policy", epilog=TRAIN_EXAMPLES)
+    add_run_arguments(train)
+    evaluate = add_command(commands, "eval", run_eval, "evaluate a policy, and an adapter, on held-out prompts")
+    add_run_arguments(evaluate)
+    evaluate.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter to evaluate")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    config = add_command(commands, "config", run_config, "print the resolved config of a run, or list the options")
+    add_run_arguments(config)
+    shown = config.add_mutually_exclusive_group()
+    shown.add_argument("--docs", action="store_true", help="list every option, or those under the named sections")
+    shown.add_argument(
+        "--groups", action="store_true", help="list the config groups, or the named ones, and their choices"
+    )
+    add_generate_arguments(
+        add_command(commands, "generate", run_generate, "sample from a policy and adapter, without Ray")
+    )
+    return parser
+
+
+def add_command(
+    commands: argparse._SubParsersAction[OneLineParser],
+    name: str,
+    command: Callable[[argparse.Namespace], None],
+    summary: str,
+    *,
+    epilog: str | None = None,
+) -> OneLineParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def add_run_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a YAML file with options and group choices")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="options and group choices")
+
+
+def add_generate_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model")
+    parser.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter on top of it")
+    parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto", help="auto: vllm where installed")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--gpus", type=at_least(int, 0), default=0, metavar="N", help="GPUs to run on; 0: the CPU")
+    parser.add_argument("--num", type=at_least(int, 1), default=1, metavar="N", help="completions of each prompt")
+    parser.add_argument("--max-tokens", type=at_least(int, 1), default=256, metavar="N", help="longest completion")
+    parser.add_argument(
+        "--temperature", type=at_least(float, 0), default=1.0, metavar="T", help="0: always the likeliest"
+    )
+    parser.add_argument("--top-p", type=at_least(float, 0), default=1.0, metavar="P", help="nucleus sampling")
+    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
+    parser.add_argument("--system", metavar="TEXT", help="a system turn before the prompt")
+    parser.add_argument("--raw", action="store_true", help="leave out the chat template")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line for each prompt")
+    parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="read from standard input where none")
+
+
+def at_least(kind: type[int] | type[float], minimum: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not minimum <= value < float("inf"):
+            words = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words} of at least {minimum:g}")
+        return value
+
+    return parse

@@ -1,0 +1,204 @@
+"""Loads the tokenizer and renders rows: to prompts, and to token sequences with a loss mask for SFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlpipe.configs.schema import DataConfig, ModelConfig
+from rlpipe.data.masks import assistant_tokens
+from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
+from rlpipe.data.template import ChatTemplate
+from rlpipe.errors import DataError, ModelError
+from rlpipe.hub import hub_has
+from rlpipe.imports import describe_error
+from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, IntArray, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the config's chat template and, for batches, a padding token.
+
+    Raises ``ModelError`` if its folder or hub id does not exist or holds no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    option = "model.path" if config.tokenizer is None else "model.tokenizer"
+    path = config.path if config.tokenizer is None else config.tokenizer
+    folder = Path(path).expanduser()
+    local = folder.exists() or not hub_has(
+        path, kind="model", option=option, error=ModelError, revision=config.revision
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if folder.exists() else path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local,
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        if local and not folder.exists():
+            reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
+            raise ModelError(f"{option}: tokenizer {path!r} can't be loaded: {reason}") from None
+        raise ModelError(f"{option}: no tokenizer in {path!r} ({describe_error(error)})") from None
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.chat_template: {file.absolute()} can't be read ({describe_error(error)})") from None
+
+
+class PromptRenderer:
+    """Renders rows to prompts: text as a user turn if ``data.chat``, messages always through the chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        self._template = ChatTemplate(tokenizer, data)
+        if data.chat:
+            self._template.require()
+
+    def check(self, columns: Collection[str], location: str) -> None:
+        """Raises ``DataError`` if the prompt column is missing."""
+        require_columns(columns, [self._data.prompt_column], location, "data.prompt_column or data.transform")
+
+    def render(self, row: Row, place: Place) -> Prompt:
+        """The row's prompt, its other columns in ``task``.
+
+        Raises ``DataError`` if the prompt column is missing, ``UnusableRow`` if its value can't be rendered or has
+        more than ``max_prompt_tokens`` tokens.
+        """
+        self.check(row.keys(), place.location)
+        task = {name: value for name, value in row.items() if name != self._data.prompt_column}
+        return self.render_value(present(row, self._data.prompt_column), task, place)
+
+    def render_value(self, value: Any, task: Mapping[str, Any], place: Place) -> Prompt:
+        """The prompt that ``value``, a text or chat messages, makes."""
+        if isinstance(value, str) and not self._data.chat:
+            prompt: str | ChatMessages = value
+            token_ids = np.array(self._tokenizer(value)["input_ids"], np.int32)
+        else:
+            prompt = self._template.with_system_prompt(self._template.messages(value))
+            token_ids = self._template.token_ids(self._template.prompt_text(prompt))
+        check_prompt_length(len(token_ids), self._data.max_prompt_tokens)
+        return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=prompt, task=task)
+
+
+class SequenceRenderer:
+    """Renders SFT rows to training sequences with loss on what the assistant writes.
+
+    A row with ``data.messages_column`` is a conversation, and every assistant turn of it counts. Any other row has a
+    prompt and a completion, and only the completion counts: with ``data.chat`` an assistant turn (or messages), else
+    text and the end token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        self._max_tokens = max_tokens
+        self._template = ChatTemplate(tokenizer, data)
+        self._prompts = PromptRenderer(tokenizer, data)
+        answers = data.source == "reasoning_gym" and data.transform is None
+        self._completion_column = "answer" if answers else data.completion_column
+
+    def check(self, columns: Collection[str], location: str) -> None:
+        """Raises ``DataError`` if the row has neither a conversation nor a prompt and a completion."""
+        if self._data.messages_column not in columns:
+            require_columns(
+                columns,
+                [self._data.prompt_column, self._completion_column],
+                location,
+                "data.prompt_column and data.completion_column, or data.messages_column, or data.transform",
+            )
+
+    def prompt(self, row: Row, place: Place) -> Prompt:
+        """The row's prompt: for a conversation, what stands before its first assistant turn."""
+        self.check(row.keys(), place.location)
+        if self._data.messages_column not in row:
+            task = {name: value for name, value in row.items() if name != self._data.prompt_column}
+            return self._prompts.render_value(present(row, self._data.prompt_column), task, place)
+        messages = self._template.messages(present(row, self._data.messages_column))
+        roles = [message["role"] for message in messages]
+        end = roles.index("assistant") if "assistant" in roles else len(roles)
+        task = {name: value for name, value in row.items() if name != self._data.messages_column}
+        return self._prompts.render_value(messages[:end], task, place)
+
+    def render(self, row: Row, place: Place) -> Rollout:
+        """The row's training sequence: advantage 1 on its loss tokens, which no policy version drew.
+
+        ``group_id`` is the row and ``sample_index`` the epoch. Raises ``DataError`` and ``UnusableRow`` as
+        ``PromptRenderer.render``, and ``UnusableRow`` also for a sequence of more than ``max_tokens`` tokens.
+        """
+        self.check(row.keys(), place.location)
+        try:
+            token_ids, loss_mask = self._tokens(row)
+        except DataError as error:
+            raise DataError(f"{place.location}: {error}") from None
+        check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
+        if len(token_ids) > self._max_tokens:
+            reason = f"{len(token_ids)} tokens, more than learner.max_tokens_per_microbatch={self._max_tokens}"
+            raise UnusableRow(reason, SkipKind.TOO_LONG)
+        used = {self._data.messages_column, self._data.prompt_column, self._completion_column}
+        return Rollout(
+            group_id=place.row,
+            sample_index=place.epoch,
+            prompt_id=place.row,
+            task={name: value for name, value in row.items() if name not in used},
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            logprobs=np.zeros(len(token_ids), np.float32),
+            policy_versions=np.full(len(token_ids), NO_VERSION, np.int32),
+            advantages=loss_mask.astype(np.float32),
+        )
+
+    def _tokens(self, row: Row) -> tuple[IntArray, BoolArray]:
+        if self._data.messages_column in row:
+            messages = self._template.messages(present(row, self._data.messages_column))
+            return assistant_tokens(self._template, self._template.with_system_prompt(messages))
+        prompt, completion = present(row, self._data.prompt_column), present(row, self._completion_column)
+        if not self._data.chat and isinstance(prompt, str) and isinstance(completion, str):
+            return self._plain_tokens(prompt, completion)
+        messages = self._template.with_system_prompt(self._template.messages(prompt))
+        answer = self._template.messages(completion, role="assistant")
+        return assistant_tokens(self._template, [*messages, *answer], first_message=len(messages))
+
+    def _plain_tokens(self, prompt: str, completion: str) -> tuple[IntArray, BoolArray]:
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"tokenizer {self._tokenizer.name_or_path!r} has no end token; plain SFT rows need one")
+        prompt_ids = self._tokenizer(prompt)["input_ids"]
+        completion_ids = [
+            *self._tokenizer(completion, add_special_tokens=False)["input_ids"],
+            self._tokenizer.eos_token_id,
+        ]
+        token_ids = np.array([*prompt_ids, *completion_ids], np.int32)
+        loss_mask = np.arange(len(token_ids)) >= max(len(prompt_ids), 1)  # the first token has no predecessor
+        return token_ids, loss_mask
+
+
+def present(row: Row, column: str) -> Any:
+    """The column's value; raises ``UnusableRow`` if it is null."""
+    if row[column] is None:
+        raise UnusableRow(f"column {column!r} is null")
+    return row[column]
+
+
+def check_prompt_length(length: int, limit: int) -> None:
+    """Raises ``UnusableRow`` if a prompt has no tokens or more than ``limit``."""
+    if length == 0:
+        raise UnusableRow("the prompt is empty")
+    if length > limit:
+        raise UnusableRow(f"{length} prompt tokens, more than data.max_prompt_tokens={limit}", SkipKind.TOO_LONG)

@@ -1,0 +1,197 @@
+"""Packs the rollouts of a step without padding into micro batches, balanced over the learner ranks.
+
+Shapes: N packed tokens of a micro batch, S sequences in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from rlpipe.errors import ConfigError
+from rlpipe.types import NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
+
+EVEN_LENGTH = 16384
+"""Tokens at which a sequence's attention costs as much as all else: 12 times the hidden size, here taken as 1,365."""
+
+UNITS_PER_SHARE = 4
+"""Siblings stay together in units of at most this part of a micro batch and of a rank's share of the cost."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Unit:
+    """Sibling rollouts that stay together, so that a micro batch can run their common prompt once."""
+
+    members: list[int]  # places in the mini batch
+    num_tokens: int
+    cost: float
+
+
+def pack_step(
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    num_ranks: int,
+    max_tokens: int,
+    num_minibatches: int = 1,
+    num_epochs: int = 1,
+    seed: int = 0,
+) -> list[TrainBatch]:
+    """One ``TrainBatch`` for every rank; the rollouts' ``advantages`` must be set.
+
+    Every epoch deals all rollouts to ``num_minibatches`` mini batches of equal size (to one sequence), in an order that
+    ``seed``, step and epoch determine; with fewer rollouts than that, there is a mini batch for each. A single mini
+    batch and epoch keeps the order. Within a mini batch all ranks have the same number of micro batches of at most
+    ``max_tokens`` tokens, filled up with ones without loss tokens.
+
+    The denominators of a mini batch are over all ranks. As in TRL, ``num_sequences`` counts a rollout without loss
+    tokens as well: it adds nothing to the sum, but to the number that the mean over sequences (GRPO) and the constant
+    (Dr.GRPO) divide by.
+
+    Raises ``ConfigError``, a ``ValueError``, for a rollout of more than ``max_tokens`` tokens, and ``ValueError`` if
+    there are no rollouts, if one is empty or lacks advantages, or if only some have ``ref_logprobs``.
+    """
+    _check(rollouts, step, max_tokens)
+    shuffle = num_epochs > 1 or num_minibatches > 1
+    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    for epoch in range(num_epochs):
+        order = np.arange(len(rollouts))
+        if shuffle:
+            order = np.random.default_rng([seed, step, epoch]).permutation(order)
+        for share in np.array_split(order, min(num_minibatches, len(rollouts))):
+            minibatch = _pack_minibatch([rollouts[index] for index in share], num_ranks, max_tokens)
+            for rank, part in zip(ranks, minibatch, strict=True):
+                rank.append(part)
+    return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
+
+
+def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
+    if not rollouts:
+        raise ValueError(f"step {step} has no rollouts to train on")
+    with_reference = rollouts[0].ref_logprobs is not None
+    for rollout in rollouts:
+        length = len(rollout.token_ids)
+        if length > max_tokens:
+            raise ConfigError(
+                f"rollout {rollout.name} has {length} tokens; set learner.max_tokens_per_microbatch, now {max_tokens}, "
+                f"to at least {length}"
+            )
+        if length == 0:
+            raise ValueError(f"rollout {rollout.name} has no tokens")
+        if rollout.advantages is None:
+            raise ValueError(f"rollout {rollout.name} has no advantages")
+        if (rollout.ref_logprobs is not None) != with_reference:
+            raise ValueError(
+                f"rollout {rollout.name}: some rollouts of step {step} have ref_logprobs and some have not"
+            )
+
+
+def _pack_minibatch(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[MiniBatch]:
+    """One part for every rank."""
+    units = _make_units(rollouts, num_ranks, max_tokens)
+    bins = [_fill_bins(share, max_tokens) for share in _share_out(units, num_ranks)]
+    num_micro_batches = max(len(rank) for rank in bins)
+    with_reference = rollouts[0].ref_logprobs is not None
+    num_loss_tokens = sum(rollout.num_loss_tokens for rollout in rollouts)
+    parts = []
+    for rank in bins:
+        micro_batches = [_join([rollouts[index] for index in members]) for members in rank]
+        micro_batches += [_empty_micro_batch(with_reference) for _ in range(num_micro_batches - len(rank))]
+        parts.append(
+            MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=len(rollouts))
+        )
+    return parts
+
+
+def sequence_cost(num_tokens: int) -> float:
+    """Compute of one sequence, in units of a short sequence's token: linear layers plus attention."""
+    return num_tokens + num_tokens**2 / EVEN_LENGTH
+
+
+def _make_units(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[_Unit]:
+    costs = [sequence_cost(len(rollout.token_ids)) for rollout in rollouts]
+    max_cost = sum(costs) / num_ranks / UNITS_PER_SHARE if num_ranks > 1 else float("inf")
+    siblings: dict[int, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        siblings.setdefault(rollout.group_id, []).append(index)
+    units = []
+    for group in siblings.values():
+        members: list[int] = []
+        num_tokens, cost = 0, 0.0
+        for index in group:
+            length = len(rollouts[index].token_ids)
+            if members and (num_tokens + length > max_tokens // UNITS_PER_SHARE or cost + costs[index] > max_cost):
+                units.append(_Unit(members, num_tokens, cost))
+                members, num_tokens, cost = [], 0, 0.0
+            members.append(index)
+            num_tokens += length
+            cost += costs[index]
+        units.append(_Unit(members, num_tokens, cost))
+    return units
+
+
+def _share_out(units: list[_Unit], num_ranks: int) -> list[list[_Unit]]:
+    """Each unit, costliest first, to the rank with the least cost so far (longest processing time first)."""
+    shares: list[list[_Unit]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    heapify(loads)
+    for unit in sorted(units, key=lambda unit: -unit.cost):
+        load, rank = loads[0]
+        shares[rank].append(unit)
+        heapreplace(loads, (load + unit.cost, rank))
+    return shares
+
+
+def _fill_bins(units: list[_Unit], max_tokens: int) -> list[list[int]]:
+    """Packs the units into micro batches, longest first, each into the fullest one that has room (best fit).
+
+    Returns the members of each micro batch, in their order; the costliest micro batch comes first, so that those which
+    the ranks run at the same time are alike.
+    """
+    bins: list[list[_Unit]] = []
+    rooms: list[int] = []
+    for unit in sorted(units, key=lambda unit: -unit.num_tokens):
+        fitting = [index for index, room in enumerate(rooms) if room >= unit.num_tokens]
+        if fitting:
+            best = min(fitting, key=rooms.__getitem__)
+        else:
+            best = len(bins)
+            bins.append([])
+            rooms.append(max_tokens)
+        bins[best].append(unit)
+        rooms[best] -= unit.num_tokens
+    bins.sort(key=lambda units: -sum(unit.cost for unit in units))
+    return [sorted(index for unit in units for index in unit.members) for units in bins]
+
+
+def _join(rollouts: list[Rollout]) -> MicroBatch:
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    references = [rollout.ref_logprobs for rollout in rollouts if rollout.ref_logprobs is not None]
+    advantages: list[FloatArray] = [rollout.advantages for rollout in rollouts if rollout.advantages is not None]
+    return MicroBatch(
+        token_ids=np.concatenate([rollout.token_ids for rollout in rollouts]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        sequence_starts=np.cumsum([0, *lengths]).astype(np.int32),
+        loss_mask=np.concatenate([rollout.loss_mask for rollout in rollouts]),
+        logprobs=np.concatenate([rollout.logprobs for rollout in rollouts]),
+        advantages=np.concatenate(advantages),
+        policy_versions=np.concatenate([rollout.policy_versions for rollout in rollouts]),
+        ref_logprobs=np.concatenate(references) if references else None,
+    )
+
+
+def _empty_micro_batch(with_reference: bool) -> MicroBatch:
+    """Two tokens without loss, for a rank that has nothing to do while others have."""
+    return MicroBatch(
+        token_ids=np.zeros(2, np.int64),
+        position_ids=np.arange(2, dtype=np.int64),
+        sequence_starts=np.array([0, 2], np.int32),
+        loss_mask=np.zeros(2, np.bool_),
+        logprobs=np.zeros(2, np.float32),
+        advantages=np.zeros(2, np.float32),
+        policy_versions=np.full(2, NO_VERSION, np.int32),
+        ref_logprobs=np.zeros(2, np.float32) if with_reference else None,
+    )

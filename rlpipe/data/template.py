@@ -1,0 +1,116 @@
+"""Renders chat messages through the tokenizer's chat template, with the options of the data config."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from rlpipe.configs.schema import DataConfig
+from rlpipe.data.rows import UnusableRow
+from rlpipe.errors import DataError
+from rlpipe.imports import describe_error
+from rlpipe.types import ChatMessages, IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template, or the tokenizer around it, raises on messages that it can't render."""
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self._system_prompt = data.system_prompt
+        self._options: dict[str, Any] = dict(data.chat_template_kwargs)
+        self._tools = list(data.tools) or None
+
+    def require(self) -> None:
+        """Raises ``DataError`` if the tokenizer has no chat template."""
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"tokenizer {self.tokenizer.name_or_path!r} has no chat template; "
+                "set model.chat_template, or data.chat=false for plain texts"
+            )
+
+    def messages(self, prompt: Any, role: str = "user") -> ChatMessages:
+        """``prompt``, a text or messages, as messages; a text becomes a turn of ``role``."""
+        if isinstance(prompt, str):
+            return [{"role": role, "content": prompt}]
+        if not isinstance(prompt, list | tuple):
+            raise UnusableRow(f"expected a text or chat messages, found {type(prompt).__name__}")
+        for message in prompt:
+            if not isinstance(message, dict) or "role" not in message:
+                raise UnusableRow(f"a chat message must be a dict with role and content, found {message!r:.80}")
+        # Tables give every message the keys of all others, filled up with None.
+        return [{key: value for key, value in m.items() if value is not None or key == "content"} for m in prompt]
+
+    def with_system_prompt(self, messages: ChatMessages) -> ChatMessages:
+        if self._system_prompt is None or any(message["role"] == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self._system_prompt}, *messages]
+
+    def text(self, messages: ChatMessages, *, add_generation_prompt: bool = False, resume: bool = False) -> str:
+        """The rendered conversation; with ``resume`` its last turn stays open. Raises ``UnusableRow``."""
+        self.require()
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=resume,
+                **self._options,
+            )
+        except RENDER_ERRORS as error:
+            raise UnusableRow(f"the chat template raised {describe_error(error)}") from error
+        assert isinstance(text, str)
+        return text
+
+    def prompt_text(self, messages: ChatMessages) -> str:
+        """The conversation up to where the policy goes on: a new assistant turn, or the last one if it is there."""
+        resume = bool(messages) and messages[-1]["role"] == "assistant"
+        return self.text(messages, add_generation_prompt=not resume, resume=resume)
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says with ``{% generation %}`` what the assistant writes, and tokens can be mapped."""
+        template = self.tokenizer.chat_template
+        return self.tokenizer.is_fast and isinstance(template, str) and GENERATION_TAG.search(template) is not None
+
+    def generation_spans(self, messages: ChatMessages) -> tuple[str, list[Span]]:
+        """The rendered conversation and its ``{% generation %}`` blocks. Raises ``UnusableRow``."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                [messages],
+                tools=self._tools,
+                chat_template=self.tokenizer.get_chat_template(tools=self._tools),
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self._options},
+            )
+        except RENDER_ERRORS as error:
+            raise UnusableRow(f"the chat template raised {describe_error(error)}") from error
+        texts, spans = rendered
+        return texts[0], spans[0]
+
+    def token_ids(self, text: str) -> IntArray:
+        """Tokens of rendered text; its special tokens are in the text already."""
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)  # [T]
+
+    def token_offsets(self, text: str) -> tuple[IntArray, IntArray]:
+        """Tokens of rendered text, and their first and last characters as ``Span``s."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(encoded["offset_mapping"], np.int32).reshape(-1, 2)
+        return np.array(encoded["input_ids"], np.int32), offsets  # [T], [T, 2]

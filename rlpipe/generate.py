@@ -1,0 +1,155 @@
+"""Samples from a policy and adapter in this process, for ``rlpipe generate``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.data.chat import PromptRenderer, load_tokenizer
+from rlpipe.data.rows import Place, UnusableRow
+from rlpipe.errors import DataError, EngineFailed, InputError
+from rlpipe.rollout.engine import Engine, open_engine
+from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
+from rlpipe.weights import read_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNLIMITED = 2**31 - 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingRequest:
+    """The policy, and how to sample from it."""
+
+    model: str
+    """A folder or hub id."""
+    adapter: str | None = None
+    engine: str = "auto"
+    dtype: str = "bfloat16"
+    num_gpus: int = 0
+    chat: bool = True
+    """Prompts go through the chat template, as a user turn."""
+    system_prompt: str | None = None
+    num: int = 1
+    """Completions of each prompt."""
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Completion:
+    text: str
+    finish_reason: str
+    num_tokens: int
+    logprob: float
+    """Sum over the tokens, under the distribution that they were drawn from."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SampledPrompt:
+    """A prompt with its completions."""
+
+    prompt: str
+    completions: list[Completion]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    def to_text(self) -> str:
+        return "\n---\n".join(completion.text for completion in self.completions)
+
+
+def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[SampledPrompt]:
+    """The completions of each prompt, in the order of the prompts, as soon as they are finished.
+
+    Raises ``InputError`` if the model, the adapter or a prompt can't be used, ``EngineFailed`` if sampling fails.
+    """
+    model = model_config(request)
+    tokenizer = load_tokenizer(model)
+    rendered = render_prompts(prompts, tokenizer, request)
+    longest = max(len(prompt.token_ids) for prompt in rendered)
+    engine = open_engine("generate", model, rollout_config(request), max_prompt_tokens=longest)
+    try:
+        engine.submit([group_request(prompt, request) for prompt in rendered])
+        for text, group in zip(prompts, finished_in_order(engine, len(prompts)), strict=True):
+            if group.failure is not None:
+                raise EngineFailed(f"prompt {group.group_id + 1} can't be sampled: {group.failure}")
+            yield SampledPrompt(prompt=text, completions=[read_completion(rollout, tokenizer) for rollout in group])
+    finally:
+        engine.stop()
+
+
+def model_config(request: SamplingRequest) -> ModelConfig:
+    if request.adapter is None:
+        return ModelConfig(path=request.model, dtype=request.dtype, adapter=AdapterConfig(kind="none"))
+    settings, _ = read_adapter(request.adapter)
+    ranks = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
+    adapter = AdapterConfig(kind="lora", path=request.adapter, r=max(ranks), alpha=settings["lora_alpha"])
+    return ModelConfig(path=request.model, dtype=request.dtype, adapter=adapter)
+
+
+def rollout_config(request: SamplingRequest) -> RolloutConfig:
+    return RolloutConfig(
+        engine=request.engine,
+        num_gpus=request.num_gpus,
+        num_threads=os.cpu_count(),
+        tensor_parallel_size=max(request.num_gpus, 1),
+        sampling=SamplingConfig(max_tokens=request.max_tokens, top_p=request.top_p),
+    )
+
+
+def render_prompts(
+    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, request: SamplingRequest
+) -> list[Prompt]:
+    if request.chat and not tokenizer.chat_template:
+        raise DataError(f"the tokenizer of {request.model} has no chat template; add --raw for plain text")
+    data = DataConfig(chat=request.chat, system_prompt=request.system_prompt, max_prompt_tokens=UNLIMITED)
+    renderer = PromptRenderer(tokenizer, data)
+    try:
+        return [
+            renderer.render_value(text, {}, Place(row=index, epoch=0, location=f"prompt {index + 1}"))
+            for index, text in enumerate(prompts)
+        ]
+    except UnusableRow as error:
+        raise InputError(f"a prompt can't be rendered: {error.reason}") from error
+
+
+def group_request(prompt: Prompt, request: SamplingRequest) -> GroupRequest:
+    return GroupRequest(
+        group_id=prompt.prompt_id,
+        prompt=prompt,
+        group_size=request.num,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed + prompt.prompt_id,
+    )
+
+
+def finished_in_order(engine: Engine, count: int) -> Iterator[RolloutGroup]:
+    """Steps the engine until every group is finished; holds back those that overtake an earlier one."""
+    finished: dict[int, RolloutGroup] = {}
+    for group_id in range(count):
+        while group_id not in finished:
+            if not engine.has_work:
+                raise EngineFailed(f"the engine stopped before prompt {group_id + 1} was finished")
+            finished |= {group.group_id: group for group in engine.step()}
+        yield finished.pop(group_id)
+
+
+def read_completion(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    text = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return Completion(
+        text=text,
+        finish_reason=rollout.finish_reason,
+        num_tokens=rollout.num_loss_tokens,
+        logprob=float(rollout.logprobs.sum()),
+    )

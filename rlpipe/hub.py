@@ -1,0 +1,41 @@
+"""Asks the Hugging Face hub whether a repository exists, without the minutes of retries of its clients."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlpipe.errors import InputError
+
+TIMEOUT_S = 10.0
+
+
+def hub_has(
+    repository: str,
+    *,
+    kind: Literal["model", "dataset"],
+    option: str,
+    error: type[InputError],
+    revision: str | None = None,
+) -> bool:
+    """True if the hub has the repository, False if the hub can't be reached (or ``HF_HUB_OFFLINE`` is set).
+
+    Raises ``error``, naming the config's ``option``, if the name is no hub id or the hub knows no such repository.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import httpx
+
+    try:
+        HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S)
+    except HFValidationError:
+        raise error(f"{option}: there is no folder {repository!r}, and it is no hub id") from None
+    except RevisionNotFoundError:
+        raise error(f"{option}: the hub's {kind} {repository!r} has no revision {revision!r}") from None
+    except RepositoryNotFoundError:
+        raise error(
+            f"{option}: {repository!r} is neither a folder here nor a {kind} on the hub (for a private one, "
+            "log in with `hf auth login`)"
+        ) from None
+    except (httpx.HTTPError, OSError):
+        return False
+    return True

@@ -1,0 +1,158 @@
+"""Starts the processes of a run: what each asks of the cluster, its name there, and the wait until all are ready."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from rlpipe.actors.dataset import DatasetActor
+from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.reward import ScoringActor
+from rlpipe.actors.rollout import RolloutActor
+from rlpipe.actors.weights import WeightsActor
+from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.controller import Parts
+from rlpipe.placement import Need, start_actor, wait_scheduled, wait_started
+from rlpipe.prepare import ResumePoint, Run
+from rlpipe.scorer_pool import ScorerPool
+
+ENGINE_CALLS = 16
+"""Calls that a rollout actor answers at one time: a waiting collect, a load, health checks."""
+ASYNC_CALLS = 1000
+
+
+def engine_needs(config: Config) -> list[Need]:
+    rollout = config.rollout
+    return [
+        Need(
+            name=f"rollout-{index}",
+            num_cpus=rollout.num_cpus,
+            num_gpus=rollout.num_gpus,
+            resources=rollout.resources,
+            remedy="lower rollout.num_engines, rollout.num_cpus or rollout.num_gpus, or join a larger cluster",
+        )
+        for index in range(rollout.num_engines)
+    ]
+
+
+def learner_needs(config: Config) -> list[Need]:
+    learner = config.learner
+    return [
+        Need(
+            name=f"learner-{rank}",
+            num_cpus=learner.num_cpus,
+            num_gpus=learner.num_gpus,
+            resources=learner.resources,
+            remedy="lower learner.num_ranks, learner.num_cpus or learner.num_gpus, or join a larger cluster",
+        )
+        for rank in range(learner.num_ranks)
+    ]
+
+
+def pools_of(config: Config, rewards: Mapping[str, RewardConfig]) -> dict[str, tuple[dict[str, RewardConfig], Need]]:
+    """The rewards of each scoring pool and what one of its processes needs; rewards without processes of their own
+    share one pool."""
+    remedy = "lower scoring.num_processes or the rewards' num_processes, num_cpus or num_gpus"
+    shared = {name: reward for name, reward in rewards.items() if reward.num_processes is None}
+    pools = {}
+    if shared:
+        pools["scorer"] = (shared, Need(name="scorer", num_cpus=config.scoring.num_cpus, remedy=remedy))
+    for name, reward in rewards.items():
+        if reward.num_processes is not None:
+            need = Need(name=f"reward-{name}", num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, remedy=remedy)
+            pools[need.name] = ({name: reward}, need)
+    return pools
+
+
+def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Need]:
+    return [need for members, need in pools_of(config, rewards).values() for _ in range(pool_size(config, members))]
+
+
+def pool_size(config: Config, members: Mapping[str, RewardConfig]) -> int:
+    """Processes of the pool that scores ``members``."""
+    own = next(iter(members.values())).num_processes
+    return config.scoring.num_processes if own is None else own
+
+
+def start_parts(run: Run) -> Parts:
+    """Starts all actors but the learner group, and waits until engines and scorers have loaded what they need."""
+    config, cluster = run.config, run.config.cluster
+    needs = {need.name: need for need in engine_needs(config)}
+    engines = {
+        name: start_actor(RolloutActor, need, name, max_concurrency=ENGINE_CALLS) for name, need in needs.items()
+    }
+    pools = start_pools(run)
+    wait_scheduled(engines, needs, cluster.schedule_timeout_s)
+    starts = {
+        name: engine.start.remote(run.model, config.rollout, config.data.max_prompt_tokens)
+        for name, engine in engines.items()
+    }
+    for pool in pools:
+        scorers = {name: actor for name, (actor, _) in pool.started.items()}
+        wait_scheduled(scorers, dict.fromkeys(scorers, pool.need), cluster.schedule_timeout_s)
+        starts |= {name: started for name, (_, started) in pool.started.items()}
+    wait_started(starts, cluster.start_timeout_s)
+    return Parts(engines=engines, pools=pools, replay=_start_replay(run), weights=_start_weights(config, engines))
+
+
+def start_pools(run: Run) -> list[ScorerPool]:
+    """Starts the scoring actors; they are not ready yet."""
+    return [
+        ScorerPool(name, members, need, size=pool_size(run.config, members), spawn=_spawner(run, members, need))
+        for name, (members, need) in pools_of(run.config, run.rewards).items()
+    ]
+
+
+def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
+    """Starts the actor that serves supervised rows, and waits until it has opened them."""
+    config = run.config
+    need = Need(name="dataset")
+    dataset = start_actor(
+        DatasetActor, need, algorithm=config.algorithm, learner=config.learner, max_concurrency=ASYNC_CALLS
+    )
+    wait_scheduled({need.name: dataset}, {need.name: need}, config.cluster.schedule_timeout_s)
+    started = dataset.start.remote(config.data, run.model, config.seed, start.cursor, os.getcwd())
+    wait_started({need.name: started}, config.cluster.start_timeout_s)
+    return dataset
+
+
+def _start_replay(run: Run) -> ActorHandle:
+    config = run.config
+    return start_actor(
+        ReplayActor,
+        Need(name="replay"),
+        algorithm=config.algorithm,
+        learner=config.learner,
+        rewards=dict(run.rewards),
+        max_staleness=config.replay.max_staleness,
+        seed=config.seed,
+        num_samples=config.tracking.log_completions,
+        max_concurrency=ASYNC_CALLS,
+    )
+
+
+def _start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
+    return start_actor(
+        WeightsActor,
+        Need(name="weights"),
+        engines=dict(engines),
+        timeout_s=config.weights.timeout_s,
+        max_concurrency=ASYNC_CALLS,
+    )
+
+
+def _spawner(
+    run: Run, members: Mapping[str, RewardConfig], need: Need
+) -> Callable[[str], tuple[ActorHandle, ObjectRef]]:
+    own = {name: run.callables[name] for name in members if name in run.callables}
+
+    def spawn(name: str) -> tuple[ActorHandle, ObjectRef]:
+        actor = start_actor(ScoringActor, replace(need, name=name), name)
+        started = actor.start.remote(dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd())
+        return actor, started
+
+    return spawn

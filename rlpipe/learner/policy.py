@@ -1,0 +1,186 @@
+"""Loads the policy: a transformers causal language model, with a LoRA adapter or trained as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.hub import hub_has
+from rlpipe.imports import describe_error
+from rlpipe.learner import attention
+from rlpipe.learner.rows import Row, plan_row
+from rlpipe.learner.scorer import TokenScorer
+from rlpipe.learner.sharding import Sharding, SingleRank
+from rlpipe.types import MicroBatch, WeightsKind
+
+
+class Policy:
+    """The model that is trained. ``model`` is transformers' or PEFT's; it must not be called for its own logits."""
+
+    def __init__(
+        self, scorer: TokenScorer, config: ModelConfig, device: torch.device, sharding: Sharding | None = None
+    ) -> None:
+        self.scorer = scorer
+        self.config = config
+        self.device = device
+        self.sharding = sharding or SingleRank()
+
+    @property
+    def model(self) -> PreTrainedModel | PeftModel:
+        return self.scorer.model
+
+    @property
+    def kind(self) -> WeightsKind:
+        return WeightsKind.LORA if isinstance(self.model, PeftModel) else WeightsKind.FULL
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in ``model``; each tied one once."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def plan(self, micro_batch: MicroBatch) -> Row:
+        """The row that the micro batch is run as."""
+        return plan_row(micro_batch, share_prompts=self.scorer.packed, device=self.device)
+
+    def logprobs(
+        self, micro_batch: MicroBatch, *, temperature: float, with_entropy: bool = False, chunk_tokens: int = 1024
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies ``[N]`` of the micro batch's loss tokens; 0 for all others."""
+        row = self.plan(micro_batch)
+        logprobs, entropy = self.scorer(row, temperature, chunk_tokens, with_entropy)
+        zeros = logprobs.new_zeros(micro_batch.num_tokens)
+        return (
+            zeros.index_copy(0, row.loss_tokens, logprobs),
+            None if entropy is None else zeros.index_copy(0, row.loss_tokens, entropy),
+        )
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Without gradients and dropout."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """The model that the adapter was put on; only for LoRA."""
+        assert isinstance(self.model, PeftModel)
+        with self.model.disable_adapter():
+            yield
+
+
+def load_policy(model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0) -> Policy:
+    """Loads model and adapter, and spreads them over the ranks; a new adapter is drawn from ``seed`` on every rank.
+
+    What is trained is kept in float32 and computed with in ``model.dtype``. Raises ``ModelError``, in one line, where
+    the model or adapter can't be found, loaded, or trained.
+    """
+    sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none")
+    scorer = load_scorer(model, "cpu" if sharding.num_ranks > 1 else device)
+    if model.adapter.kind == "lora":
+        scorer.model = _add_adapter(scorer.causal_model, model.adapter, seed)
+    scorer.train()
+    sharding.shard(scorer, trained=True)
+    return Policy(scorer, model, device, sharding)
+
+
+def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: bool) -> Sharding:
+    if learner.strategy == "fsdp2":
+        from rlpipe.learner.fsdp2 import Fsdp2
+
+        return Fsdp2(learner.fsdp, device, reduce_every_backward=trains_all)
+    if learner.num_ranks > 1:
+        raise ConfigError(f"learner.num_ranks={learner.num_ranks} needs learner.strategy=fsdp2: single is one rank")
+    return SingleRank()
+
+
+def load_scorer(config: ModelConfig, device: torch.device | str) -> TokenScorer:
+    """The model without adapter, on ``device``; in float32 if it is trained as a whole, else in ``config.dtype``."""
+    compute_dtype: torch.dtype = getattr(torch, config.dtype)
+    model = _load_model(config, torch.float32 if config.adapter.kind == "none" else compute_dtype).to(device)
+    packed = config.attention == "sdpa" and attention.supports_packed_attention(model)
+    if packed:
+        model.set_attn_implementation(attention.NAME)
+    if config.gradient_checkpointing:
+        _enable_checkpointing(model)
+    return TokenScorer(model, compute_dtype=compute_dtype, packed=packed)
+
+
+def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    folder = Path(config.path).expanduser()
+    local = folder.exists() or not hub_has(
+        config.path, kind="model", option="model.path", error=ModelError, revision=config.revision
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder) if folder.exists() else config.path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=config.attention,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local,
+        )
+    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
+        if local and not folder.exists():
+            raise ModelError(
+                f"model.path={config.path}: there is no such folder, the hub can't be reached, and its cache has no copy"
+            ) from None
+        raise ModelError(f"model.path={config.path} can't be loaded: {describe_error(error)}") from None
+    if model.base_model is model or model.get_output_embeddings() is None:
+        raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
+    return model
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(model).__name__} has no gradient checkpointing: set model.gradient_checkpointing=false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
+    try:
+        if config.path is not None:
+            local = Path(config.path).exists() or not hub_has(
+                config.path, kind="model", option="model.adapter.path", error=ModelError
+            )
+            adapted = PeftModel.from_pretrained(model, config.path, is_trainable=True, local_files_only=local)
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                adapted = get_peft_model(model, lora_config(config))
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:
+        name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
+        raise ModelError(f"{name} can't be loaded: {describe_error(error)}") from None
+    head = model.get_output_embeddings()
+    if isinstance(head, LoraLayer) and config.dropout:
+        raise ModelError(
+            "model.adapter.dropout can't apply to the lm_head: set it to 0 or take lm_head out of the targets"
+        )
+    return adapted
+
+
+def lora_config(config: AdapterConfig) -> LoraConfig:
+    targets = config.target_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=config.use_rslora,
+    )

@@ -1,0 +1,115 @@
+"""Gathers the trained weights, for the engines and for files that other programs load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.learner.policy import Policy
+from rlpipe.types import ByteArray, WeightsKind, WeightsManifest
+from rlpipe.weights import pack_weights
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def publish_weights(
+    policy: Policy, *, version: int, bucket_bytes: int, emit: Callable[[ByteArray], None]
+) -> WeightsManifest | None:
+    """Packs the present weights into buckets, which rank 0 hands to ``emit`` one by one; all ranks must call it.
+
+    A LoRA policy publishes its adapter, a whole model the tensors of its checkpoint, each gathered when its turn comes.
+    Returns the manifest on rank 0, None elsewhere.
+    """
+    tensors = named_weights(policy)
+    if policy.sharding.rank != 0:
+        for _ in tensors:
+            pass
+        return None
+    return pack_weights(
+        version=version,
+        kind=policy.kind,
+        named_tensors=tensors,
+        bucket_bytes=bucket_bytes,
+        adapter_config=adapter_config(policy),
+        emit=emit,
+        dtype=policy.scorer.compute_dtype,
+    )
+
+
+def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The weights by the names that ``save_pretrained`` of PEFT or transformers gives them, gathered one at a time.
+
+    Tensors are in the type that they are trained in. Every rank must exhaust it.
+    """
+    return _adapter_weights(policy) if isinstance(policy.model, PeftModel) else _model_weights(policy)
+
+
+def _adapter_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    trained = {name: parameter.detach() for name, parameter in policy.trainable_parameters().items()}
+    named = get_peft_model_state_dict(policy.model, state_dict=trained, save_embedding_layers=False)
+    for name in sorted(named):
+        yield name, policy.sharding.full(named[name]).detach()
+
+
+def _model_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    model = policy.scorer.causal_model
+    for name, tensor in _untied_state(policy).items():
+        gathered = policy.sharding.full(tensor).detach()
+        # Some models are held with other names or fused tensors than their files have.
+        yield from revert_weight_conversion(model, {name: gathered}).items()
+
+
+def _untied_state(policy: Policy) -> dict[str, Tensor]:
+    """Parameters, each tied one once, and the buffers that are saved with them."""
+    parameters = dict(policy.model.named_parameters())
+    tied = dict(policy.model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    return {name: tensor for name, tensor in policy.model.state_dict().items() if name not in tied}
+
+
+def adapter_config(policy: Policy) -> dict[str, Any] | None:
+    """PEFT's config of the adapter as plain JSON values, or None for a whole model."""
+    if not isinstance(policy.model, PeftModel):
+        return None
+    config = replace(policy.model.peft_config["default"], inference_mode=True)
+    return json.loads(json.dumps(config.to_dict(), default=lambda value: sorted(value)))
+
+
+def export_policy(policy: Policy, folder: Path) -> None:
+    """Writes the adapter, or the whole model, and the tokenizer as ``from_pretrained`` and vLLM load them.
+
+    All ranks must call it; rank 0 writes.
+    """
+    writes = policy.sharding.rank == 0
+    whole = policy.kind is WeightsKind.FULL
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_weights(policy):
+        if writes:
+            tensors[name] = tensor.to("cpu", policy.scorer.compute_dtype) if whole else tensor.cpu()
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(policy, tensors, folder)
+        load_tokenizer(policy.config).save_pretrained(folder)
+    policy.sharding.barrier()
+
+
+def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+    if isinstance(policy.model, PeftModel):
+        adapter = replace(policy.model.peft_config["default"], inference_mode=True)
+        adapter.save_pretrained(folder)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
+        return
+    model = policy.scorer.causal_model
+    model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
+    # transformers notes the type of the parameters it sees, which is that of training.
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
+    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,88 @@
+"""The reference that the policy's KL is taken to: the model without its adapter, or a frozen copy."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlpipe.configs.schema import AlgorithmConfig, ReferenceConfig
+from rlpipe.errors import ConfigError
+from rlpipe.learner.policy import Policy, load_scorer
+from rlpipe.learner.rows import Row
+from rlpipe.types import WeightsKind
+
+
+class Reference(Protocol):
+    def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
+        """Log-probs ``[K]`` of the row's targets, without gradient."""
+
+    def end_step(self, num_steps_done: int) -> None:
+        """Told after every step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, to be written to in place when it is loaded."""
+
+
+class AdapterOff:
+    """The model that a LoRA adapter sits on; costs no memory."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
+        with self._policy.adapter_off(), self._policy.inference():
+            return self._policy.scorer(row, temperature, chunk_tokens, False)[0]
+
+    def end_step(self, num_steps_done: int) -> None:
+        pass
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class FrozenCopy:
+    """A copy of the whole model, moved by an exponential average where asked (as TRL's sync_ref_model).
+
+    Every ``sync_steps`` steps, reference = mixup · policy + (1 - mixup) · reference. Loaded from ``model.path``, and
+    spread over the ranks as the policy is.
+    """
+
+    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
+        self._policy = policy
+        self._config = config
+        self.scorer = load_scorer(policy.config, policy.device if policy.sharding.num_ranks == 1 else "cpu")
+        self.scorer.requires_grad_(False).eval()
+        policy.sharding.shard(self.scorer, trained=False)
+
+    @torch.no_grad()
+    def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
+        return self.scorer(row, temperature, chunk_tokens, False)[0]
+
+    @torch.no_grad()
+    def end_step(self, num_steps_done: int) -> None:
+        if not self._config.sync_steps or num_steps_done % self._config.sync_steps:
+            return
+        local = self._policy.sharding.local
+        own = dict(self.scorer.model.named_parameters())
+        for name, parameter in self._policy.model.named_parameters():
+            local(own[name]).lerp_(local(parameter), self._config.mixup)
+
+    def state(self) -> dict[str, Tensor]:
+        """Empty where the copy never moves: it is then what ``model.path`` holds."""
+        return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
+
+
+def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:
+    """The reference that the config needs, or None; raises ``ConfigError`` where it asks a LoRA's to move."""
+    if algorithm.kind != "rl" or not algorithm.loss.beta:
+        return None
+    if policy.kind is WeightsKind.FULL:
+        return FrozenCopy(policy, algorithm.reference)
+    if algorithm.reference.sync_steps:
+        raise ConfigError(
+            "algorithm.reference.sync_steps moves the frozen copy of full training; "
+            "with a LoRA adapter the reference is the model below it: set it to 0"
+        )
+    return AdapterOff(policy)

@@ -1,0 +1,92 @@
+"""Runs a packed row through a causal language model and returns the log-probs of its loss tokens.
+
+Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlpipe.errors import ModelError
+from rlpipe.kernels.logprob import linear_logprob
+from rlpipe.learner.rows import Row
+
+LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+LOGIT_DIVISORS = ("logits_scaling",)
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
+
+
+class TokenScorer(nn.Module):
+    """The model with the fused lm_head in place of its own; one module, so that it can be sharded as a whole.
+
+    ``compute_dtype`` is what matrix products run in; where it is narrower than that of the trained parameters,
+    they are cast on the way (autocast).
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, *, compute_dtype: torch.dtype, packed: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_dtype = compute_dtype
+        self.packed = packed
+        self.logit_scale = _logit_scale(self.causal_model)
+
+    @property
+    def causal_model(self) -> PreTrainedModel:
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    def hidden_states(self, row: Row) -> Tensor:
+        """The last hidden state of every token of the row ``[M, H]``."""
+        arguments = {"attention_plan": row.attention} if row.attention is not None else {}
+        # Without use_cache=False, transformers does not look at the position ids and rows see each other.
+        output = self.causal_model.base_model(
+            input_ids=row.token_ids[None], position_ids=row.position_ids[None], use_cache=False, **arguments
+        )
+        return output.last_hidden_state[0]
+
+    def forward(
+        self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs ``[K]`` of the row's targets and, if asked for, the entropies in nats ``[K]``."""
+        narrow = self.compute_dtype is not torch.float32
+        with torch.autocast(row.token_ids.device.type, self.compute_dtype, enabled=narrow):
+            hidden = self.hidden_states(row).index_select(0, row.predictors)  # [K, H]
+        weight, bias = lm_head(self.causal_model)
+        return linear_logprob(
+            hidden,
+            weight.to(self.compute_dtype),
+            row.targets,
+            bias=None if bias is None else bias.to(self.compute_dtype),
+            temperature=temperature / self.logit_scale,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+
+def lm_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[V, H]`` and bias ``[V]`` that make logits of hidden states, with its LoRA unless that is off."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, LoraLayer):
+        return head.weight, head.bias
+    weight = head.base_layer.weight
+    if not head.disable_adapters:
+        for adapter in head.active_adapters:
+            weight = weight + head.get_delta_weight(adapter)
+    return weight, head.base_layer.bias
+
+
+def _logit_scale(model: PreTrainedModel) -> float:
+    """What the model multiplies its logits with; refuses models that do anything else to them."""
+    config = model.config.get_text_config()
+    for name in LOGIT_CAPS:
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"{type(model).__name__} has {name}: rlpipe can train no model that caps its logits")
+    scale = 1.0
+    for name in LOGIT_MULTIPLIERS:
+        scale *= getattr(config, name, 1.0)
+    for name in LOGIT_DIVISORS:
+        scale /= getattr(config, name, 1.0)
+    return scale

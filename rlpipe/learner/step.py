@@ -1,0 +1,170 @@
+"""Trains one step on one rank: forward and backward over its micro batches, exact clipping, the optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
+from rlpipe.errors import LearnerFailed
+from rlpipe.learner.inputs import LearnerInputs, prepare
+from rlpipe.learner.optimizer import clip, learning_rate_factor, make_optimizer, squared_norm
+from rlpipe.learner.policy import Policy
+from rlpipe.learner.reference import make_reference
+from rlpipe.learner.sharding import Reduce
+from rlpipe.types import MiniBatch, TrainBatch
+
+
+class Learner:
+    """One rank of the learner group. All methods that take a batch must be called by all ranks alike.
+
+    ``temperature`` is that of sampling, by which logits are divided (1 for SFT); ``max_completion_tokens`` is what the
+    constant aggregate divides by.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        learner: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float = 1.0,
+        max_completion_tokens: int = 1,
+    ) -> None:
+        self.policy = policy
+        self.num_steps_done = 0
+        self.num_bad_steps = 0
+        self.bad_steps_in_row = 0
+        self._config = learner
+        self._algorithm = algorithm
+        self._supervised = algorithm.kind == "sft"
+        self._temperature = 1.0 if self._supervised else temperature
+        self._max_completion_tokens = max_completion_tokens
+        self._parameters = list(policy.trainable_parameters().values())
+        self.optimizer = make_optimizer(self._parameters, learner.optimizer)
+        self.reference = make_reference(policy, algorithm)
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Trains on the batch, one update for each of its mini batches, and returns the step's metrics on all ranks.
+
+        An update whose loss or gradient is not finite on any rank is left out on all of them. Raises ``LearnerFailed``
+        after ``max_bad_steps`` steps in a row with such an update.
+        """
+        started = time.perf_counter()
+        learning_rate = self._set_learning_rate()
+        updates = [[prepare(self.policy, micro) for micro in mini.micro_batches] for mini in batch.mini_batches]
+        # The first update still has the weights of the step's start: there, the present log-probs are the old ones.
+        for inputs in (inputs for update in updates[1:] for inputs in update):
+            inputs.old_logprobs = self._frozen_logprobs(inputs)
+        sums: MetricSums | None = None
+        norms = []
+        for mini_batch, update in zip(batch.mini_batches, updates, strict=True):
+            norm, update_sums = self._update(mini_batch, update)
+            norms.append(norm)
+            sums = _merge(sums, update_sums)
+        self._end_step(batch.step, bad=not all(map(math.isfinite, norms)))
+        return {
+            **self._values(sums, num_updates=len(updates)),
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": learning_rate,
+            "bad_steps": float(self.num_bad_steps),
+            "time/train": time.perf_counter() - started,
+        }
+
+    def compare(self, batch: TrainBatch) -> dict[str, float]:
+        """The loss and the differences to the sampling log-probs, with the present weights; trains nothing."""
+        sums: MetricSums | None = None
+        with self.policy.inference():
+            for mini_batch in batch.mini_batches:
+                for inputs in (prepare(self.policy, micro) for micro in mini_batch.micro_batches):
+                    sums = _merge(sums, self._loss(mini_batch, inputs).metrics)
+        return self._values(sums, num_updates=len(batch.mini_batches))
+
+    def _update(self, mini_batch: MiniBatch, update: list[LearnerInputs]) -> tuple[float, MetricSums | None]:
+        """One optimizer update; returns the gradient's norm before clipping, not finite if it was left out."""
+        if not mini_batch.num_loss_tokens:
+            return 0.0, None
+        alone = self.policy.sharding.num_ranks == 1
+        to_run = [inputs for inputs in update if not (alone and inputs.is_empty)]
+        sums: MetricSums | None = None
+        for index, inputs in enumerate(to_run):
+            if self.reference is not None and inputs.ref_logprobs is None:
+                inputs.ref_logprobs = self.reference.logprobs(inputs.row, **self._scoring)
+            output = self._loss(mini_batch, inputs)
+            self.policy.sharding.begin_backward(last=index + 1 == len(to_run))
+            output.loss.backward()
+            sums = _merge(sums, output.metrics)
+        assert sums is not None, "a mini batch with loss tokens has micro batches"
+        return self._apply_gradients(sums.totals["loss"]), sums
+
+    def _apply_gradients(self, loss: Tensor) -> float:
+        sharding, max_norm = self.policy.sharding, self._config.max_grad_norm
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        squared = squared_norm(gradients, sharding)
+        both = torch.stack([squared, loss.to(squared.dtype).to(squared.device)])
+        squared_sum, loss_sum = sharding.reduce(both, Reduce.SUM).tolist()
+        norm = math.sqrt(squared_sum) if math.isfinite(loss_sum) and math.isfinite(squared_sum) else math.nan
+        if math.isfinite(norm):
+            if max_norm is not None:
+                clip(gradients, sharding, norm=norm, max_norm=max_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        logprobs, entropy = self.policy.scorer(
+            inputs.row, self._temperature, self._config.logprob_chunk_tokens, not self._supervised
+        )
+        loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
+        return sft_loss(loss_inputs) if self._supervised else policy_loss(loss_inputs, self._algorithm.loss)
+
+    def _frozen_logprobs(self, inputs: LearnerInputs) -> Tensor | None:
+        if self._supervised:
+            return None
+        with self.policy.inference():
+            return self.policy.scorer(inputs.row, self._temperature, self._config.logprob_chunk_tokens, False)[0]
+
+    @property
+    def _scoring(self) -> dict[str, float]:
+        return {"temperature": self._temperature, "chunk_tokens": self._config.logprob_chunk_tokens}
+
+    def _set_learning_rate(self) -> float:
+        factor = learning_rate_factor(self._config.schedule, self.num_steps_done, self._algorithm.num_steps)
+        learning_rate = self._config.optimizer.lr * factor
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return learning_rate
+
+    def _end_step(self, step: int, *, bad: bool) -> None:
+        self.num_steps_done += 1
+        self.num_bad_steps += bad
+        self.bad_steps_in_row = self.bad_steps_in_row + 1 if bad else 0
+        if self.bad_steps_in_row >= self._config.max_bad_steps:
+            raise LearnerFailed(
+                f"step {step}: the loss or gradient was not finite in {self.bad_steps_in_row} steps in a row "
+                "(learner.max_bad_steps); try a lower learner.optimizer.lr, or look at the step's rewards"
+            )
+        if self.reference is not None:
+            self.reference.end_step(self.num_steps_done)
+
+    def _values(self, sums: MetricSums | None, *, num_updates: int) -> dict[str, float]:
+        """The metrics over all ranks; the loss is the mean over the step's updates."""
+        if sums is None:
+            return {}
+        operations = (Reduce.SUM, Reduce.MIN, Reduce.MAX)
+        reduce = self.policy.sharding.reduce
+        sums.load(*(reduce(part, operation) for part, operation in zip(sums.state(), operations, strict=True)))
+        values = sums.values()
+        return values | {"loss": values["loss"] / num_updates}
+
+
+def _merge(sums: MetricSums | None, other: MetricSums | None) -> MetricSums | None:
+    if sums is None or other is None:
+        return sums or other
+    sums.merge(other)
+    return sums

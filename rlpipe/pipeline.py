@@ -1,0 +1,289 @@
+"""Runs a config from end to end: starts its processes, trains or evaluates, and sums up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+from ray.train import WorkerGroupError
+from ray.train.torch import TorchTrainer
+
+from rlpipe import launch
+from rlpipe.actors.learner import LearnerSetup, make_trainer
+from rlpipe.configs.schema import Config
+from rlpipe.configs.tree import to_tree
+from rlpipe.controller import Controller, Parts, add_evaluated, follow_reports
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.prompts import open_prompts
+from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError
+from rlpipe.evaluation import Evaluator
+from rlpipe.flow import GroupFlow, GroupIds
+from rlpipe.placement import Need, connect, root_cause
+from rlpipe.prepare import ResumePoint, RewardLike, Run, find_resume_point, prepare_run
+from rlpipe.reporting import Reporter
+from rlpipe.rollout.engine import resolve_engine
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.tracking.completions import CompletionsLog
+from rlpipe.tracking.plot import plot_rewards
+from rlpipe.tracking.progress import open_progress
+from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
+from rlpipe.tracking.trackers import open_trackers
+from rlpipe.types import Prompt, WeightsKind
+from rlpipe.weights import pack_weights, read_adapter
+
+Result = TypeVar("Result")
+
+
+def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
+    """Trains as the config says and returns what ``summary.json`` holds.
+
+    ``rewards`` are reward functions or ``RewardActor`` classes beside those of the config, each with weight 1 under
+    its ``__name__``. Raises ``InputError`` where the input is wrong, ``RunError`` where the run fails.
+    """
+    started = time.monotonic()
+    run = prepare_run(config, rewards)
+    start = find_resume_point(run)
+    figures = train_rl(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
+    metrics = run.output / "metrics.jsonl"
+    summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
+    write_summary(run.output / "summary.json", summary)
+    files = {"policy": run.output / "policy"}
+    if plot_rewards(metrics, run.output / "reward.png", config.name):
+        files["plot"] = run.output / "reward.png"
+    print_summary({**summary, "files": files})
+    return summary
+
+
+def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
+    """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
+    config = run.config
+    tokenizer = load_tokenizer(run.model)
+    prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed)
+    engine = resolve_engine(config.rollout.engine)
+    needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
+    with _cluster(config, needs), _reporter(run, start) as reporter:
+        parts = launch.start_parts(run)
+        trainer = make_trainer(_learner_setup(run, start, parts.replay, parts.weights), config.name)
+
+        async def run_controller() -> None:
+            controller = Controller(
+                parts,
+                algorithm=config.algorithm,
+                sampling=config.rollout.sampling,
+                cluster=config.cluster,
+                max_staleness=config.replay.max_staleness,
+                evaluate_every=config.data.held_out.every_steps,
+                seed=config.seed,
+                prompts=prompts,
+                evaluator=_evaluator(run, held_out),
+                reporter=reporter,
+                start=start,
+            )
+            await controller.run(_start_learner(trainer))
+
+        _run(run_controller())
+    return {
+        "engine": engine,
+        "tokens_per_second": reporter.tokens_per_second,
+        "max_logprob_difference": reporter.max_logprob_difference,
+        **({"adapter": str(run.output / "policy")} if config.model.adapter.kind == "lora" else {}),
+    }
+
+
+def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
+    """Supervised fine-tuning on the same learner group, without engines."""
+    config = run.config
+    with _cluster(config, launch.learner_needs(config)), _reporter(run, start) as reporter:
+        batches = launch.start_dataset(run, start)
+        trainer = make_trainer(_learner_setup(run, start, batches, None), config.name)
+
+        async def run_learner() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                last = config.algorithm.num_steps - 1
+                tasks.create_task(follow_reports(batches, start.step - 1, last, reporter.trained))
+                await _start_learner(trainer)
+
+        _run(run_learner())
+    return {"tokens_per_second": reporter.tokens_per_second}
+
+
+def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
+    """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
+    run = prepare_run(config, rewards)
+    _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
+    if not held_out:
+        raise ConfigError("nothing to evaluate on: set data.held_out.size or data.held_out.path")
+    needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
+    with _cluster(config, needs):
+        parts = launch.start_parts(run)
+        if adapter is not None:
+            _serve_adapter(adapter, parts.weights, config.weights.timeout_s)
+        return _run(_evaluate_once(run, parts, held_out))
+
+
+async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
+    evaluator = _evaluator(run, prompts)
+
+    async def deliver(groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
+        await add_evaluated(evaluator, groups, set(group_ids.values()), scores)
+
+    flow = GroupFlow(parts.engines, parts.pools, timeout_s=run.config.cluster.step_timeout_s, deliver=deliver)
+    requests, metrics = evaluator.start(version=0)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(flow.run())
+        flow.dispatch(requests)
+        await metrics
+        serving.cancel()
+    return metrics.result()
+
+
+def _evaluator(run: Run, prompts: Sequence[Prompt]) -> Evaluator:
+    return Evaluator(
+        prompts,
+        rewards=run.rewards,
+        correct_at=run.config.data.held_out.correct_at,
+        max_tokens=run.config.rollout.sampling.max_tokens,
+    )
+
+
+def _serve_adapter(folder: str, weights: ActorHandle, timeout_s: float) -> None:
+    """Hands an adapter from the disk to the engines, as version 0."""
+    adapter_config, tensors = read_adapter(folder)
+    buckets: list[ObjectRef] = []
+    manifest = pack_weights(
+        version=0,
+        kind=WeightsKind.LORA,
+        named_tensors=tensors.items(),
+        bucket_bytes=0,
+        adapter_config=adapter_config,
+        emit=lambda bucket: buckets.append(ray.put(bucket)),
+    )
+    try:
+        ray.get(weights.publish.remote(manifest, buckets))
+        ray.get(weights.wait_served.remote(-1, timeout_s))
+    except RayTaskError as error:
+        raise root_cause(error, "the engines could not load the adapter") from None
+
+
+def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: ActorHandle | None) -> LearnerSetup:
+    config = run.config
+    return LearnerSetup(
+        model=run.model,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        sampling=config.rollout.sampling,
+        weights=config.weights,
+        checkpoint=config.checkpoint,
+        output=run.output,
+        seed=config.seed,
+        resume_from=start.checkpoint,
+        resolved_config=to_tree(config),
+        batches=batches,
+        weights_actor=weights,
+        timeout_s=config.cluster.step_timeout_s,
+    )
+
+
+def _start_learner(trainer: TorchTrainer) -> asyncio.Future[None]:
+    """Runs the learner group on a thread of its own; cancelling the future leaves the thread behind."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def finish(error: Exception | None) -> None:
+        if ended.done():
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def fit() -> None:
+        error: Exception | None = None
+        try:
+            trainer.fit()
+        except WorkerGroupError as failure:
+            error = _learner_error(failure)
+        except Exception as failure:  # noqa: BLE001 - the thread's boundary; raised again where it is awaited
+            error = LearnerFailed(f"the learner group failed: {failure}")
+        with suppress(RuntimeError):  # the loop is closed where the run has failed elsewhere
+            loop.call_soon_threadsafe(finish, error)
+
+    threading.Thread(target=fit, name="learner-group", daemon=True).start()
+    return ended
+
+
+def _learner_error(failure: WorkerGroupError) -> RlpipeError:
+    """rlpipe's own error out of those of the ranks; any other becomes ``LearnerFailed`` with its traceback."""
+    for error in failure.worker_failures.values():
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, RlpipeError):
+            return cause
+    return LearnerFailed(f"the learner group failed: {failure}")
+
+
+def _run(main: Coroutine[Any, Any, Result]) -> Result:
+    """Runs the event loop; of several errors, the one that came first is raised alone."""
+    try:
+        return asyncio.run(main)
+    except BaseExceptionGroup as group:
+        raise _first_error(group) from None
+
+
+def _first_error(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
+    """A cluster that the run fits on; what the run started is ended with it."""
+    joined = ray.is_initialized()
+    connect(config.cluster, needs)
+    actors_before = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)}
+    try:
+        yield
+    finally:
+        if joined:
+            _end_actors(actors_before)
+        else:
+            ray.shutdown()
+
+
+def _end_actors(kept: set[str]) -> None:
+    """Ends the named actors of this job, in a session that was there before the run."""
+    for name in set(ray.util.list_named_actors()) - kept:
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(name))
+
+
+@contextmanager
+def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
+    config = run.config
+    tracker = open_trackers(
+        config.tracking,
+        output=run.output,
+        run_name=config.name,
+        first_step=start.step + 1 if start.checkpoint else 0,
+        resolved_config=to_tree(config),
+    )
+    completions = CompletionsLog(
+        run.output / "completions.jsonl",
+        num_groups=config.tracking.log_completions,
+        tokenizer=load_tokenizer(run.model),
+        first_step=start.step + 1,
+    )
+    reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions)
+    reporter.start(config.algorithm.num_steps, start.step)
+    try:
+        yield reporter
+    finally:
+        reporter.close()

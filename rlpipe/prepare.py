@@ -1,0 +1,119 @@
+"""Checks and completes what a run needs before any process starts: folders, policy, rewards, where to resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlpipe.configs.schema import Config, ModelConfig, RewardConfig
+from rlpipe.configs.tree import changed_options, to_tree, to_yaml
+from rlpipe.data.prompts import Cursor
+from rlpipe.errors import ConfigError
+from rlpipe.imports import import_object
+from rlpipe.learner.checkpoint import read_extra, resolve_checkpoint
+from rlpipe.scoring.rewards import check_reward, load_reward
+
+logger = logging.getLogger(__name__)
+
+RewardLike = Callable[..., Any]
+
+
+@dataclass(kw_only=True, frozen=True)
+class ResumePoint:
+    """Where a run goes on; the defaults are those of a new one."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    pending: Sequence[Cursor] = ()
+    """Prompts that had been admitted but not trained."""
+    next_group_id: int = 0
+
+
+@dataclass(kw_only=True, frozen=True)
+class Run:
+    """The checked input of a run."""
+
+    config: Config
+    model: ModelConfig
+    """The config's, with absolute paths, so that it means the same in every process."""
+    rewards: Mapping[str, RewardConfig]
+    callables: Mapping[str, RewardLike]
+    """The rewards that were handed over as objects."""
+    output: Path
+
+
+def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
+    """Makes the output folder, and the policy where ``model.prepare`` is to make it; imports every reward.
+
+    Raises ``InputError`` where any of it can't be used.
+    """
+    output = Path(config.output).absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.yaml").write_text(to_yaml(config))
+    if config.model.prepare is not None and not Path(config.model.path).exists():
+        import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
+    run_rewards, callables = _collect_rewards(config, rewards)
+    return Run(
+        config=config, model=_with_absolute_paths(config.model), rewards=run_rewards, callables=callables, output=output
+    )
+
+
+def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
+    return replace(
+        model,
+        path=_absolute(model.path),
+        tokenizer=_absolute(model.tokenizer),
+        chat_template=_absolute(model.chat_template),
+        adapter=replace(model.adapter, path=_absolute(model.adapter.path)),
+    )
+
+
+def _absolute(path: Any) -> Any:
+    return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
+
+
+def _collect_rewards(
+    config: Config, given: Sequence[RewardLike]
+) -> tuple[dict[str, RewardConfig], dict[str, RewardLike]]:
+    """The rewards of the config and those handed over, by name."""
+    rewards = dict(config.scoring.rewards)
+    callables: dict[str, RewardLike] = {}
+    for reward in rewards.values():
+        load_reward(reward.path, reward.kwargs)
+    for reward in given:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        if name in rewards:
+            raise ConfigError(f"two rewards are called {name!r}: rename one of them")
+        check_reward(reward, {}, name)
+        rewards[name] = RewardConfig(path=f"{reward.__module__}:{name}")
+        callables[name] = reward
+    if config.algorithm.kind == "rl" and not rewards:
+        raise ConfigError("the run has no reward: add one under scoring.rewards, or pass rewards=[...]")
+    return rewards, callables
+
+
+def find_resume_point(run: Run) -> ResumePoint:
+    """Where ``resume`` says that the run goes on; refuses a checkpoint of a run with another meaning."""
+    checkpoint = resolve_checkpoint(run.config.resume, run.output / "checkpoints")
+    if checkpoint is None:
+        return ResumePoint()
+    step, extra = read_extra(checkpoint)
+    changed = changed_options(extra["config"], to_tree(run.config))
+    if changed:
+        raise ConfigError(
+            f"{checkpoint} belongs to a run with other options ({'; '.join(changed)}): set them back, "
+            "or resume=never, or another output"
+        )
+    place = extra["resume"].get("cursor", {})
+    logger.info("resuming from %s after step %d", checkpoint, step)
+    return ResumePoint(
+        checkpoint=checkpoint,
+        step=step,
+        cursor=Cursor(epoch=place.get("epoch", 0), position=place.get("position", 0)),
+        pending=[Cursor(epoch=epoch, position=position) for epoch, position in extra["resume"].get("pending", [])],
+        next_group_id=place.get("next_group_id", 0),
+    )

@@ -1,0 +1,86 @@
+"""The protocol of rollout engines, and the choice among them; imports neither torch nor vllm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+from rlpipe.configs.schema import ModelConfig, RolloutConfig
+from rlpipe.errors import ConfigError
+from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """Samples groups; driven by one thread, which calls ``step`` as long as ``has_work``.
+
+    Version 0 is the model as it lies on the disk, with ``model.adapter.path`` where that is set. A request waits
+    inside the engine until a version of at least its ``min_version`` is loaded; a sequence finishes on the version
+    that it began with.
+    """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` can advance anything: False if all requests wait for a newer version."""
+        ...
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Takes requests; a request that can't be sampled comes back as a group with its ``failure``."""
+        ...
+
+    def step(self) -> list[RolloutGroup]:
+        """Advances generation, and returns the groups that finished."""
+        ...
+
+    def prepare_load(self, manifest: WeightsManifest) -> bool:
+        """Whether ``load`` can be called now. Until it can, no new sequence starts that would delay it further."""
+        ...
+
+    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        """Loads a version in memory, and answers the digest of what the engine now serves.
+
+        Raises ``ModelError`` if the tensors do not fit the model. Only after ``prepare_load`` answered True.
+        """
+        ...
+
+    def health(self) -> EngineHealth: ...
+
+    def stop(self) -> None:
+        """Frees the model; the engine can't be used after."""
+        ...
+
+
+def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
+    """The engine that ``rollout.engine`` stands for here; ``ConfigError`` if vllm is asked for and not installed."""
+    has_vllm = find_spec("vllm") is not None
+    if kind == "hf" or (kind == "auto" and not has_vllm):
+        return "hf"
+    if not has_vllm:
+        raise ConfigError("rollout.engine=vllm, but vllm is not installed: install rlpipe[vllm], or take auto or hf")
+    return "vllm"
+
+
+def open_engine(name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> Engine:
+    """Loads the model into the engine of the config.
+
+    Args:
+        name: of this engine, in its health and its errors.
+        max_prompt_tokens: the longest prompt that will be submitted.
+
+    Raises:
+        ConfigError: an option is unknown to the engine, or not supported by it.
+        ModelError: the model or adapter can't be loaded.
+    """
+    engine = resolve_engine(rollout.engine)
+    if rollout.engine == "auto" and engine == "hf":
+        logger.warning("vllm is not installed: engine %s samples with transformers, which is slower", name)
+    if engine == "vllm":
+        from rlpipe.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+    from rlpipe.rollout.hf_engine import HfEngine
+
+    return HfEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)

@@ -1,0 +1,177 @@
+"""Runs an engine on a thread of its own, behind calls that any other thread may make."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+from rlpipe.errors import EngineFailed, InputError, WaitTimeout
+from rlpipe.rollout.engine import Engine
+from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+
+
+@dataclass(slots=True)
+class _Load:
+    manifest: WeightsManifest
+    buckets: Buckets
+    digest: Future[str] = field(default_factory=Future)
+
+
+class EngineThread:
+    """Submits, collects and loads without ever waiting for a step of the engine to call into it.
+
+    ``open_engine`` is called on the thread, so that the engine lives on one thread from start to end; the constructor
+    returns when it is open. Whatever it raises is raised here. An error in a later step or load ends the thread, and
+    every later call raises ``EngineFailed`` with the engine's name and the cause.
+    """
+
+    def __init__(self, name: str, open_engine: Callable[[], Engine]) -> None:
+        self.name = name
+        self._changed = threading.Condition()
+        self._submitted: list[GroupRequest] = []
+        self._finished: deque[RolloutGroup] = deque()
+        self._loads: deque[_Load] = deque()
+        self._outstanding: dict[int, int] = {}
+        self._health: EngineHealth | None = None
+        self._stopping = False
+        self._failure: BaseException | None = None
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(open_engine, opened), name=name, daemon=True)
+        self._thread.start()
+        opened.result()
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """The most tokens that the requests which are not finished can still cost."""
+        with self._changed:
+            return sum(self._outstanding.values())
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        with self._changed:
+            self._check()
+            self._submitted.extend(requests)
+            for request in requests:
+                tokens = self._outstanding.get(request.group_id, 0)
+                self._outstanding[request.group_id] = tokens + request.outstanding_tokens
+            self._changed.notify_all()
+
+    def collect(self, timeout_s: float, max_groups: int) -> list[RolloutGroup]:
+        """Waits until a group is finished, and returns all that are, up to ``max_groups``; none after ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or not self._alive, timeout_s)
+            if not self._finished:
+                self._check()
+            return [self._finished.popleft() for _ in range(min(max_groups, len(self._finished)))]
+
+    def load(self, manifest: WeightsManifest, buckets: Buckets, timeout_s: float) -> str:
+        """Loads a version between two steps, and answers the digest of what the engine then serves.
+
+        Raises ``WaitTimeout`` after ``timeout_s``; the load then still takes place.
+        """
+        load = _Load(manifest, buckets)
+        with self._changed:
+            self._check()
+            self._loads.append(load)
+            self._changed.notify_all()
+        try:
+            return load.digest.result(timeout_s)
+        except FutureTimeout:
+            raise WaitTimeout(
+                f"engine {self.name} did not load version {manifest.version} within {timeout_s:g} s: {self.health()}"
+            ) from None
+
+    def health(self) -> EngineHealth:
+        """What the engine said of itself after its last step."""
+        with self._changed:
+            self._check()
+            assert self._health is not None
+            return self._health
+
+    def stop(self) -> None:
+        """Ends the thread after its current step, and frees the engine; requests in flight are dropped."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    @property
+    def _alive(self) -> bool:
+        return self._failure is None and not self._stopping
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            cause = f"{type(self._failure).__name__}: {self._failure}"
+            raise EngineFailed(f"engine {self.name} failed: {cause}") from self._failure
+        if self._stopping:
+            raise EngineFailed(f"engine {self.name} was stopped")
+
+    def _run(self, open_engine: Callable[[], Engine], opened: Future[None]) -> None:
+        try:
+            engine = open_engine()
+            self._health = engine.health()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for the engine
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        try:
+            while self._take_turn(engine):
+                pass
+        except BaseException as error:  # noqa: BLE001 - raised to every caller from now on
+            self._fail(error)
+        finally:
+            engine.stop()
+
+    def _take_turn(self, engine: Engine) -> bool:
+        requests = self._await_work(engine)
+        if requests is None:
+            return False
+        engine.submit(requests)
+        if self._loads:
+            self._try_load(engine)
+        groups = engine.step() if engine.has_work else []
+        with self._changed:
+            self._health = engine.health()
+            for group in groups:
+                self._outstanding.pop(group.group_id, None)
+            self._finished.extend(groups)
+            if groups:
+                self._changed.notify_all()
+        return True
+
+    def _await_work(self, engine: Engine) -> list[GroupRequest] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._submitted or self._loads or engine.has_work)
+            if self._stopping:
+                self._cancel_loads(EngineFailed(f"engine {self.name} was stopped"))
+                return None
+            requests, self._submitted = self._submitted, []
+            return requests
+
+    def _try_load(self, engine: Engine) -> None:
+        load = self._loads[0]
+        try:
+            if not engine.prepare_load(load.manifest):
+                return
+            digest = engine.load(load.manifest, load.buckets)
+        except InputError as error:
+            load.digest.set_exception(error)
+        else:
+            load.digest.set_result(digest)
+        self._loads.popleft()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            try:
+                self._check()
+            except EngineFailed as failed:
+                self._cancel_loads(failed)
+            self._changed.notify_all()
+
+    def _cancel_loads(self, error: EngineFailed) -> None:
+        while self._loads:
+            self._loads.popleft().digest.set_exception(error)

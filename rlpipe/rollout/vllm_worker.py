@@ -1,0 +1,275 @@
+"""Runs inside vLLM's workers: loads policy weights from memory, and reads back what the model then serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from rlpipe.errors import ModelError, WeightsMismatch
+from rlpipe.types import ByteArray
+from rlpipe.weights import (
+    add_checksum,
+    check_adapter_modules,
+    check_dtype,
+    check_parameters,
+    lora_digest,
+    pair_adapter,
+    unpack,
+)
+
+
+class WeightsExtension:
+    """Methods that vLLM adds to its worker class; called through ``collective_rpc``."""
+
+    device: torch.device
+    model_runner: Any
+
+    def prepare_serving(self) -> None:
+        """Replaces what vLLM does on CPUs by what is faster (LoRA) or can be updated in place (output layer)."""
+        if self.device.type != "cpu":
+            return
+        if self.model_runner.lora_config is not None:
+            _use_grouped_lora(self.model_runner.lora_manager._adapter_manager, self.model_runner.scheduler_config)
+        else:
+            for module in self.model_runner.model.modules():
+                if isinstance(module, VocabParallelEmbedding):
+                    module.cpu_linear = nn.functional.linear
+
+    def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
+        """Loads and activates an adapter, and answers the digest of what its slot in every layer now holds."""
+        manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
+        tensors = unpack(bucket)
+        check_dtype(tensors, manager.lora_config.lora_dtype)
+        names = _vllm_names(manager.model, tensors)
+        available = [names.get(module, module) for module in _linear_modules(manager)]
+        check_adapter_modules(list(names.values()), available, adapter_config)
+        manager.add_adapter(_build_adapter(manager, tensors, adapter_config, adapter_id))
+        manager.activate_adapter(adapter_id)
+        served = {names[module]: pair for module, pair in _served_pairs(manager, adapter_id)}
+        return lora_digest(served)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
+
+    def begin_full_load(self) -> None:
+        self._received_names: set[str] = set()
+
+    def load_full_bucket(self, bucket: ByteArray) -> None:
+        """Loads the tensors of one bucket into the model, and compares them with what then lies there."""
+        model = self.model_runner.model
+        tensors = {name: tensor.to(self.device) for name, tensor in unpack(bucket).items()}
+        check_dtype(tensors, self.model_runner.model_config.dtype)
+        mapper = _rename_mapper(model)
+        self._received_names |= {(mapper.map_name(name) or name) if mapper else name for name in tensors}
+        check_parameters(self._received_names & _expected_names(model).keys(), self._received_names)
+        model.load_weights(iter(tensors.items()))
+        for name, tensor in tensors.items():
+            _check_slice(model, (mapper.map_name(name) or name) if mapper else name, tensor)
+
+    def finish_full_load(self) -> dict[int, int]:
+        """The checksums of the parameters that this rank serves, by layer; shared ones are counted by one rank."""
+        model = self.model_runner.model
+        check_parameters(self._received_names, _expected_names(model).keys())
+        sums: dict[int, int] = {}
+        for name, tensor in _owned_shards(model):
+            add_checksum(sums, name, tensor)
+        return sums
+
+
+class GroupedLora(PunicaWrapperCPU):
+    """LoRA on the CPU with one pair of products for each adapter in the batch.
+
+    vLLM's own wrapper gathers A and B for every token, which takes several times as long as the model itself.
+    """
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        ids = set(mapping.index_mapping)
+        slots = self.token_lora_indices
+        self._groups: list[tuple[int, Tensor | None]] = [
+            (slot, None if len(ids) == 1 else (slots == slot).nonzero().squeeze(1))
+            for slot in (lora_index_to_id.index(adapter_id) for adapter_id in ids if adapter_id > 0)
+        ]
+
+    def add_lora_linear(
+        self,
+        y: Tensor,  # [T, sum of output_slices]
+        x: Tensor,  # [T, in]
+        lora_a_stacked: tuple[Tensor, ...],  # each [slots, 1, r, in]
+        lora_b_stacked: tuple[Tensor, ...],  # each [slots, 1, out, r]
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        for slot, rows in self._groups:
+            inputs = x if rows is None else x[rows]
+            outputs = y if rows is None else y[rows]
+            offset = 0
+            for lora_a, lora_b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                hidden = inputs @ lora_a[slot, 0].T
+                outputs[:, offset : offset + size].addmm_(hidden, lora_b[slot, 0].T, alpha=scale)
+                offset += size
+            if rows is not None:
+                y[rows] = outputs
+
+
+def _use_grouped_lora(manager: LoRAModelManager, scheduler_config: Any) -> None:
+    for prefix, wrapper in list(manager.punica_wrapper_mapping.items()):
+        grouped = GroupedLora(manager.max_num_batched_tokens, scheduler_config.max_num_seqs, wrapper.device)
+        manager.punica_wrapper_mapping[prefix] = grouped
+        for module in manager.modules.values():
+            if module.punica_wrapper is wrapper:
+                module.set_mapping(grouped)
+
+
+def _rename_mapper(model: nn.Module) -> Any:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else mapper.get_rename_mapper()
+
+
+def _vllm_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The name in PEFT of every adapted module, by vLLM's name of it."""
+    mapper = _rename_mapper(model)
+    return {
+        parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]: module
+        for module in pair_adapter(tensors)
+    }
+
+
+def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
+    """The linear modules that can take an adapter, fused ones by the names of their parts."""
+    for name, layer in manager.modules.items():
+        if isinstance(layer, BaseLinearLayerWithLoRA | LogitsProcessorWithLoRA):
+            yield from manager.packed_modules.get(name, [name])
+
+
+def _build_adapter(
+    manager: LoRAModelManager, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any], adapter_id: int
+) -> LoRAModel:
+    try:
+        helper = PEFTHelper.from_dict(dict(adapter_config))
+        helper.validate_legal(manager.lora_config)
+    except ValueError as error:
+        raise ModelError(f"vllm can't serve the adapter: {error}") from error
+    # vLLM scales B in place, and the bucket's memory is read-only.
+    owned = {name: tensor.clone() if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+    return LoRAModel.from_lora_tensors(
+        lora_model_id=adapter_id,
+        tensors=owned,
+        peft_helper=helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=_rename_mapper(manager.model),
+    )
+
+
+def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """A and scaled B of every adapted module, after checking that the layers' slots hold just these.
+
+    Raises ``WeightsMismatch`` if a slot holds something else.
+    """
+    slot = manager.lora_index_to_id.index(adapter_id)
+    adapter = manager.get_adapter(adapter_id)
+    assert adapter is not None, f"adapter {adapter_id} was loaded but is not registered"
+    for name, layer in manager.modules.items():
+        weights = adapter.get_lora(name)
+        if weights is None:
+            continue
+        pairs = _as_list(weights.lora_a), _as_list(weights.lora_b)
+        local = pairs
+        if isinstance(layer, BaseLinearLayerWithLoRA) and layer.tp_size > 1:
+            local = _as_list(layer.slice_lora_a(weights.lora_a)), _as_list(layer.slice_lora_b(weights.lora_b))
+        for stacked, expected in zip((layer.lora_a_stacked, layer.lora_b_stacked), local, strict=True):
+            for buffer, tensor in zip(_as_list(stacked), expected, strict=True):
+                _check_slot(name, buffer[slot, 0], tensor)
+        for part, a, b in zip(manager.packed_modules.get(name, [name]), *pairs, strict=True):
+            if a is not None:
+                yield part, (a, b)
+
+
+def _check_slot(name: str, buffer: Tensor, tensor: Tensor | None) -> None:
+    """Compares a layer's slot with the tensor that it must hold; whatever lies beyond the tensor must be zero."""
+    if tensor is None:
+        if buffer.any():
+            raise WeightsMismatch(f"{name} serves an adapter that was not published")
+        return
+    rows, columns = tensor.shape
+    rest = buffer[rows:].any() or buffer[:rows, columns:].any()
+    if rest or not torch.equal(buffer[:rows, :columns].cpu(), tensor.cpu()):
+        raise WeightsMismatch(f"{name} does not serve the adapter that was loaded")
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _fused_parts(model: nn.Module, module: str) -> list[str]:
+    """Names of the modules that vLLM fused into this one; its own if it is not fused."""
+    prefix, _, suffix = module.rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(suffix, [suffix])
+    return [f"{prefix}.{part}" if prefix else part for part in parts]
+
+
+def _expected_names(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """For every tensor that must be published, the parameter that it is loaded into, and its place among the parts.
+
+    Fused experts have many names for one tensor and are left to the digest.
+    """
+    expected = {}
+    for name, _ in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        if ".experts" not in module:
+            for index, part in enumerate(_fused_parts(model, module)):
+                expected[f"{part}.{kind}"] = (name, index)
+    return expected
+
+
+def _check_slice(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Compares a published tensor with its rows of the parameter that it was fused into (on one GPU only)."""
+    location = _expected_names(model).get(name)
+    if location is None:
+        return
+    parameter_name, index = location
+    layer = model.get_submodule(parameter_name.rpartition(".")[0])
+    if getattr(layer, "tp_size", 1) > 1:
+        return
+    start = sum(layer.output_sizes[:index]) if index else 0
+    if not torch.equal(model.get_parameter(parameter_name)[start : start + len(tensor)], tensor):
+        raise WeightsMismatch(f"{parameter_name} does not serve the tensor {name} that was loaded into it")
+
+
+def _owned_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of this rank, without those that another rank holds too and counts."""
+    for name, parameter in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+        if isinstance(layer, QKVParallelLinear) and rank % layer.num_kv_head_replicas:
+            yield name, parameter[: layer.num_heads * layer.head_size]
+        elif size == 1 or rank == 0 or _is_sharded(layer, name):
+            yield name, parameter
+
+
+def _is_sharded(layer: nn.Module, name: str) -> bool:
+    if isinstance(layer, RowParallelLinear):
+        return not name.endswith(".bias")
+    if isinstance(layer, LinearBase):
+        return isinstance(layer, ColumnParallelLinear)
+    return isinstance(layer, VocabParallelEmbedding) or ".experts" in name

@@ -1,0 +1,324 @@
+"""Turns the tensors of a policy version into safetensors buckets and back, and fingerprints what an engine serves.
+
+The digest of a version is computed twice: by the sender from what it publishes, and by every engine from the tensors
+that it reads back out of the model it serves.
+
+LoRA: XXH3-128 over every adapted module in order of name: the module's name, A, and B times its scaling, in the type
+that they are served in. Any dropped module, changed element, type, or wrong scaling changes it.
+
+Full weights: engines fuse, pad and shard tensors, so the digest is independent of the layout: every element's bits are
+mixed to 64 bits and added up modulo 2^64, apart for every layer, and XXH3-128 is taken over these sums. A missing or
+altered element, a wrong type, and two layers that changed places alter it; a permutation of elements within one layer
+does not, which is why the engines also compare fused parameters with the tensors they came from. Elements whose bits
+are all zero add nothing, so that padding does not count. A tied tensor is published, and counted, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from rlpipe.errors import ModelError
+from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
+
+BASE_DIGEST = "base"
+"""The digest of an engine that serves the model as it was loaded from disk."""
+
+LoraPairs = dict[str, tuple[Tensor, Tensor]]
+"""A ``[r, in]`` and B ``[out, r]`` of every adapted module, by the module's name in the base model."""
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LORA_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weight")
+_MASK = 2**64 - 1
+
+
+def pack_weights(
+    *,
+    version: int,
+    kind: WeightsKind,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    bucket_bytes: int,
+    emit: Callable[[ByteArray], None],
+    adapter_config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> WeightsManifest:
+    """Encodes one version, hands every bucket to ``emit`` as soon as it is full, and returns the manifest.
+
+    Args:
+        named_tensors: for LoRA PEFT's state dict names, all in one bucket; for full weights transformers' parameter
+            names, tied tensors once. Drawn lazily: no more than one bucket of them is held.
+        bucket_bytes: most tensor bytes of a bucket of full weights; a larger tensor gets its own.
+        adapter_config: PEFT's adapter config; it gives the scaling of B.
+        dtype: the type that the engines serve; floating point tensors are cast to it. None: as they come.
+
+    Raises:
+        ModelError: a LoRA tensor is not A or B of a linear module, lacks its partner, or uses an unsupported feature.
+    """
+    served = ((name, _cast(tensor.detach(), dtype)) for name, tensor in named_tensors)
+    if kind is WeightsKind.LORA:
+        tensors = dict(served)
+        digest = lora_digest(scaled_pairs(tensors, adapter_config or {}))
+        sizes = [_emit_bucket(tensors, emit)]
+    else:
+        sums: dict[int, int] = {}
+        sizes = [_emit_bucket(bucket, emit) for bucket in _fill_buckets(served, bucket_bytes, sums)]
+        digest = digest_of_sums(sums)
+    return WeightsManifest(
+        version=version,
+        kind=kind,
+        digest=digest,
+        num_buckets=len(sizes),
+        num_bytes=sum(sizes),
+        adapter_config=adapter_config,
+    )
+
+
+def encode(tensors: Mapping[str, Tensor]) -> ByteArray:
+    """Writes tensors as one safetensors file in memory, with a single copy of their bytes."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data_start = 8 + len(text)
+    encoded = np.empty(data_start + end, dtype=np.uint8)
+    encoded[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
+    encoded[8:data_start] = np.frombuffer(text, dtype=np.uint8)
+    data = torch.from_numpy(encoded)[data_start:]
+    for name, tensor in ordered:
+        start, end = header[name]["data_offsets"]
+        data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return encoded
+
+
+def unpack(bucket: ByteArray) -> dict[str, Tensor]:
+    """The tensors of one bucket, as views of its memory: they live as long as it, and must not be written to.
+
+    Raises ``ModelError`` if the bytes are no safetensors file.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
+        data = torch.from_numpy(bucket)
+    try:
+        data_start = 8 + int.from_bytes(bucket[:8].tobytes(), "little")
+        header = json.loads(bucket[8:data_start].tobytes())
+        return {
+            name: _view(data[data_start:], entry["data_offsets"], entry["dtype"]).view(entry["shape"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"a bucket of {len(bucket)} bytes can't be read as safetensors: {error}") from error
+
+
+def unpack_adapter(manifest: WeightsManifest, buckets: Buckets) -> dict[str, Tensor]:
+    """The tensors of a LoRA version; ``ModelError`` unless it came in one bucket with its adapter config."""
+    if len(buckets) != 1 or manifest.adapter_config is None:
+        raise ModelError(f"LoRA version {manifest.version} needs one bucket and its adapter config, got {len(buckets)}")
+    return unpack(buckets[0])
+
+
+def read_adapter(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a PEFT adapter in a folder or on the hub; ``ModelError`` if it can't be read."""
+    from peft import PeftConfig
+    from peft.utils import load_peft_weights
+
+    try:
+        return PeftConfig.from_pretrained(path).to_dict(), load_peft_weights(path, device="cpu")
+    except (OSError, ValueError) as error:
+        hint = "" if Path(path).is_dir() else " (no such folder)"
+        raise ModelError(f"model.adapter.path={path} can't be read as a PEFT adapter{hint}: {error}") from error
+
+
+def pair_adapter(tensors: Mapping[str, Tensor]) -> LoraPairs:
+    """Sorts PEFT's A and B tensors by module; ``ModelError`` names those that are something else or lack a partner."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _LORA_NAME.fullmatch(name)
+        if match is None:
+            raise ModelError(f"adapter tensor {name} is not A or B of a linear module, and can't be served")
+        halves.setdefault(match["module"], {})[match["matrix"]] = tensor
+    for module, half in halves.items():
+        if len(half) != 2:
+            raise ModelError(f"adapter module {module} has only lora_{next(iter(half))}")
+    if not halves:
+        raise ModelError("the adapter has no tensors")
+    return {module: (half["A"], half["B"]) for module, half in halves.items()}
+
+
+def scaled_pairs(tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]) -> LoraPairs:
+    """A and scaled B of every module, as an engine serves them."""
+    _check_features(adapter_config)
+    return {module: (a, b * lora_scaling(adapter_config, module)) for module, (a, b) in pair_adapter(tensors).items()}
+
+
+def lora_scaling(adapter_config: Mapping[str, Any], module: str) -> float:
+    """PEFT's factor of B·A: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv:2312.03732)."""
+    rank = _pattern(adapter_config.get("rank_pattern"), module, adapter_config["r"])
+    alpha = _pattern(adapter_config.get("alpha_pattern"), module, adapter_config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)
+
+
+def lora_digest(pairs: LoraPairs) -> str:
+    """Fingerprint of adapted modules, each with A and scaled B; see the top of the file."""
+    digest = xxhash.xxh3_128()
+    for module in sorted(pairs):
+        for tensor in pairs[module]:
+            digest.update(f"{module} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return f"lora:{digest.hexdigest()}"
+
+
+def checksum(tensor: Tensor) -> int:
+    """Sum of the mixed bits of all elements, modulo 2^64; the same for every order of the elements."""
+    bits = tensor.detach().contiguous().reshape(-1).view(_BIT_VIEWS[tensor.element_size()])
+    total = 0
+    for chunk in bits.split(2**16 if bits.device.type == "cpu" else 2**26):
+        mixed = chunk.to(torch.int64).mul_(-7046029254386353131)
+        mixed ^= mixed >> 29
+        total += int(mixed.mul_(-4417276706812531889).sum())
+    return total & _MASK
+
+
+def add_checksum(sums: dict[int, int], name: str, tensor: Tensor) -> None:
+    """Adds a tensor to the sum of the layer that its name is in (-1: in none)."""
+    layer = next((int(part) for part in name.split(".") if part.isdigit()), -1)
+    sums[layer] = (sums.get(layer, 0) + checksum(tensor)) & _MASK
+
+
+def merge_sums(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Adds up the sums that several ranks have of their shards."""
+    merged: dict[int, int] = {}
+    for part in parts:
+        for layer, value in part.items():
+            merged[layer] = (merged.get(layer, 0) + value) & _MASK
+    return merged
+
+
+def digest_of_sums(sums: Mapping[int, int]) -> str:
+    """Fingerprint of full weights from the sums of their layers; see the top of the file."""
+    text = ",".join(f"{layer}:{value}" for layer, value in sorted(sums.items()) if value)
+    return f"full:{xxhash.xxh3_128(text.encode()).hexdigest()}"
+
+
+def check_adapter_modules(
+    received: Collection[str], linear_modules: Collection[str], config: Mapping[str, Any]
+) -> None:
+    """Raises ``ModelError`` unless the adapter's modules are just those of the model that its config targets.
+
+    Args:
+        received: modules with tensors.
+        linear_modules: all linear modules of the model, under the names that PEFT knows.
+    """
+    unknown = sorted(set(received) - set(linear_modules))
+    if unknown:
+        raise ModelError(f"adapter tensors match no module of the model: {_some(unknown)}")
+    missing = sorted(set(_targets(config, linear_modules)) - set(received))
+    if missing:
+        raise ModelError(f"the adapter has no tensors for modules that its config targets: {_some(missing)}")
+
+
+def check_parameters(received: Collection[str], expected: Collection[str]) -> None:
+    """Raises ``ModelError`` unless full weights have a tensor for each parameter, and no other."""
+    unknown, missing = sorted(set(received) - set(expected)), sorted(set(expected) - set(received))
+    if unknown:
+        raise ModelError(f"published tensors match no parameter of the model: {_some(unknown)}")
+    if missing:
+        raise ModelError(f"parameters of the model were not published: {_some(missing)}")
+
+
+def check_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Raises ``ModelError`` if a floating point tensor is not in the type that the engine serves."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            raise ModelError(f"{name} was published in {tensor.dtype}, but the engine serves {dtype}: cast it first")
+
+
+def _fill_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, sums: dict[int, int]
+) -> Iterable[dict[str, Tensor]]:
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        add_checksum(sums, name, tensor)
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _emit_bucket(tensors: Mapping[str, Tensor], emit: Callable[[ByteArray], None]) -> int:
+    bucket = encode(tensors)
+    emit(bucket)
+    return bucket.nbytes
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _view(data: Tensor, offsets: tuple[int, int], dtype_name: str) -> Tensor:
+    return data[offsets[0] : offsets[1]].view(_DTYPES[dtype_name])
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in _DTYPE_NAMES:
+        raise ModelError(f"{name} has type {tensor.dtype}, which can't be published")
+    return _DTYPE_NAMES[tensor.dtype]
+
+
+def _check_features(adapter_config: Mapping[str, Any]) -> None:
+    for feature in ("use_dora", "lora_bias", "modules_to_save", "use_qalora", "layer_replication"):
+        if adapter_config.get(feature):
+            raise ModelError(f"the adapter uses {feature}, which engines can't serve")
+    if adapter_config.get("bias", "none") != "none":
+        raise ModelError(f"the adapter has bias={adapter_config['bias']}, which engines can't serve; use none")
+
+
+def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    return next(matches, default)
+
+
+def _targets(adapter_config: Mapping[str, Any], modules: Iterable[str]) -> list[str]:
+    if adapter_config["target_modules"] == "all-linear":
+        return [module for module in modules if not module.endswith("lm_head")]
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+    config = LoraConfig(**{key: adapter_config.get(key) for key in keys})
+    return [module for module in modules if check_target_module_exists(config, module)]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,254 @@
+"""The losses and their gradients equal those that TRL's own code computes from the same tensors.
+
+TRL's ``_compute_loss`` runs on a stand-in for its trainer that hands it log-probs and entropies as leaf tensors. It
+sees right-padded rows ``[B, T]``; rlpipe sees the same rows packed ``[N]``, each behind a prompt of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+import rlpipe.configs.schema as schema
+from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
+from rlpipe.configs.schema import AlgorithmConfig, LossConfig
+
+CONFIGS = Path(schema.__file__).parent / "algorithm"
+BATCH, LENGTH, PROMPT = 16, 13, 3
+MAX_COMPLETION_TOKENS = 16
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+ENTROPY_COEF = 0.01
+
+
+def loss_config(algorithm: str) -> LossConfig:
+    """What the shipped config group makes of the defaults."""
+    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(CONFIGS / f"{algorithm}.yaml"))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, AlgorithmConfig)
+    return config.loss
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """Right-padded rows ``[B, T]`` from an off-policy step: some hardly moved, some moved far."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    mask: Tensor  # [B, T] of 0 and 1
+    advantages: Tensor  # [B]
+
+
+def make_rows(dtype: torch.dtype, seed: int, *, with_gaps: bool) -> Rows:
+    """``with_gaps`` masks single tokens (as tool results are), and one row as a whole (as truncated ones are)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: Tensor | float) -> Tensor:
+        return torch.randn(BATCH, LENGTH, generator=generator, dtype=torch.float64) * scale
+
+    logprobs = -noise(1.0).abs()
+    scale = torch.tensor([0.0, 1e-4, 3e-4, 1e-3, 0.03, 0.1, 0.4, 0.8] * 2, dtype=torch.float64)[:, None]
+    drift = torch.randn(BATCH, 1, generator=generator, dtype=torch.float64).abs() * scale
+    signs = torch.tensor([1.0, -1.0]).repeat_interleave(BATCH // 2)
+    lengths = torch.randint(1, LENGTH + 1, (BATCH,), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    if with_gaps:
+        mask[:, 1:] *= (torch.rand(BATCH, LENGTH - 1, generator=generator) > 0.3).long()
+        mask[seed % BATCH] = 0
+    return Rows(
+        logprobs=logprobs.to(dtype, copy=True).requires_grad_(),
+        entropy=noise(1.0).abs().to(dtype).requires_grad_(),
+        old_logprobs=(logprobs - drift + noise(scale)).to(dtype),
+        ref_logprobs=(logprobs + noise(0.5)).to(dtype),
+        mask=mask,
+        advantages=(signs * torch.randn(BATCH, generator=generator).abs()).to(dtype),
+    )
+
+
+class OneProcess:
+    """An accelerator without anyone to talk to."""
+
+    num_processes = 1
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def reduce(self, values: Tensor, reduction: str) -> Tensor:
+        assert reduction == "sum"
+        return values
+
+
+@dataclass(kw_only=True)
+class StandInTrainer:
+    """The attributes of TRL's trainers that their loss reads, and given tensors for the model's outputs."""
+
+    rows: Rows
+    loss_type: str = "grpo"
+    importance_sampling_level: str = "token"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    beta: float = 0.0
+    entropy_coef: float = 0.0
+    max_completion_length: int = MAX_COMPLETION_TOKENS
+    aux_loss_enabled: bool = False
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    use_vllm: bool = False
+    use_adaptive_entropy: bool = False
+    current_gradient_accumulation_steps: int = 1
+    accelerator: OneProcess = field(default_factory=OneProcess)
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(training=True))
+    _metrics: dict[str, dict[str, list[float]]] = field(
+        default_factory=lambda: {"train": defaultdict(list), "eval": defaultdict(list)}
+    )
+
+    def __post_init__(self) -> None:
+        self._entropy_bonus_enabled = self.entropy_coef > 0
+        self.accelerator.sync_gradients = True  # type: ignore[attr-defined]
+        self.args = SimpleNamespace(delta=self.delta, use_bias_correction_kl=False, steps_per_generation=1)
+
+    def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        return self.rows.logprobs, self.rows.entropy, None
+
+    def metrics(self) -> dict[str, float]:
+        return {name: values[0] for name, values in self._metrics["train"].items()}
+
+
+def padded_inputs(rows: Rows) -> dict[str, Tensor]:
+    """What TRL's loss reads from a batch; the token ids only say how many there are."""
+    return {
+        "prompt_ids": torch.zeros(BATCH, PROMPT, dtype=torch.long),
+        "prompt_mask": torch.ones(BATCH, PROMPT, dtype=torch.long),
+        "completion_ids": torch.zeros(BATCH, LENGTH, dtype=torch.long),
+        "completion_mask": rows.mask,
+        "advantages": rows.advantages,
+        "old_per_token_logps": rows.old_logprobs,
+        "old_logps": (rows.old_logprobs * rows.mask).sum(1),
+        "ref_per_token_logps": rows.ref_logprobs,
+        "num_items_in_batch": rows.mask.sum(),
+    }
+
+
+def packed_inputs(rows: Rows) -> LossInputs:
+    """Each row up to its last loss token, behind a prompt whose values are never to be read."""
+    lengths = [int(row.nonzero().max()) + 1 if row.any() else LENGTH for row in rows.mask]
+
+    def pack(values: Tensor, prompt: float) -> Tensor:
+        behind = [torch.cat([row.new_full((PROMPT,), prompt), row[:n]]) for row, n in zip(values, lengths, strict=True)]
+        return torch.cat(behind)
+
+    return LossInputs(
+        logprobs=pack(rows.logprobs, 7.0),
+        entropy=pack(rows.entropy, 7.0),
+        old_logprobs=pack(rows.old_logprobs, -7.0),
+        sampling_logprobs=pack(rows.old_logprobs, -7.0),
+        ref_logprobs=pack(rows.ref_logprobs, 7.0),
+        advantages=pack(rows.advantages[:, None].expand(BATCH, LENGTH), 7.0),
+        loss_mask=pack(rows.mask, 0).bool(),
+        sequence_ids=torch.arange(BATCH).repeat_interleave(torch.tensor(lengths) + PROMPT),
+        num_loss_tokens=int(rows.mask.sum()),
+        num_sequences=BATCH,
+        max_completion_tokens=MAX_COMPLETION_TOKENS,
+    )
+
+
+def assert_equal(rows: Rows, ours: LossOutput, theirs: Tensor) -> None:
+    """The losses, and their gradients by every log-prob and every entropy."""
+    tolerance = TOLERANCE[rows.logprobs.dtype]
+    torch.testing.assert_close(ours.loss, theirs, rtol=tolerance, atol=tolerance)
+    leaves = (rows.logprobs, rows.entropy)
+    got = torch.autograd.grad(ours.loss, leaves, allow_unused=True, materialize_grads=True)
+    want = torch.autograd.grad(theirs, leaves, allow_unused=True, materialize_grads=True)
+    assert want[0].abs().max() > 1e-3, "nothing to compare"
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def compare_with_grpo_trainer(rows: Rows, config: LossConfig, loss_type: str) -> None:
+    trainer = StandInTrainer(
+        rows=rows,
+        loss_type=loss_type,
+        importance_sampling_level=config.level,
+        epsilon_low=config.clip_low,
+        epsilon_high=config.clip_high + 1 if config.name == "cispo" else config.clip_high,
+        delta=config.clip_delta,
+        beta=config.beta,
+        entropy_coef=config.entropy_coef,
+    )
+    ours = policy_loss(packed_inputs(rows), config)
+    assert_equal(rows, ours, GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows)))
+    if config.level == "token":
+        shared = trainer.metrics().keys() & ours.metrics.values().keys()
+        assert shared >= {"entropy"} | ({"kl"} if config.beta else set())
+        assert config.name == "cispo" or "clip_ratio/region_mean" in shared
+        for name in shared:
+            assert ours.metrics.values()[name] == pytest.approx(trainer.metrics()[name], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("algorithm", "loss_type"),
+    [("grpo", "grpo"), ("dr_grpo", "dr_grpo"), ("dapo", "dapo"), ("gspo", "grpo"), ("cispo", "cispo")],
+)
+def test_shipped_algorithms_equal_trl(algorithm: str, loss_type: str, seed: int, dtype: torch.dtype) -> None:
+    compare_with_grpo_trainer(make_rows(dtype, seed, with_gaps=True), loss_config(algorithm), loss_type)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_rloo_equals_trl(seed: int, dtype: torch.dtype) -> None:
+    rows = make_rows(dtype, seed, with_gaps=False)
+    theirs = RLOOTrainer._compute_loss(StandInTrainer(rows=rows), None, padded_inputs(rows))
+    assert_equal(rows, policy_loss(packed_inputs(rows), loss_config("rloo")), theirs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("clip_delta", [None, 1.3])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("loss_type", "name", "aggregate"),
+    [
+        ("grpo", "clip", "sequence"),
+        ("bnpo", "clip", "token"),
+        ("dapo", "clip", "token"),
+        ("dr_grpo", "clip", "constant"),
+        ("cispo", "cispo", "token"),
+    ],
+)
+def test_every_combination_of_options_equals_trl(
+    loss_type: str, name: str, aggregate: str, level: str, clip_delta: float | None, beta: float
+) -> None:
+    config = LossConfig(
+        name=name, aggregate=aggregate, level=level, clip_low=0.1, clip_high=0.15, clip_delta=clip_delta, beta=beta
+    )
+    for dtype in TOLERANCE:
+        rows = make_rows(dtype, 5, with_gaps=True)
+        compare_with_grpo_trainer(rows, config, loss_type)
+        unbounded = policy_loss(packed_inputs(rows), replace(config, clip_delta=None)).loss
+        bound_matters = policy_loss(packed_inputs(rows), config).loss.item() != unbounded.item()
+        assert bound_matters == (clip_delta is not None and name == "clip")
+
+
+def test_entropy_bonus_equals_trl_where_tokens_weigh_the_same() -> None:
+    config = LossConfig(aggregate="token", entropy_coef=ENTROPY_COEF)
+    compare_with_grpo_trainer(make_rows(torch.float64, 6, with_gaps=True), config, "dapo")
+
+
+def test_on_policy_without_old_logprobs_equals_trl() -> None:
+    rows = make_rows(torch.float64, 7, with_gaps=True)
+    inputs = {name: value for name, value in padded_inputs(rows).items() if name != "old_per_token_logps"}
+    theirs = GRPOTrainer._compute_loss(StandInTrainer(rows=rows), None, inputs)
+    ours = policy_loss(replace(packed_inputs(rows), old_logprobs=None), loss_config("grpo"))
+    assert_equal(rows, ours, theirs)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlpipe
+from rlpipe import cli
+from rlpipe.errors import ConfigError, InputError, RunError
+
+BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
+HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}"
+
+
+def loaded_after(code: str) -> str:
+    """The heavy modules that a fresh interpreter has imported after the code."""
+    script = (
+        f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nprint('LOADED', sorted({HEAVY} & set(sys.modules)))"
+    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+
+def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that wrong input leaves on standard error."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = int(str(error.code))
+    streams = capsys.readouterr()
+    assert code == 2
+    assert streams.err.count("\n") == 1
+    assert streams.err.startswith("rlpipe: error: ")
+    return streams.err
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval", "config", "generate"])
+def test_help_is_light(command: str) -> None:
+    output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
+    assert "usage: rlpipe" in output
+    assert output.endswith("LOADED []\n")
+
+
+def test_importing_the_package_is_light() -> None:
+    assert loaded_after("import rlpipe; rlpipe.__version__; rlpipe.ConfigError") == "LOADED []\n"
+
+
+def test_public_names_resolve() -> None:
+    assert rlpipe.ConfigError is ConfigError
+    assert callable(rlpipe.load_config)
+    assert rlpipe.RolloutGroup.__name__ == "RolloutGroup"
+    assert set(rlpipe.__all__) <= set(dir(rlpipe))
+    with pytest.raises(AttributeError, match="no attribute 'trane'"):
+        rlpipe.trane  # noqa: B018
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"rlpipe {rlpipe.__version__}\n"
+
+
+def test_overrides_and_options_may_be_mixed() -> None:
+    arguments = cli.parse_arguments(
+        ["train", "experiment=quickstart", "--config", "my.yaml", "algorithm.loss.clip_high=0.28", "~scoring.rewards.x"]
+    )
+    assert arguments.config == "my.yaml"
+    assert arguments.overrides == ["experiment=quickstart", "algorithm.loss.clip_high=0.28", "~scoring.rewards.x"]
+    assert cli.parse_arguments(["train", "a=1"]).overrides == ["a=1"]
+    assert cli.parse_arguments(["train"]).overrides == []
+    generate = cli.parse_arguments(["generate", "one", "--model", "m", "two", "--num", "3"])
+    assert (generate.prompts, generate.num) == (["one", "two"], 3)
+
+
+def test_config_prints_a_tree_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", *BASE, "algorithm.loss.clip_high=0.28"]) == 0
+    printed = capsys.readouterr().out
+    file = tmp_path / "config.yaml"
+    file.write_text(printed)
+    assert cli.main(["config", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == printed
+    assert "clip_high: 0.28" in printed
+
+
+def test_config_shows_an_incomplete_tree_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config"]) == 2
+    streams = capsys.readouterr()
+    assert "path: ???" in streams.out
+    assert streams.err.startswith("rlpipe: error: model.path is required")
+
+
+def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--docs"]) == 0
+    everything = capsys.readouterr().out
+    assert "output: outputs/${name}\n    Folder of the run. (a text)" in everything
+    assert "model.path: required" in everything
+    assert cli.main(["config", "--docs", "learner.optimizer"]) == 0
+    part = capsys.readouterr().out
+    assert "learner.optimizer.betas: [0.9, 0.999]\n    Decay of the moments. (a list of numbers)" in part
+    assert "learner.num_ranks" not in part
+    assert cli.main(["config", "--groups", "learner"]) == 0
+    assert "learner=single: One process on the CPU." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", *BASE, "algorithm.loss.clip_hi=1"], "did you mean algorithm.loss.clip_high?"),
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["train", *BASE[:3]], "scoring.rewards: reinforcement learning needs a reward"),
+        (["eval", *BASE, "learner.num_ranks=2"], "learner.strategy=fsdp2"),
+        (["train", "--lr", "3"], "there is no option --lr (settings of a run are written key=value)"),
+        (["trian"], "invalid choice: 'trian'"),
+        ([], "required: COMMAND"),
+        (["config", "--docs", "nothing"], "there is no option under nothing"),
+        (["config", "--groups", "nothing"], "there is no config group nothing"),
+        (["generate", "hello"], "required: --model"),
+        (["generate", "--model", "m", "--num", "0", "hello"], "'0' is not an integer of at least 1"),
+        (["generate", "--model", "m", "--temperature", "hot", "hello"], "'hot' is not a number of at least 0"),
+        (["generate", "--model", "m", ""], "the prompt is empty"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(arguments, capsys)
+
+
+def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    def command(arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "run_train", command)
+    return cli.main(["train"])
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_raising(RunError("engine 3\nis gone"), monkeypatch) == 1
+    assert capsys.readouterr().err == "rlpipe: error: engine 3 is gone\n"
+    assert run_raising(InputError("no"), monkeypatch) == 2
+    assert run_raising(KeyboardInterrupt(), monkeypatch) == 130
+    with pytest.raises(ZeroDivisionError):
+        run_raising(ZeroDivisionError(), monkeypatch)
+
+
+def test_errors_that_crossed_ray_show_their_cause_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class RemoteConfigError(ConfigError):
+        cause = ConfigError("a is wrong")
+
+    assert run_raising(RemoteConfigError("Traceback ..."), monkeypatch) == 2
+    assert capsys.readouterr().err == "rlpipe: error: a is wrong\n"
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m rlpipe config --docs | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "name: run\n0\n"
+    assert done.stderr == ""

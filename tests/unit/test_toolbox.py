@@ -1,0 +1,128 @@
+"""The shipped reward functions on made rows."""
+
+from __future__ import annotations
+
+import pytest
+from reasoning_gym import create_dataset
+from trl.rewards import get_soft_overlong_punishment
+
+from rlpipe.scoring.toolbox import (
+    exact_match,
+    format_tags,
+    gsm8k_accuracy,
+    last_number,
+    length_penalty,
+    numeric_match,
+    reasoning_gym,
+    soft_overlong,
+)
+
+
+def chat(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("the answer is 42.", 42),
+        ("1,234,567 in all", 1234567),
+        ("it costs $1,200.50", 1200.5),
+        ("x = -7", -7),
+        ("x = −7", -7),
+        ("12-5", 5),
+        ("(3)-4", 4),
+        ("2.5e3 m", 2500),
+        ("about .5", 0.5),
+        ("1, 2, 3", 3),
+        ("12,34", 34),
+        ("none here", None),
+    ],
+)
+def test_last_number(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_exact_match_compares_text_or_tag() -> None:
+    assert exact_match(["Paris ", "paris", "Rome"], ["Paris"] * 3) == [1.0, 0.0, 0.0]
+    assert exact_match(["Paris", "paris"], ["Paris"] * 2, ignore_case=True) == [1.0, 1.0]
+    tagged = chat("so <answer>7</answer>", "<answer>1</answer> no, <answer> 7 </answer>", "7", "<answer>7")
+    assert exact_match(tagged, [7] * 4, answer_tag="answer") == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_numeric_match_reads_the_last_number() -> None:
+    assert numeric_match(["7 + 5 = 12", "12 or 13", "1.2e1", "none"], ["12", 12, 12.0, "12"]) == [1.0, 0.0, 1.0, 0.0]
+    assert numeric_match(["3.14"], ["3.14159"], tolerance=0.01) == [1.0]
+    assert numeric_match(["1000001"], ["1,000,000"]) == [0.0]
+    assert numeric_match(["9e999"], ["1"]) == [0.0]
+
+
+def test_numeric_match_refuses_a_row_without_a_number() -> None:
+    with pytest.raises(ValueError, match="seven"):
+        numeric_match(["7"], ["seven"])
+
+
+def test_gsm8k_accuracy_on_rows_of_its_form() -> None:
+    gold = "She sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 in all.\n#### 72"
+    texts = chat("In all 48 + 24 = 72.", "#### 72\nChecked in 2 ways", "She sold 24", "It is $72.00", "no number")
+    assert gsm8k_accuracy(texts, [gold] * 5) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert gsm8k_accuracy(["1200 eggs", "-3"], ["#### 1,200", "#### -3"]) == [1.0, 1.0]
+
+
+def test_gsm8k_accuracy_refuses_a_row_without_its_mark() -> None:
+    with pytest.raises(ValueError, match="####"):
+        gsm8k_accuracy(["72"], ["72"])
+
+
+def test_reasoning_gym_uses_the_tasks_grader() -> None:
+    entry = create_dataset("countdown", size=1, seed=1)[0]
+    swapped = "94*4 - 6 - 61"
+    assert swapped != entry["answer"]
+    texts = [entry["answer"], swapped, "94 + 4"]
+    assert reasoning_gym(texts, [entry] * 3, ["countdown"] * 3)[:2] == [1.0, 1.0]
+    assert reasoning_gym(texts, [entry] * 3, ["countdown"] * 3)[2] < 0.1
+
+
+def test_reasoning_gym_reads_the_answer_tag_of_chat_completions() -> None:
+    entry = create_dataset("basic_arithmetic", size=1, seed=1)[0]
+    texts = chat(f"well, <answer>{entry['answer']}</answer>", entry["answer"])
+    assert reasoning_gym(texts, [entry] * 2, ["basic_arithmetic"] * 2, answer_tag="answer") == [1.0, 0.0]
+
+
+def test_reasoning_gym_answer_that_the_grader_cannot_read_is_wrong() -> None:
+    entry = create_dataset("prime_factorization", size=1, seed=1)[0]
+    texts = ["I do not know", entry["answer"]]
+    assert reasoning_gym(texts, [entry] * 2, ["prime_factorization"] * 2) == [0.0, 1.0]
+
+
+def test_reasoning_gym_entry_that_the_grader_cannot_read_raises() -> None:
+    with pytest.raises(KeyError, match="answer"):
+        reasoning_gym(["2"], [{"question": "1 + 1"}], ["chain_sum"])
+    with pytest.raises(ValueError, match="no_such_task"):
+        reasoning_gym(["2"], [{"question": "?", "answer": "2"}], ["no_such_task"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>2+2</think><answer>4</answer>", 1.0),
+        ("\n<think>\n2+2\n</think>\n\n<answer>4</answer>\n", 1.0),
+        ("<answer>4</answer><think>2+2</think>", 0.0),
+        ("<think>2+2</think><answer>4</answer> Done.", 0.0),
+        ("<think>2<think>+2</think><answer>4</answer>", 0.0),
+        ("<think>2+2</think>", 0.0),
+    ],
+)
+def test_format_tags(text: str, value: float) -> None:
+    assert format_tags([text]) == format_tags(chat(text)) == [value]
+
+
+def test_length_penalty_falls_to_its_floor() -> None:
+    assert length_penalty([[], [1] * 5, [1] * 10, [1] * 30], max_tokens=10) == [0.0, -0.5, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 20, 100])
+def test_soft_overlong_equals_trls(cache_tokens: int) -> None:
+    lengths = [[1] * length for length in range(0, 121, 5)]
+    theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=cache_tokens)
+    assert soft_overlong(lengths, max_tokens=100, cache_tokens=cache_tokens) == theirs(completion_ids=lengths)

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.validate import require_rewards, validate
+from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
+
+
+def config_with(changes: dict[str, Any]) -> Config:
+    """A valid config but for the changes, which are named by dotted option."""
+    config = Config()
+    valid = {"model.path": "org/policy", "data.source": "reasoning_gym", "data.task": "basic_arithmetic"}
+    for name, value in {**valid, **changes}.items():
+        parent, _, option = name.rpartition(".")
+        section = reduce(getattr, parent.split("."), config) if parent else config
+        assert hasattr(section, option), f"there is no option {name}"
+        setattr(section, option, value)
+    return config
+
+
+def problem_of(**changes: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        validate(config_with(changes))
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def reward(path: str = "mine:right", weight: float = 1.0) -> dict[str, RewardConfig]:
+    return {"right": RewardConfig(path=path, weight=weight)}
+
+
+def test_defaults_with_a_model_and_data_are_valid() -> None:
+    validate(config_with({}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("algorithm.num_steps", 0, "algorithm.num_steps: 0 is out of range; it must be at least 1"),
+        ("algorithm.loss.clip_delta", 1.0, "algorithm.loss.clip_delta: 1.0 is out of range; it must be above 1"),
+        (
+            "rollout.sampling.top_p",
+            1.5,
+            "rollout.sampling.top_p: 1.5 is out of range; it must be above 0 and at most 1",
+        ),
+        ("rollout.sampling.temperature", 0.0, "rollout.sampling.temperature: 0.0 is out of range; it must be above 0"),
+        ("learner.optimizer.lr", float("nan"), "learner.optimizer.lr: nan is not a finite number"),
+        ("learner.optimizer.lr", float("inf"), "learner.optimizer.lr: inf is not a finite number"),
+        ("rollout.engine", "vlm", "rollout.engine: 'vlm' is not one of auto, vllm, hf; did you mean vllm?"),
+        (
+            "scoring.rewards",
+            {"a": RewardConfig(path="m:f", timeout_s=0)},
+            "scoring.rewards.a.timeout_s: 0 is out of range",
+        ),
+    ],
+)
+def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, message: str) -> None:
+    assert str(problem_of(**{name: value})).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "fix"),
+    [
+        ({"name": " "}, "name", "give the run a name"),
+        ({"algorithm.group_size": 1}, "algorithm.group_size", "set 2 or more"),
+        ({"algorithm.group_size": 1, "algorithm.advantage.name": "rloo"}, "algorithm.group_size", "set 2 or more"),
+        (
+            {
+                "algorithm.group_size": 1,
+                "algorithm.advantage.name": "reinforce",
+                "algorithm.combine": "normalize_then_sum",
+            },
+            "algorithm.group_size",
+            "set 2 or more",
+        ),
+        (
+            {"algorithm.advantage.name": "rloo", "algorithm.advantage.scale": "none"},
+            "algorithm.advantage.scale",
+            "only on grpo",
+        ),
+        ({"learner.num_ranks": 2}, "learner.num_ranks", "learner.strategy=fsdp2"),
+        (
+            {"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 0.5},
+            "learner.num_gpus",
+            "set 1",
+        ),
+        ({"learner.fsdp.cpu_offload": True}, "learner.fsdp", "learner.strategy=fsdp2"),
+        ({"learner.optimizer.betas": (0.9, 1.0)}, "learner.optimizer.betas", "[0.9,0.999]"),
+        ({"learner.optimizer.betas": (0.9,)}, "learner.optimizer.betas", "two numbers"),
+        ({"learner.schedule.warmup_steps": 101}, "learner.schedule.warmup_steps", "set it lower"),
+        ({"learner.max_tokens_per_microbatch": 1279}, "learner.max_tokens_per_microbatch", "set 1280 or more"),
+        ({"rollout.max_model_len": 1279}, "rollout.max_model_len", "set 1280 or more"),
+        (
+            {"algorithm.groups_per_step": 1, "algorithm.num_minibatches": 9},
+            "algorithm.groups_per_step",
+            "set it to 2 or more",
+        ),
+        ({"algorithm.loss.name": "cispo", "algorithm.loss.level": "sequence"}, "algorithm.loss.level", "name=clip"),
+        ({"algorithm.loss.clip_low": 1.0}, "algorithm.loss.clip_low", "set it below 1"),
+        ({"algorithm.loss.clip_delta": 1.1}, "algorithm.loss.clip_delta", "set 1.2 or more"),
+        (
+            {"algorithm.loss.name": "cispo", "algorithm.loss.clip_delta": 2.0},
+            "algorithm.loss.clip_delta",
+            "set it to null",
+        ),
+        ({"algorithm.reference.sync_steps": 5}, "algorithm.reference.sync_steps", "beta above 0"),
+        (
+            {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1},
+            "algorithm.reference.sync_steps",
+            "model=full",
+        ),
+        ({"model.adapter.kind": "none", "model.adapter.path": "a/b"}, "model.adapter.path", "kind=lora"),
+        ({"model.adapter.target_modules": [1]}, "model.adapter.target_modules", "[q_proj,v_proj]"),
+        ({"model.dtype": "float16"}, "model.dtype", "bfloat16"),
+        ({"model.attention": "flash_attention_2"}, "model.attention", "sdpa"),
+        (
+            {"model.attention": "flash_attention_2", "model.dtype": "float32", "learner.num_gpus": 1.0},
+            "model.attention",
+            "model.dtype=bfloat16",
+        ),
+        ({"model.prepare": "make_model"}, "model.prepare", "module:function"),
+        ({"data.source": "jsonl", "data.task": None}, "data.path", "data.path=..."),
+        ({"data.source": "datasets", "data.task": None}, "data.path", "hub id"),
+        ({"data.task": None}, "data.task", "data.task=basic_arithmetic"),
+        ({"data.path": "rows.jsonl"}, "data.path", "data.path=null"),
+        ({"data.source": "parquet", "data.path": "rows.parquet"}, "data.task", "data.source=reasoning_gym"),
+        ({"data.name": "main"}, "data.name", "data.source=datasets"),
+        ({"data.transform": "mine"}, "data.transform", "module:function"),
+        ({"data.transform_args": {"a": 1}}, "data.transform_args", "data.transform=module:function"),
+        ({"data.held_out.every_steps": 5}, "data.held_out.every_steps", "data.held_out.size"),
+        ({"data.held_out.size": 5, "data.held_out.path": "rows.jsonl"}, "data.held_out.size", "one of the two"),
+        ({"data.held_out.size": 50, "data.task_args": {"size": 50}}, "data.held_out.size", "set it lower"),
+        (
+            {"rollout.engine": "hf", "rollout.sampling.guided_regex": "a+"},
+            "rollout.sampling.guided_regex",
+            "engine=vllm",
+        ),
+        (
+            {"rollout.sampling.guided_json": {"type": "object"}, "rollout.sampling.guided_regex": "a+"},
+            "rollout.sampling.guided_json",
+            "guided_regex=null",
+        ),
+        ({"rollout.engine": "hf", "rollout.tensor_parallel_size": 2}, "rollout.tensor_parallel_size", "engine=vllm"),
+        ({"rollout.tensor_parallel_size": 2}, "rollout.num_gpus", "set both to the same"),
+        ({"rollout.num_gpus": 2.0}, "rollout.num_gpus", "set both to the same"),
+        ({"rollout.engine_args": {"dtype": "auto"}}, "rollout.engine_args.dtype", "set model.dtype"),
+        ({"rollout.sampling.extra": {"top_p": 1}}, "rollout.sampling.extra.top_p", "set rollout.sampling.top_p"),
+        ({"scoring.rewards": reward("right")}, "scoring.rewards.right.path", "file.py:function"),
+        ({"scoring.rewards": reward(weight=0.0)}, "scoring.rewards", "set a weight"),
+    ],
+)
+def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], option: str, fix: str) -> None:
+    problem = problem_of(**changes)
+    assert isinstance(problem, ConfigError)
+    assert str(problem).startswith(f"{option}: ")
+    assert fix in str(problem)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.group_size": 1, "algorithm.advantage.name": "reinforce"},
+        {"algorithm.kind": "sft", "algorithm.group_size": 1, "rollout.sampling.max_tokens": 9000},
+        {"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 1.0},
+        {"model.dtype": "float16", "learner.num_gpus": 1.0},
+        {"rollout.tensor_parallel_size": 2, "rollout.num_gpus": 2.0},
+        {"rollout.num_gpus": 0.5},
+        {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1, "model.adapter.kind": "none"},
+        {"algorithm.loss.name": "cispo", "algorithm.loss.clip_high": 4.0, "algorithm.loss.clip_low": 1.0},
+        {"model.adapter.target_modules": ("q_proj", "v_proj")},
+    ],
+)
+def test_sound_combinations_pass(changes: dict[str, Any]) -> None:
+    validate(config_with(changes))
+
+
+def test_missing_files_are_reported_with_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {"data.source": "jsonl", "data.task": None}
+    cases: list[tuple[dict[str, Any], type[InputError], str]] = [
+        ({**rows, "data.path": "rows.jsonl"}, DataError, "data.path: there is no file {}/rows.jsonl"),
+        ({"data.held_out.path": "held.jsonl"}, DataError, "data.held_out.path: there is no file {}/held.jsonl"),
+        ({"model.path": "./policy"}, ModelError, "model.path: there is no folder {}/policy"),
+        ({"model.path": "runs/1/policy"}, ModelError, "model.path: there is no folder {}/runs/1/policy"),
+        ({"model.tokenizer": "/no/tokenizer"}, ModelError, "model.tokenizer: there is no folder /no/tokenizer"),
+        ({"model.chat_template": "chat.jinja"}, ModelError, "model.chat_template: there is no file {}/chat.jinja"),
+        ({"model.adapter.path": "./adapter"}, ModelError, "model.adapter.path: there is no PEFT adapter in {}/adapter"),
+        (
+            {"scoring.rewards": reward("r.py:f")},
+            RewardImportError,
+            "scoring.rewards.right.path: there is no file {}/r.py",
+        ),
+        ({"resume": "always"}, ConfigError, "resume: there is no checkpoint {}/always; give auto, never or"),
+    ]
+    for changes, kind, message in cases:
+        problem = problem_of(**changes)
+        assert type(problem) is kind
+        assert str(problem).startswith(message.format(tmp_path))
+
+
+def test_a_folder_beside_the_path_makes_it_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    validate(config_with({"model.path": "outputs/policy"}))
+    (tmp_path / "outputs").mkdir()
+    assert "there is no folder" in str(problem_of(**{"model.path": "outputs/policy"}))
+    validate(config_with({"model.path": "outputs/policy", "model.prepare": "mine:make"}))
+    (tmp_path / "outputs" / "policy").mkdir()
+    validate(config_with({"model.path": "outputs/policy"}))
+
+
+def test_existing_files_pass(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "reward.py", "adapter_config.json"):
+        (tmp_path / name).touch()
+    changes = {"data.source": "jsonl", "data.task": None, "data.path": f"{tmp_path}/rows.jsonl"}
+    rewards = reward(f"{tmp_path}/reward.py:right")
+    validate(
+        config_with(
+            {**changes, "model.adapter.path": str(tmp_path), "scoring.rewards": rewards, "resume": str(tmp_path)}
+        )
+    )
+    assert "is a file; name a folder" in str(problem_of(output=f"{tmp_path}/rows.jsonl"))
+
+
+def test_reinforcement_learning_needs_a_reward() -> None:
+    with pytest.raises(ConfigError, match=r"scoring\.rewards: reinforcement learning needs a reward"):
+        require_rewards(config_with({}))
+    require_rewards(config_with({}), rewards=[len])
+    require_rewards(config_with({"scoring.rewards": reward()}))
+    require_rewards(config_with({"algorithm.kind": "sft"}))
