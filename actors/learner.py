@@ -16,7 +16,6 @@ from ray.exceptions import GetTimeoutError
 from ray.train import CheckpointConfig as TrainCheckpointConfig
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from rlpipe.learner.checkpoint import CheckpointStore, export_policy
 
 from rlpipe.configs.schema import (
     AlgorithmConfig,
@@ -27,6 +26,8 @@ from rlpipe.configs.schema import (
     WeightsConfig,
 )
 from rlpipe.errors import WaitTimeout
+from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
@@ -84,7 +85,7 @@ class LearnerLoop:
         self._rank = ray.train.get_context().get_world_rank()
         torch.set_num_threads(setup.learner.num_threads or max(1, int(setup.learner.num_cpus)))
         torch.manual_seed(setup.seed)
-        self._policy = load_policy(setup.model, setup.learner, _device())
+        self._policy = load_policy(setup.model, setup.learner, _device(), seed=setup.seed)
         self._learner = Learner(
             self._policy,
             setup.learner,
@@ -116,9 +117,9 @@ class LearnerLoop:
         started = time.perf_counter()
         limit = self._setup.timeout_s
         try:
-            batch = ray.get(self._setup.batches.next_batch.remote(step, self._rank), timeout=limit)
+            batch: TrainBatch = ray.get(self._setup.batches.next_batch.remote(step, self._rank), timeout=limit)
         except GetTimeoutError:
-            state = ray.get(self._setup.batches.describe.remote(), timeout=limit)
+            state: dict[str, Any] = ray.get(self._setup.batches.describe.remote(), timeout=limit)
             raise WaitTimeout(
                 f"learner rank {self._rank} has waited {limit:g} seconds (cluster.step_timeout_s) for the batch of "
                 f"step {step}; the replay actor's state: {state}"

@@ -67,7 +67,7 @@ class WeightsActor:
         return self._error is not None or (self._served is not None and self._served.version > after)
 
     async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> None:
-        call = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
+        call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
             digest = await asyncio.wait_for(_result(call), self._timeout_s)
         except TimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -154,8 +157,8 @@ def group_layers(choices: list[str]) -> Iterator[Layer]:
     """The YAML files of the config groups that a run uses, in Hydra's order."""
     folder = config_folder()
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            defaults = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, choices, RunMode.RUN)
+        with hydra_loader(folder) as loader:
+            defaults = loader.compute_defaults_list(PRIMARY, choices, RunMode.RUN)
     except MissingConfigException as error:
         raise ConfigError(unknown_choice(str(error.missing_cfg_file))) from error
     except HydraException as error:
@@ -163,6 +166,18 @@ def group_layers(choices: list[str]) -> Iterator[Layer]:
     for default in defaults.defaults:
         if default.config_path is not None and not default.config_path.startswith("hydra/"):
             yield read_group_file(folder, default)
+
+
+@contextmanager
+def hydra_loader(folder: Path) -> Iterator[ConfigLoader]:
+    """Hydra on a folder; a Hydra application around this one stays as it was."""
+    around = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        restore_gh_from_backup(around)
 
 
 def read_group_file(folder: Path, default: ResultDefault) -> Layer:

@@ -28,9 +28,7 @@ ENGINE_ARGUMENTS = {
     "trust_remote_code": "model.trust_remote_code",
     "max_model_len": "rollout.max_model_len",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "max_lora_rank": "model.adapter.r",
     "enable_lora": "model.adapter.kind",
-    "seed": "seed",
 }
 """Engine arguments that have an option of their own."""
 

@@ -128,7 +128,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         adapter=arguments.adapter,
         engine=arguments.engine,
         dtype=arguments.dtype,
-        num_gpus=arguments.gpus,
+        tensor_parallel_size=arguments.tensor_parallel,
         system_prompt=arguments.system,
         chat=not arguments.raw,
         num=arguments.num,
@@ -213,7 +213,9 @@ def add_generate_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter on top of it")
     parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto", help="auto: vllm where installed")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--gpus", type=at_least(int, 0), default=0, metavar="N", help="GPUs to run on; 0: the CPU")
+    parser.add_argument(
+        "--tensor-parallel", type=at_least(int, 1), default=1, metavar="N", help="GPUs that share the model (vllm)"
+    )
     parser.add_argument("--num", type=at_least(int, 1), default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-tokens", type=at_least(int, 1), default=256, metavar="N", help="longest completion")
     parser.add_argument(

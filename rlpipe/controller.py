@@ -103,7 +103,7 @@ class Controller:
 
     # Admission ----------------------------------------------------------------------------------------------------
 
-    def _start_groups(self) -> None:
+    async def _start_groups(self) -> None:
         """Fills the capacity with the next prompts."""
         version, capacity = self._admission.version, self._admission.capacity
         if not capacity:
@@ -118,7 +118,8 @@ class Controller:
         self._admission.admit(capacity)
         place = self._prompts.cursor
         resume = {"epoch": place.epoch, "position": place.position, "next_group_id": self._next_group_id}
-        self._parts.replay.admit.remote(admitted, resume)
+        # Waited for, because an actor may run calls in another order than they were made in.
+        await self._parts.replay.admit.remote(admitted, resume)
         self._flow.dispatch(requests)
 
     def _next_prompt(self) -> tuple[Cursor, Prompt]:
@@ -159,7 +160,7 @@ class Controller:
         for group_id, reason in failed.items():
             self._reporter.discarded(group_id, reason)
         self._admission.discard(len(failed))
-        self._start_groups()
+        await self._start_groups()
 
     # Versions and steps -------------------------------------------------------------------------------------------
 
@@ -174,9 +175,9 @@ class Controller:
             if self._evaluation_due(version):
                 self._last_evaluated = version
                 tasks.create_task(self._evaluate(version))
-            self._start_groups()
+            await self._start_groups()
         self._admission.extend(1)
-        self._start_groups()
+        await self._start_groups()
 
     async def _wait_served(self, after: int) -> Served:
         while True:

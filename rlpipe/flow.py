@@ -63,7 +63,7 @@ class GroupFlow:
                 tasks.create_task(self._score(groups, receipts))
 
     async def _finished(self, name: str) -> tuple[Sequence[Receipt], ObjectRef]:
-        collect = self._engines[name].collect.options(num_returns=2)
+        collect: Any = self._engines[name].collect.options(num_returns=2)
         receipts, groups = collect.remote(POLL_S, MAX_GROUPS_PER_COLLECT)
         try:
             return await asyncio.wait_for(_value(receipts), POLL_S + self._timeout_s), groups

@@ -6,15 +6,17 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.data.chat import PromptRenderer, load_tokenizer
 from rlpipe.data.rows import Place, UnusableRow
-from rlpipe.errors import DataError, EngineFailed, InputError
+from rlpipe.errors import DataError, EngineFailed, InputError, ModelError
+from rlpipe.hub import hub_has
+from rlpipe.imports import describe_error
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
-from rlpipe.weights import read_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +33,8 @@ class SamplingRequest:
     adapter: str | None = None
     engine: str = "auto"
     dtype: str = "bfloat16"
-    num_gpus: int = 0
+    tensor_parallel_size: int = 1
+    """GPUs that share the model (vllm)."""
     chat: bool = True
     """Prompts go through the chat template, as a user turn."""
     system_prompt: str | None = None
@@ -90,18 +93,37 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
 def model_config(request: SamplingRequest) -> ModelConfig:
     if request.adapter is None:
         return ModelConfig(path=request.model, dtype=request.dtype, adapter=AdapterConfig(kind="none"))
-    settings, _ = read_adapter(request.adapter)
-    ranks = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
-    adapter = AdapterConfig(kind="lora", path=request.adapter, r=max(ranks), alpha=settings["lora_alpha"])
-    return ModelConfig(path=request.model, dtype=request.dtype, adapter=adapter)
+    return ModelConfig(path=request.model, dtype=request.dtype, adapter=adapter_config(request.adapter))
+
+
+def adapter_config(path: str) -> AdapterConfig:
+    """What an engine must know of a PEFT adapter before it loads it; raises ``ModelError`` if it can't be read."""
+    from peft import LoraConfig, PeftConfig
+
+    if not Path(path).is_dir() and not hub_has(path, kind="model", option="--adapter", error=ModelError):
+        raise ModelError(f"--adapter: there is no folder {Path(path).absolute()}, and the hub can't be reached")
+    try:
+        settings = PeftConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--adapter: {path} holds no PEFT adapter ({describe_error(error)})") from error
+    if not isinstance(settings, LoraConfig):
+        raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
+    modules = settings.target_modules
+    return AdapterConfig(
+        kind="lora",
+        path=path,
+        r=max([settings.r, *(settings.rank_pattern or {}).values()]),
+        alpha=settings.lora_alpha,
+        target_modules=modules if isinstance(modules, str) else sorted(modules or ()),
+        use_rslora=settings.use_rslora,
+    )
 
 
 def rollout_config(request: SamplingRequest) -> RolloutConfig:
     return RolloutConfig(
         engine=request.engine,
-        num_gpus=request.num_gpus,
         num_threads=os.cpu_count(),
-        tensor_parallel_size=max(request.num_gpus, 1),
+        tensor_parallel_size=request.tensor_parallel_size,
         sampling=SamplingConfig(max_tokens=request.max_tokens, top_p=request.top_p),
     )
 

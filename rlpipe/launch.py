@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ray import ObjectRef
 from ray.actor import ActorHandle
@@ -87,7 +88,7 @@ def start_parts(run: Run) -> Parts:
     }
     pools = start_pools(run)
     wait_scheduled(engines, needs, cluster.schedule_timeout_s)
-    starts = {
+    starts: dict[str, Any] = {
         name: engine.start.remote(run.model, config.rollout, config.data.max_prompt_tokens)
         for name, engine in engines.items()
     }
@@ -115,7 +116,7 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
         DatasetActor, need, algorithm=config.algorithm, learner=config.learner, max_concurrency=ASYNC_CALLS
     )
     wait_scheduled({need.name: dataset}, {need.name: need}, config.cluster.schedule_timeout_s)
-    started = dataset.start.remote(config.data, run.model, config.seed, start.cursor, os.getcwd())
+    started: ObjectRef = dataset.start.remote(config.data, run.model, config.seed, start.cursor, os.getcwd())
     wait_started({need.name: started}, config.cluster.start_timeout_s)
     return dataset
 
@@ -152,7 +153,9 @@ def _spawner(
 
     def spawn(name: str) -> tuple[ActorHandle, ObjectRef]:
         actor = start_actor(ScoringActor, replace(need, name=name), name)
-        started = actor.start.remote(dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd())
+        started: ObjectRef = actor.start.remote(
+            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd()
+        )
         return actor, started
 
     return spawn

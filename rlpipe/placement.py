@@ -75,7 +75,9 @@ def start_actor(
         options["resources"] = dict(need.resources)
     if max_concurrency:
         options["max_concurrency"] = max_concurrency
-    return ray.remote(actor_class).options(**options).remote(*args, **kwargs)
+    remote_class: Any = ray.remote(actor_class)
+    actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)
+    return actor
 
 
 def wait_scheduled(actors: Mapping[str, ActorHandle], needs: Mapping[str, Need], timeout_s: float) -> None:

@@ -82,8 +82,8 @@ def _collect_rewards(
     """The rewards of the config and those handed over, by name."""
     rewards = dict(config.scoring.rewards)
     callables: dict[str, RewardLike] = {}
-    for reward in rewards.values():
-        load_reward(reward.path, reward.kwargs)
+    for entry in rewards.values():
+        load_reward(entry.path, entry.kwargs)
     for reward in given:
         name = getattr(reward, "__name__", type(reward).__name__)
         if name in rewards:

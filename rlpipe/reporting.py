@@ -28,8 +28,6 @@ class Reporter:
         self._num_tokens = 0.0
         self.num_steps = 0
         """Steps trained by this process."""
-        self.evaluations: dict[int, dict[str, float]] = {}
-        """Held-out metrics by policy version."""
         self.max_logprob_difference = math.nan
         """Between engine and learner in the pass after the last step, in which both hold the same version."""
 
@@ -64,12 +62,8 @@ class Reporter:
         self._completions.log(step, report.samples)
 
     def evaluated(self, version: int, metrics: dict[str, float]) -> None:
-        self.evaluations[version] = metrics
         self._tracker.log(version, metrics)
-        self._progress.message(
-            f"held-out at step {version}: accuracy {metrics['eval/accuracy']:.3f}, "
-            f"reward {metrics.get('eval/reward', math.nan):.3f}"
-        )
+        self._progress.update(version, metrics)
 
     def compared(self, report: StepReport) -> None:
         self.max_logprob_difference = report.metrics["sampling/logp_difference/max"]

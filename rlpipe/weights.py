@@ -144,16 +144,27 @@ def unpack_adapter(manifest: WeightsManifest, buckets: Buckets) -> dict[str, Ten
     return unpack(buckets[0])
 
 
-def read_adapter(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a PEFT adapter in a folder or on the hub; ``ModelError`` if it can't be read."""
+def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[ByteArray]]:
+    """Version 0 from a PEFT adapter in a folder or on the hub; ``ModelError`` if it can't be read."""
     from peft import PeftConfig
     from peft.utils import load_peft_weights
 
     try:
-        return PeftConfig.from_pretrained(path).to_dict(), load_peft_weights(path, device="cpu")
+        config, tensors = PeftConfig.from_pretrained(path).to_dict(), load_peft_weights(path, device="cpu")
     except (OSError, ValueError) as error:
         hint = "" if Path(path).is_dir() else " (no such folder)"
         raise ModelError(f"model.adapter.path={path} can't be read as a PEFT adapter{hint}: {error}") from error
+    buckets: list[ByteArray] = []
+    manifest = pack_weights(
+        version=0,
+        kind=WeightsKind.LORA,
+        named_tensors=tensors.items(),
+        bucket_bytes=0,
+        emit=buckets.append,
+        adapter_config=config,
+        dtype=dtype,
+    )
+    return manifest, buckets
 
 
 def pair_adapter(tensors: Mapping[str, Tensor]) -> LoraPairs:
@@ -191,7 +202,7 @@ def lora_digest(pairs: LoraPairs) -> str:
     for module in sorted(pairs):
         for tensor in pairs[module]:
             digest.update(f"{module} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return f"lora:{digest.hexdigest()}"
 
 
@@ -244,12 +255,12 @@ def check_adapter_modules(
         raise ModelError(f"the adapter has no tensors for modules that its config targets: {_some(missing)}")
 
 
-def check_parameters(received: Collection[str], expected: Collection[str]) -> None:
-    """Raises ``ModelError`` unless full weights have a tensor for each parameter, and no other."""
+def check_parameters(received: Collection[str], expected: Collection[str], *, complete: bool = True) -> None:
+    """Raises ``ModelError`` unless full weights have a tensor for each parameter (if ``complete``), and no other."""
     unknown, missing = sorted(set(received) - set(expected)), sorted(set(expected) - set(received))
     if unknown:
         raise ModelError(f"published tensors match no parameter of the model: {_some(unknown)}")
-    if missing:
+    if missing and complete:
         raise ModelError(f"parameters of the model were not published: {_some(missing)}")
 
 
@@ -258,6 +269,12 @@ def check_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype != dtype:
             raise ModelError(f"{name} was published in {tensor.dtype}, but the engine serves {dtype}: cast it first")
+
+
+def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
+    """Raises ``ModelError`` if a tensor can't be copied into the parameter that it is for."""
+    if tensor.shape != expected.shape:
+        raise ModelError(f"{name} was published as {list(tensor.shape)}, but the model has {list(expected.shape)}")
 
 
 def _fill_buckets(
@@ -316,7 +333,8 @@ def _targets(adapter_config: Mapping[str, Any], modules: Iterable[str]) -> list[
     from peft.tuners.tuners_utils import check_target_module_exists
 
     keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-    config = LoraConfig(**{key: adapter_config.get(key) for key in keys})
+    chosen: dict[str, Any] = {key: adapter_config.get(key) for key in keys}
+    config = LoraConfig(**chosen)
     return [module for module in modules if check_target_module_exists(config, module)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,7 +74,7 @@ class Fsdp2:
         if not isinstance(tensor, DTensor):
             return tensor
         # Offloaded parts lie on the CPU, while the group may speak on the device alone.
-        return tensor.detach().to(self._device).full_tensor()
+        return cast(DTensor, tensor.detach().to(self._device)).full_tensor()
 
     def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
         reduced = tensor.detach().to(self._device, copy=True)

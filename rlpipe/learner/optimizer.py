@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,13 @@ from rlpipe.learner.sharding import Sharding
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; only matrices decay, as decay has no meaning for norms and biases."""
-    matrices, others = [], []
-    for parameter in parameters:
-        (matrices if parameter.ndim > 1 else others).append(parameter)
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    trained = list(parameters)
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

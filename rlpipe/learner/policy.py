@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
+from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -108,7 +110,8 @@ def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: b
 def load_scorer(config: ModelConfig, device: torch.device | str) -> TokenScorer:
     """The model without adapter, on ``device``; in float32 if it is trained as a whole, else in ``config.dtype``."""
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
-    model = _load_model(config, torch.float32 if config.adapter.kind == "none" else compute_dtype).to(device)
+    model = _load_model(config, torch.float32 if config.adapter.kind == "none" else compute_dtype)
+    cast(nn.Module, model).to(device)
     packed = config.attention == "sdpa" and attention.supports_packed_attention(model)
     if packed:
         model.set_attn_implementation(attention.NAME)
@@ -118,28 +121,34 @@ def load_scorer(config: ModelConfig, device: torch.device | str) -> TokenScorer:
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    folder = Path(config.path).expanduser()
-    local = folder.exists() or not hub_has(
-        config.path, kind="model", option="model.path", error=ModelError, revision=config.revision
-    )
+    source = find_source(config.path, "model.path", revision=config.revision)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder) if folder.exists() else config.path,
+            source,
             revision=config.revision,
             dtype=dtype,
             attn_implementation=config.attention,
             trust_remote_code=config.trust_remote_code,
-            local_files_only=local,
         )
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
-        if local and not folder.exists():
-            raise ModelError(
-                f"model.path={config.path}: there is no such folder, the hub can't be reached, and its cache has no copy"
-            ) from None
         raise ModelError(f"model.path={config.path} can't be loaded: {describe_error(error)}") from None
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
     return model
+
+
+def find_source(path: str, option: str, *, revision: str | None = None) -> str:
+    """A folder, or the hub id if the hub has it; raises ``ModelError`` at once where loaders would try for a minute."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return str(folder)
+    if hub_has(path, kind="model", option=option, error=ModelError, revision=revision):
+        return path
+    try:
+        return snapshot_download(path, revision=revision, local_files_only=True)
+    except OSError:
+        reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
+        raise ModelError(f"{option}={path}: {reason}") from None
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
@@ -153,10 +162,8 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
 def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
     try:
         if config.path is not None:
-            local = Path(config.path).exists() or not hub_has(
-                config.path, kind="model", option="model.adapter.path", error=ModelError
-            )
-            adapted = PeftModel.from_pretrained(model, config.path, is_trainable=True, local_files_only=local)
+            source = find_source(config.path, "model.adapter.path")
+            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
@@ -179,7 +186,7 @@ def lora_config(config: AdapterConfig) -> LoraConfig:
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=config.r,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         use_rslora=config.use_rslora,

@@ -1,24 +1,19 @@
-"""Gathers the trained weights, for the engines and for files that other programs load."""
+"""Gathers the trained weights, and packs them for the engines."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.learner.policy import Policy
-from rlpipe.types import ByteArray, WeightsKind, WeightsManifest
+from rlpipe.types import ByteArray, WeightsManifest
 from rlpipe.weights import pack_weights
-
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def publish_weights(
@@ -81,35 +76,3 @@ def adapter_config(policy: Policy) -> dict[str, Any] | None:
         return None
     config = replace(policy.model.peft_config["default"], inference_mode=True)
     return json.loads(json.dumps(config.to_dict(), default=lambda value: sorted(value)))
-
-
-def export_policy(policy: Policy, folder: Path) -> None:
-    """Writes the adapter, or the whole model, and the tokenizer as ``from_pretrained`` and vLLM load them.
-
-    All ranks must call it; rank 0 writes.
-    """
-    writes = policy.sharding.rank == 0
-    whole = policy.kind is WeightsKind.FULL
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named_weights(policy):
-        if writes:
-            tensors[name] = tensor.to("cpu", policy.scorer.compute_dtype) if whole else tensor.cpu()
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(policy, tensors, folder)
-        load_tokenizer(policy.config).save_pretrained(folder)
-    policy.sharding.barrier()
-
-
-def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
-    if isinstance(policy.model, PeftModel):
-        adapter = replace(policy.model.peft_config["default"], inference_mode=True)
-        adapter.save_pretrained(folder)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
-        return
-    model = policy.scorer.causal_model
-    model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
-    # transformers notes the type of the parameters it sees, which is that of training.
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
-    path.write_text(json.dumps(config, indent=2) + "\n")

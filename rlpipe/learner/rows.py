@@ -7,6 +7,7 @@ sequence of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ def plan_row(micro_batch: MicroBatch, *, share_prompts: bool, device: torch.devi
     predictors = []
     starts = micro_batch.sequence_starts
     first_losses = np.searchsorted(loss_tokens, starts)  # [S + 1], into loss_tokens
-    for index, (begin, end) in enumerate(zip(first_losses[:-1], first_losses[1:], strict=True)):
+    for index, (begin, end) in enumerate(pairwise(first_losses)):
         if begin == end:
             continue
         start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])

@@ -5,9 +5,11 @@ Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -36,7 +38,7 @@ class TokenScorer(nn.Module):
 
     @property
     def causal_model(self) -> PreTrainedModel:
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return cast(PreTrainedModel, self.model.get_base_model()) if isinstance(self.model, PeftModel) else self.model
 
     def hidden_states(self, row: Row) -> Tensor:
         """The last hidden state of every token of the row ``[M, H]``."""
@@ -69,13 +71,12 @@ class TokenScorer(nn.Module):
 def lm_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """Weight ``[V, H]`` and bias ``[V]`` that make logits of hidden states, with its LoRA unless that is off."""
     head = model.get_output_embeddings()
-    if not isinstance(head, LoraLayer):
-        return head.weight, head.bias
-    weight = head.base_layer.weight
-    if not head.disable_adapters:
+    base = cast(nn.Linear, head.base_layer if isinstance(head, LoraLinear) else head)
+    weight: Tensor = base.weight
+    if isinstance(head, LoraLinear) and not head.disable_adapters:
         for adapter in head.active_adapters:
             weight = weight + head.get_delta_weight(adapter)
-    return weight, head.base_layer.bias
+    return weight, base.bias
 
 
 def _logit_scale(model: PreTrainedModel) -> float:

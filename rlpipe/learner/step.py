@@ -94,7 +94,9 @@ class Learner:
         sums: MetricSums | None = None
         for index, inputs in enumerate(to_run):
             if self.reference is not None and inputs.ref_logprobs is None:
-                inputs.ref_logprobs = self.reference.logprobs(inputs.row, **self._scoring)
+                inputs.ref_logprobs = self.reference.logprobs(
+                    inputs.row, temperature=self._temperature, chunk_tokens=self._config.logprob_chunk_tokens
+                )
             output = self._loss(mini_batch, inputs)
             self.policy.sharding.begin_backward(last=index + 1 == len(to_run))
             output.loss.backward()
@@ -128,10 +130,6 @@ class Learner:
             return None
         with self.policy.inference():
             return self.policy.scorer(inputs.row, self._temperature, self._config.logprob_chunk_tokens, False)[0]
-
-    @property
-    def _scoring(self) -> dict[str, float]:
-        return {"temperature": self._temperature, "chunk_tokens": self._config.logprob_chunk_tokens}
 
     def _set_learning_rate(self) -> float:
         factor = learning_rate_factor(self._config.schedule, self.num_steps_done, self._algorithm.num_steps)

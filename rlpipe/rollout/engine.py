@@ -63,6 +63,11 @@ def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
     return "vllm"
 
 
+def num_threads(rollout: RolloutConfig) -> int:
+    """CPU threads of an engine."""
+    return rollout.num_threads or max(1, int(rollout.num_cpus))
+
+
 def open_engine(name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> Engine:
     """Loads the model into the engine of the config.
 

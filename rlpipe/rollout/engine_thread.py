@@ -36,6 +36,7 @@ class EngineThread:
         self._finished: deque[RolloutGroup] = deque()
         self._loads: deque[_Load] = deque()
         self._outstanding: dict[int, int] = {}
+        self._outstanding_tokens = 0
         self._health: EngineHealth | None = None
         self._stopping = False
         self._failure: BaseException | None = None
@@ -48,15 +49,16 @@ class EngineThread:
     def outstanding_tokens(self) -> int:
         """The most tokens that the requests which are not finished can still cost."""
         with self._changed:
-            return sum(self._outstanding.values())
+            return self._outstanding_tokens
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         with self._changed:
             self._check()
             self._submitted.extend(requests)
             for request in requests:
-                tokens = self._outstanding.get(request.group_id, 0)
-                self._outstanding[request.group_id] = tokens + request.outstanding_tokens
+                tokens = request.outstanding_tokens
+                self._outstanding[request.group_id] = self._outstanding.get(request.group_id, 0) + tokens
+                self._outstanding_tokens += tokens
             self._changed.notify_all()
 
     def collect(self, timeout_s: float, max_groups: int) -> list[RolloutGroup]:
@@ -136,7 +138,7 @@ class EngineThread:
         with self._changed:
             self._health = engine.health()
             for group in groups:
-                self._outstanding.pop(group.group_id, None)
+                self._outstanding_tokens -= self._outstanding.pop(group.group_id, 0)
             self._finished.extend(groups)
             if groups:
                 self._changed.notify_all()
@@ -160,6 +162,8 @@ class EngineThread:
         except InputError as error:
             load.digest.set_exception(error)
         else:
+            with self._changed:
+                self._health = engine.health()
             load.digest.set_result(digest)
         self._loads.popleft()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -14,7 +15,7 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rlpipe.errors import ModelError, WeightsMismatch
@@ -28,6 +29,8 @@ from rlpipe.weights import (
     pair_adapter,
     unpack,
 )
+
+_EXPERTS = ".experts."
 
 
 class WeightsExtension:
@@ -45,13 +48,13 @@ class WeightsExtension:
         else:
             for module in self.model_runner.model.modules():
                 if isinstance(module, VocabParallelEmbedding):
-                    module.cpu_linear = nn.functional.linear
+                    setattr(module, "cpu_linear", nn.functional.linear)  # noqa: B010
 
     def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
         """Loads and activates an adapter, and answers the digest of what its slot in every layer now holds."""
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
         tensors = unpack(bucket)
-        check_dtype(tensors, manager.lora_config.lora_dtype)
+        check_dtype(tensors, _lora_dtype(manager))
         names = _vllm_names(manager.model, tensors)
         available = [names.get(module, module) for module in _linear_modules(manager)]
         check_adapter_modules(list(names.values()), available, adapter_config)
@@ -64,7 +67,8 @@ class WeightsExtension:
         self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
 
     def begin_full_load(self) -> None:
-        self._received_names: set[str] = set()
+        self._locations = _locate_parameters(self.model_runner.model)
+        self._received: set[str] = set()
 
     def load_full_bucket(self, bucket: ByteArray) -> None:
         """Loads the tensors of one bucket into the model, and compares them with what then lies there."""
@@ -72,18 +76,19 @@ class WeightsExtension:
         tensors = {name: tensor.to(self.device) for name, tensor in unpack(bucket).items()}
         check_dtype(tensors, self.model_runner.model_config.dtype)
         mapper = _rename_mapper(model)
-        self._received_names |= {(mapper.map_name(name) or name) if mapper else name for name in tensors}
-        check_parameters(self._received_names & _expected_names(model).keys(), self._received_names)
+        renamed = {(mapper.map_name(name) or name) if mapper else name: tensor for name, tensor in tensors.items()}
+        unfused = {name for name in renamed if _EXPERTS not in name}
+        check_parameters(unfused, self._locations.keys(), complete=False)
         model.load_weights(iter(tensors.items()))
-        for name, tensor in tensors.items():
-            _check_slice(model, (mapper.map_name(name) or name) if mapper else name, tensor)
+        for name in unfused:
+            _check_slice(model, *self._locations[name], renamed[name])
+        self._received |= unfused
 
     def finish_full_load(self) -> dict[int, int]:
         """The checksums of the parameters that this rank serves, by layer; shared ones are counted by one rank."""
-        model = self.model_runner.model
-        check_parameters(self._received_names, _expected_names(model).keys())
+        check_parameters(self._received, self._locations.keys())
         sums: dict[int, int] = {}
-        for name, tensor in _owned_shards(model):
+        for name, tensor in _owned_shards(self.model_runner.model):
             add_checksum(sums, name, tensor)
         return sums
 
@@ -139,6 +144,12 @@ def _use_grouped_lora(manager: LoRAModelManager, scheduler_config: Any) -> None:
                 module.set_mapping(grouped)
 
 
+def _lora_dtype(manager: LoRAModelManager) -> torch.dtype:
+    dtype = manager.lora_config.lora_dtype
+    assert isinstance(dtype, torch.dtype), "vLLM resolves auto when it checks its config"
+    return dtype
+
+
 def _rename_mapper(model: nn.Module) -> Any:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
@@ -175,7 +186,7 @@ def _build_adapter(
         tensors=owned,
         peft_helper=helper,
         device="cpu",
-        dtype=manager.lora_config.lora_dtype,
+        dtype=_lora_dtype(manager),
         model_vocab_size=manager.vocab_size,
         weights_mapper=_rename_mapper(manager.model),
     )
@@ -228,48 +239,46 @@ def _fused_parts(model: nn.Module, module: str) -> list[str]:
     return [f"{prefix}.{part}" if prefix else part for part in parts]
 
 
-def _expected_names(model: nn.Module) -> dict[str, tuple[str, int]]:
+def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
     """For every tensor that must be published, the parameter that it is loaded into, and its place among the parts.
 
-    Fused experts have many names for one tensor and are left to the digest.
+    Fused experts have many names for one tensor, and are left to the digest.
     """
-    expected = {}
+    locations = {}
     for name, _ in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        if ".experts" not in module:
+        if _EXPERTS not in name:
             for index, part in enumerate(_fused_parts(model, module)):
-                expected[f"{part}.{kind}"] = (name, index)
-    return expected
+                locations[f"{part}.{kind}"] = (name, index)
+    return locations
 
 
-def _check_slice(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Compares a published tensor with its rows of the parameter that it was fused into (on one GPU only)."""
-    location = _expected_names(model).get(name)
-    if location is None:
+def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tensor) -> None:
+    """Compares a published tensor with its rows of the parameter that it was fused into, where no shard is cut."""
+    if get_tensor_model_parallel_world_size() > 1:
         return
-    parameter_name, index = location
-    layer = model.get_submodule(parameter_name.rpartition(".")[0])
-    if getattr(layer, "tp_size", 1) > 1:
-        return
+    layer: Any = model.get_submodule(parameter_name.rpartition(".")[0])
     start = sum(layer.output_sizes[:index]) if index else 0
     if not torch.equal(model.get_parameter(parameter_name)[start : start + len(tensor)], tensor):
-        raise WeightsMismatch(f"{parameter_name} does not serve the tensor {name} that was loaded into it")
+        raise WeightsMismatch(f"{parameter_name} does not serve what was published for its part {index}")
 
 
 def _owned_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of this rank, without those that another rank holds too and counts."""
+    rank = get_tensor_model_parallel_rank()
     for name, parameter in model.named_parameters():
         layer = model.get_submodule(name.rpartition(".")[0])
-        rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
-        if isinstance(layer, QKVParallelLinear) and rank % layer.num_kv_head_replicas:
+        if rank == 0:
+            yield name, parameter
+        elif isinstance(layer, QKVParallelLinear) and rank % layer.num_kv_head_replicas:
             yield name, parameter[: layer.num_heads * layer.head_size]
-        elif size == 1 or rank == 0 or _is_sharded(layer, name):
+        elif _is_sharded(layer, name):
             yield name, parameter
 
 
 def _is_sharded(layer: nn.Module, name: str) -> bool:
-    if isinstance(layer, RowParallelLinear):
-        return not name.endswith(".bias")
-    if isinstance(layer, LinearBase):
-        return isinstance(layer, ColumnParallelLinear)
-    return isinstance(layer, VocabParallelEmbedding) or ".experts" in name
+    if isinstance(layer, RowParallelLinear) and name.endswith(".bias"):
+        return False
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+        return layer.tp_size > 1
+    return _EXPERTS in name

@@ -1,0 +1,148 @@
+"""Keeps the checkpoints of a run: written beside the last one, renamed when whole, the oldest removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rlpipe.errors import ConfigError
+from rlpipe.learner.sharding import Reduce, Sharding
+from rlpipe.learner.state import read_state, write_state
+from rlpipe.learner.step import Learner
+
+NAME = re.compile(r"step_(\d+)")
+RECORD = "learner.json"
+"""Written last; a folder without it is no checkpoint."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    step: int
+    """Steps done when it was written."""
+    extra: dict[str, Any]
+    """What the caller gave to ``save``."""
+
+
+class CheckpointStore:
+    """The checkpoints in one folder, which all ranks must see; all ranks must call ``save`` and ``load`` alike."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def save(self, learner: Learner, *, step: int, extra: Mapping[str, Any]) -> Path:
+        """Writes ``step_<step>`` and removes all but the newest ``keep``; ``extra`` must be JSON.
+
+        Raises ``OSError`` if it can't be written; the checkpoints before are then still whole.
+        """
+        sharding = learner.policy.sharding
+        target = self._folder / f"step_{step:06d}"
+        temporary = self._folder / f".{target.name}.writing"
+        bad_steps = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
+        record = json.dumps({"step": step, **bad_steps, "extra": extra})
+        _on_first_rank(sharding, lambda: _make_folder(temporary))
+        try:
+            write_state(learner, temporary)
+            _on_first_rank(sharding, lambda: _complete(temporary, target, record))
+        except OSError:
+            if sharding.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if sharding.rank == 0:
+            prune(self._folder, self._keep)
+        return target
+
+    def load(self, path: Path, learner: Learner) -> Checkpoint:
+        """Puts the learner where it was; raises ``ConfigError`` if the checkpoint does not fit it."""
+        record = _read_record(path)
+        read_state(learner, path)
+        learner.num_steps_done = record["step"]
+        learner.num_bad_steps = record["num_bad_steps"]
+        learner.bad_steps_in_row = record["bad_steps_in_row"]
+        return Checkpoint(record["step"], record["extra"])
+
+
+def read_extra(path: Path) -> Checkpoint:
+    """What a checkpoint says of itself, without loading it; raises ``ConfigError`` if ``path`` is none."""
+    record = _read_record(path)
+    return Checkpoint(record["step"], record["extra"])
+
+
+def resolve_checkpoint(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that the option ``resume`` means: ``auto``, the newest in ``folder``; ``never``; or a path."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return latest(folder)
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"resume={resume} does not exist: give a checkpoint's folder, auto or never")
+    _read_record(path)
+    return path
+
+
+def latest(folder: Path) -> Path | None:
+    found = list_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in the folder, by step."""
+    found = {int(match[1]): path for path in folder.glob("step_*") if (match := NAME.fullmatch(path.name))}
+    return [found[step] for step in sorted(found) if (found[step] / RECORD).is_file()]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all but the ``keep`` newest checkpoints, and what a crash left half written."""
+    for old in [*list_checkpoints(folder)[:-keep], *folder.glob(".step_*")]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / RECORD).read_text())
+    except (OSError, ValueError):
+        raise ConfigError(f"{path} is no whole checkpoint (it has no {RECORD}): give a step_... folder") from None
+
+
+def _on_first_rank(sharding: Sharding, action: Callable[[], None]) -> None:
+    """Does it on rank 0 while the others wait; an ``OSError`` there is one on all of them."""
+    failure: OSError | None = None
+    if sharding.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = error
+    if sharding.reduce(torch.tensor(float(failure is not None)), Reduce.MAX):
+        raise failure or OSError("rank 0 can't write the checkpoint")
+
+
+def _make_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _complete(temporary: Path, target: Path, record: str) -> None:
+    with (temporary / RECORD).open("w") as file:
+        file.write(record)
+        file.flush()
+        os.fsync(file.fileno())
+    _replace(temporary, target)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Renames; what has the name already steps aside first, as a folder can't be renamed onto another."""
+    aside = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if target.exists():
+        target.rename(aside)
+    temporary.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)

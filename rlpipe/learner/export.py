@@ -1,0 +1,51 @@
+"""Writes the trained policy to a folder that PEFT, transformers and vLLM load as it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.learner.policy import Policy
+from rlpipe.learner.publish import named_weights
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def export_policy(policy: Policy, folder: Path) -> None:
+    """Writes the adapter, or the whole model, and the tokenizer as ``from_pretrained`` and vLLM load them.
+
+    All ranks must call it; rank 0 writes.
+    """
+    writes = policy.sharding.rank == 0
+    # An adapter is small and keeps its float32; a whole model is written in the type it is computed with.
+    dtype = torch.float32 if isinstance(policy.model, PeftModel) else policy.scorer.compute_dtype
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_weights(policy):
+        if writes:
+            tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(policy, tensors, folder)
+        load_tokenizer(policy.config).save_pretrained(folder)
+    policy.sharding.barrier()
+
+
+def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+    if isinstance(policy.model, PeftModel):
+        adapter = replace(policy.model.peft_config["default"], inference_mode=True)
+        adapter.save_pretrained(str(folder))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
+        return
+    model = policy.scorer.causal_model
+    model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
+    # transformers notes the type of the parameters it sees, which is that of training.
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
+    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,193 @@
+"""Two gloo ranks train as one does, write what one can read, and the other way round."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from learner_cases import assert_close, make_batches, make_learner, make_model_config, parameters_of
+
+from rlpipe.configs.schema import (
+    AdapterConfig,
+    AlgorithmConfig,
+    FsdpConfig,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+)
+from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.learner.export import export_policy
+from rlpipe.learner.publish import publish_weights
+from rlpipe.learner.step import Learner
+from rlpipe.tiny import make_tiny_policy
+
+pytestmark = pytest.mark.slow
+NUM_RANKS = 2
+LEARNING_RATES = {"lora": 1e-3, "none": 1e-4}
+CASES = {
+    "lora": ("lora", LossConfig(beta=0.1), FsdpConfig()),
+    "full": ("none", LossConfig(beta=0.1), FsdpConfig()),
+    "sequence": ("none", LossConfig(level="sequence", aggregate="sequence"), FsdpConfig(reshard_after_forward=False)),
+    "offload": ("lora", LossConfig(), FsdpConfig(cpu_offload=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+
+
+def run_on_ranks(function: Callable[..., None], *arguments: object) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    multiprocessing.spawn(_run_rank, (port, function, arguments), nprocs=NUM_RANKS)
+
+
+def _run_rank(rank: int, port: int, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def make(tiny: Path, case: str, *, num_ranks: int, model: ModelConfig | None = None) -> Learner:
+    adapter, loss, fsdp = CASES[case]
+    reference = ReferenceConfig(sync_steps=2 if adapter == "none" and loss.beta else 0)
+    return make_learner(
+        tiny,
+        adapter=adapter,
+        model=model,
+        learner=LearnerConfig(
+            strategy="fsdp2" if num_ranks > 1 else "single",
+            num_ranks=num_ranks,
+            max_grad_norm=0.05,
+            optimizer=OptimizerConfig(lr=LEARNING_RATES[adapter], weight_decay=0.01),
+            fsdp=fsdp,
+        ),
+        algorithm=AlgorithmConfig(num_steps=8, num_minibatches=2, loss=loss, reference=reference),
+    )
+
+
+def train(learner: Learner, case: str, first: int, last: int) -> list[dict[str, float]]:
+    algorithm = AlgorithmConfig(num_minibatches=2, loss=CASES[case][1])
+    sharding = learner.policy.sharding
+    return [
+        learner.train_step(
+            make_batches(step=step, num_ranks=sharding.num_ranks, max_tokens=60, algorithm=algorithm)[sharding.rank]
+        )
+        for step in range(first, last)
+    ]
+
+
+def train_on_ranks(rank: int, tiny: Path, folder: Path, case: str) -> None:
+    learner = make(tiny, case, num_ranks=NUM_RANKS)
+    store = CheckpointStore(folder / "checkpoints", keep=5)
+    metrics = train(learner, case, 0, 3)
+    store.save(learner, step=3, extra={"cursor": 3})
+    metrics += train(learner, case, 3, 5)
+    parameters = parameters_of(learner)
+    buckets: list = []
+    manifest = publish_weights(learner.policy, version=5, bucket_bytes=50_000, emit=buckets.append)
+    export_policy(learner.policy, folder / "export")
+    assert (manifest is not None) == (rank == 0)
+    torch.save((metrics, parameters, manifest, buckets), folder / f"rank{rank}.pt")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one(tiny: Path, tmp_path: Path, case: str) -> None:
+    run_on_ranks(train_on_ranks, tiny, tmp_path, case)
+    single = make(tiny, case, num_ranks=1)
+    expected = train(single, case, 0, 5)
+    expected_parameters = parameters_of(single)
+    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    for metrics, parameters, _, _ in results:
+        assert_close(expected_parameters, parameters, 1e-5)
+        for mine, theirs in zip(expected, metrics, strict=True):
+            for name in mine.keys() - {"time/train"}:
+                assert theirs[name] == pytest.approx(mine[name], abs=1e-5), name
+    assert max(metrics["grad_norm"] for metrics in expected) > 0.05  # clipping has something to do
+
+    resumed = make(tiny, case, num_ranks=1)
+    CheckpointStore(tmp_path / "checkpoints", keep=5).load(tmp_path / "checkpoints" / "step_000003", resumed)
+    train(resumed, case, 3, 5)
+    assert_close(expected_parameters, parameters_of(resumed), 1e-5)
+
+    buckets: list = []
+    manifest = publish_weights(single.policy, version=5, bucket_bytes=50_000, emit=buckets.append)
+    published, published_buckets = results[0][2:]
+    assert manifest is not None
+    assert (published.num_buckets, published.num_bytes) == (manifest.num_buckets, manifest.num_bytes)
+    assert published.adapter_config == manifest.adapter_config
+    assert len(published_buckets) == len(buckets)
+    assert not results[1][3]
+    exported = tmp_path / "export"
+    adapter = CASES[case][0]
+    config = ModelConfig(
+        path=str(tiny if adapter == "lora" else exported),
+        dtype="float32",
+        adapter=AdapterConfig(kind=adapter, path=str(exported) if adapter == "lora" else None),
+    )
+    assert_close(expected_parameters, parameters_of(make(tiny, case, num_ranks=1, model=config)), 1e-5)
+
+
+def resume_on_ranks(rank: int, tiny: Path, folder: Path, case: str) -> None:
+    learner = make(tiny, case, num_ranks=NUM_RANKS)
+    checkpoint = CheckpointStore(folder, keep=5).load(folder / "step_000003", learner)
+    assert (checkpoint.step, checkpoint.extra) == (3, {"cursor": 3})
+    train(learner, case, 3, 5)
+    torch.save(parameters_of(learner), folder / f"rank{rank}.pt")
+
+
+@pytest.mark.parametrize("case", ["lora", "full"])
+def test_two_ranks_go_on_where_one_stopped(tiny: Path, tmp_path: Path, case: str) -> None:
+    single = make(tiny, case, num_ranks=1)
+    train(single, case, 0, 3)
+    CheckpointStore(tmp_path, keep=5).save(single, step=3, extra={"cursor": 3})
+    train(single, case, 3, 5)
+    run_on_ranks(resume_on_ranks, tiny, tmp_path, case)
+    for rank in range(NUM_RANKS):
+        assert_close(parameters_of(single), torch.load(tmp_path / f"rank{rank}.pt"), 1e-5)
+
+
+def train_with_idle_and_bad_rank(rank: int, tiny: Path) -> None:
+    for adapter in ("lora", "none"):
+        model = ModelConfig(
+            path=str(tiny), dtype="bfloat16", gradient_checkpointing=True, adapter=AdapterConfig(kind=adapter, r=4)
+        )
+        learner = make(tiny, "lora" if adapter == "lora" else "full", num_ranks=NUM_RANKS, model=model)
+        assert {parameter.dtype for parameter in learner.policy.trainable_parameters().values()} == {torch.float32}
+        batch = make_batches(num_ranks=NUM_RANKS)[rank]
+        if rank == 1:
+            batch.mini_batches[0].micro_batches[0].loss_mask[:] = False
+        assert learner.train_step(batch)["grad_norm"] > 0
+        before = parameters_of(learner)
+        bad = make_batches(num_ranks=NUM_RANKS, step=1)[rank]
+        if rank == 0:
+            bad.mini_batches[0].micro_batches[0].advantages[:] = float("nan")
+        assert learner.train_step(bad)["bad_steps"] == 1
+        assert_close(before, parameters_of(learner), 0)
+
+
+def test_a_rank_may_be_idle_and_a_bad_one_holds_back_all(tiny: Path) -> None:
+    run_on_ranks(train_with_idle_and_bad_rank, tiny)
+
+
+def fail_to_write(rank: int, tiny: Path, folder: Path) -> None:
+    learner = make(tiny, "lora", num_ranks=NUM_RANKS)
+    with pytest.raises(OSError):  # noqa: PT011  each rank words it as it knows it
+        CheckpointStore(folder / "file" / "checkpoints", keep=1).save(learner, step=1, extra={})
+    train(learner, "lora", 0, 1)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run_on_ranks(fail_to_write, tiny, tmp_path)
+    assert make_model_config(tiny).path == str(tiny)

@@ -1,0 +1,208 @@
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import assert_close, make_batches, make_learner, make_model_config, make_rollouts, parameters_of
+from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LossConfig, ModelConfig, ReferenceConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.errors import ConfigError
+from rlpipe.learner.checkpoint import CheckpointStore, latest, list_checkpoints, read_extra, resolve_checkpoint
+from rlpipe.learner.export import export_policy
+from rlpipe.learner.publish import named_weights, publish_weights
+from rlpipe.learner.step import Learner
+from rlpipe.tiny import make_tiny_policy
+from rlpipe.types import WeightsKind
+from rlpipe.weights import unpack
+
+FULL_WITH_REFERENCE = AlgorithmConfig(loss=LossConfig(beta=0.1), reference=ReferenceConfig(sync_steps=2), num_steps=6)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+
+
+def train(learner: Learner, first: int, last: int) -> Learner:
+    for step in range(first, last):
+        learner.train_step(make_batches(step=step)[0])
+    return learner
+
+
+def dropping_out(path: Path) -> ModelConfig:
+    return ModelConfig(path=str(path), dtype="float32", adapter=AdapterConfig(r=4, dropout=0.2))
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_resumed_run_ends_bitwise_where_one_that_was_not_stopped_ends(
+    tiny: Path, tmp_path: Path, adapter: str
+) -> None:
+    algorithm = FULL_WITH_REFERENCE if adapter == "none" else None
+    model = dropping_out(tiny) if adapter == "lora" else None
+
+    def make() -> Learner:
+        torch.manual_seed(3)
+        return make_learner(tiny, adapter=adapter, algorithm=algorithm, model=model)
+
+    store = CheckpointStore(tmp_path, keep=2)
+    stopped = train(make(), 0, 3)
+    path = store.save(stopped, step=3, extra={"cursor": [1, 2]})
+    unbroken = parameters_of(train(stopped, 3, 6))
+
+    resumed = make()
+    checkpoint = store.load(path, resumed)
+    assert (checkpoint.step, checkpoint.extra) == (3, {"cursor": [1, 2]})
+    assert resumed.num_steps_done == 3
+    assert_close(unbroken, parameters_of(train(resumed, 3, 6)), 0)
+
+
+def test_a_checkpoint_before_the_first_step_holds_no_moments(tiny: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    fresh = make_learner(tiny)
+    path = store.save(fresh, step=0, extra={})
+    resumed = train(make_learner(tiny), 5, 6)
+    store.load(path, resumed)
+    assert not resumed.optimizer.state
+    assert_close(parameters_of(train(fresh, 0, 2)), parameters_of(train(resumed, 0, 2)), 0)
+
+
+def test_only_the_adapter_is_written(tiny: Path, tmp_path: Path) -> None:
+    learner = train(make_learner(tiny), 0, 1)
+    path = CheckpointStore(tmp_path, keep=1).save(learner, step=1, extra={})
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    weights = {name.removeprefix("policy.") for name in names if name.startswith("policy.")}
+    assert weights == learner.policy.trainable_parameters().keys()
+    assert all("lora_" in name for name in weights)
+
+
+def test_a_crash_while_writing_leaves_the_last_checkpoint(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(tiny)
+    store = CheckpointStore(tmp_path, keep=2)
+    first = store.save(learner, step=1, extra={})
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rlpipe.learner.checkpoint._replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(learner, step=2, extra={})
+    assert latest(tmp_path) == first
+    store.load(first, learner)
+    assert latest(tmp_path) == first
+    second = store.save(learner, step=2, extra={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, second.name]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_os_error_and_leaves_no_rest(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = CheckpointStore(tmp_path / "file" / "checkpoints", keep=2)
+    with pytest.raises(OSError, match="file"):
+        store.save(make_learner(tiny), step=1, extra={})
+
+
+def test_the_oldest_checkpoints_are_removed_and_a_step_can_be_written_again(tiny: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny)
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 10, 10):
+        store.save(learner, step=step, extra={"written": step})
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000010"]
+    assert read_extra(list_checkpoints(tmp_path)[-1]) == (10, {"written": 10})
+
+
+def test_resume_names_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    assert resolve_checkpoint("auto", tmp_path) is None
+    path = CheckpointStore(tmp_path, keep=2).save(make_learner(tiny), step=4, extra={})
+    assert resolve_checkpoint("auto", tmp_path) == path
+    assert resolve_checkpoint("never", tmp_path) is None
+    assert resolve_checkpoint(str(path), tmp_path / "elsewhere") == path
+    with pytest.raises(ConfigError, match="does not exist"):
+        resolve_checkpoint(str(tmp_path / "step_000009"), tmp_path)
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        resolve_checkpoint(str(tmp_path), tmp_path)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(tiny: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    path = store.save(make_learner(tiny), step=1, extra={})
+    with pytest.raises(ConfigError, match="trains other parameters"):
+        store.load(path, make_learner(tiny, adapter="none"))
+
+
+def scores(learner: Learner) -> torch.Tensor:
+    batch = pack_step(make_rollouts(), step=0, num_ranks=1, max_tokens=4096)[0]
+    with learner.policy.inference():
+        return learner.policy.logprobs(batch.mini_batches[0].micro_batches[0], temperature=1.0)[0]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_others_load_what_is_exported_and_score_the_same(tiny: Path, tmp_path: Path, adapter: str) -> None:
+    learner = train(make_learner(tiny, adapter=adapter), 0, 2)
+    export_policy(learner.policy, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path if adapter == "none" else tiny)
+    if adapter == "lora":
+        model = PeftModel.from_pretrained(model, str(tmp_path))
+    expected = []
+    for rollout in make_rollouts():
+        token_ids = torch.from_numpy(rollout.token_ids).long()
+        with torch.no_grad():
+            taken = model(token_ids[None]).logits[0, :-1].log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+        expected.append(torch.cat([taken.new_zeros(1), taken]) * torch.from_numpy(rollout.loss_mask))
+    torch.testing.assert_close(scores(learner), torch.cat(expected), atol=1e-5, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path).decode([30]) == AutoTokenizer.from_pretrained(tiny).decode([30])
+
+
+def test_an_exported_adapter_can_be_started_from(tiny: Path, tmp_path: Path) -> None:
+    learner = train(make_learner(tiny), 0, 1)
+    export_policy(learner.policy, tmp_path)
+    config = ModelConfig(path=str(tiny), dtype="float32", adapter=AdapterConfig(path=str(tmp_path)))
+    again = make_learner(tiny, model=config)
+    assert_close(parameters_of(learner), parameters_of(again), 0)
+    assert again.train_step(make_batches()[0])["grad_norm"] > 0
+
+
+def test_a_half_precision_model_is_exported_in_its_type(tiny: Path, tmp_path: Path) -> None:
+    config = ModelConfig(path=str(tiny), dtype="bfloat16", adapter=AdapterConfig(kind="none"))
+    export_policy(make_learner(tiny, model=config).policy, tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_published_names_are_those_of_the_saved_files(tiny: Path) -> None:
+    from safetensors.torch import load_file
+
+    full = make_learner(tiny, adapter="none")
+    published = dict(named_weights(full.policy))
+    assert published.keys() == load_file(tiny / "model.safetensors").keys()
+    assert "lm_head.weight" not in published
+
+
+def test_publishing_gives_the_adapter_in_one_bucket_with_its_config(tiny: Path, tmp_path: Path) -> None:
+    learner = train(make_learner(tiny), 0, 1)
+    buckets: list = []
+    manifest = publish_weights(learner.policy, version=7, bucket_bytes=1024, emit=buckets.append)
+    assert manifest is not None
+    assert (manifest.version, manifest.kind, len(buckets)) == (7, WeightsKind.LORA, 1)
+    assert manifest.adapter_config is not None
+    assert manifest.adapter_config["r"] == 4
+    export_policy(learner.policy, tmp_path)
+    from safetensors.torch import load_file
+
+    assert_close(unpack(buckets[0]), load_file(tmp_path / "adapter_model.safetensors"), 0)
+    assert make_model_config(tiny).adapter.r == 4
+
+
+def test_publishing_changes_no_weight(tiny: Path) -> None:
+    learner = train(make_learner(tiny, adapter="none"), 0, 1)
+    before = parameters_of(learner)
+    buckets: list = []
+    manifest = publish_weights(learner.policy, version=1, bucket_bytes=20_000, emit=buckets.append)
+    assert manifest is not None
+    assert manifest.num_buckets == len(buckets) > 1
+    assert manifest.adapter_config is None
+    assert_close(before, parameters_of(learner), 0)

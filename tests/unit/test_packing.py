@@ -1,0 +1,192 @@
+"""Every rollout is trained once an epoch, within the budget, under denominators that are the same on all ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpipe.data.packing import pack_step, sequence_cost
+from rlpipe.errors import ConfigError
+from rlpipe.types import MicroBatch, Rollout, TrainBatch
+
+
+def rollout(index: int, length: int, *, group: int | None = None, num_loss: int | None = None) -> Rollout:
+    """Its tokens and log-probs name it: token t of rollout i is 1000 i + t."""
+    num_loss = length - 1 if num_loss is None else min(num_loss, length - 1)
+    tokens = np.arange(length, dtype=np.int32) + 1000 * index + 1
+    mask = np.arange(length) >= length - num_loss
+    return Rollout(
+        group_id=index if group is None else group,
+        sample_index=index,
+        prompt_id=0,
+        task={},
+        token_ids=tokens,
+        loss_mask=mask,
+        logprobs=np.where(mask, -tokens, 0).astype(np.float32),
+        policy_versions=np.where(mask, index, -1).astype(np.int32),
+        advantages=np.full(length, index, np.float32),
+    )
+
+
+def micro_batches(batches: Sequence[TrainBatch], minibatch: int) -> list[MicroBatch]:
+    return [micro for batch in batches for micro in batch.mini_batches[minibatch].micro_batches]
+
+
+def sequences(micro: MicroBatch) -> list[tuple[int, ...]]:
+    """Token ids of each sequence with tokens of a rollout in it."""
+    starts = micro.sequence_starts
+    pieces = [micro.token_ids[start:end] for start, end in pairwise(starts)]
+    return [tuple(piece.tolist()) for piece in pieces if piece[0] != 0]
+
+
+steps = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(
+            st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 5)), min_size=1, max_size=25
+        ),
+        "num_ranks": st.integers(1, 5),
+        "num_minibatches": st.integers(1, 4),
+        "num_epochs": st.integers(1, 3),
+        "max_tokens": st.integers(40, 120),
+        "seed": st.integers(0, 5),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps)
+def test_packing_keeps_its_promises(case: dict) -> None:
+    lengths = case.pop("lengths")
+    rollouts = [
+        rollout(i, length, num_loss=num_loss, group=group) for i, (length, num_loss, group) in enumerate(lengths)
+    ]
+    batches = pack_step(rollouts, step=7, **case)
+    assert len(batches) == case["num_ranks"]
+    assert all(batch.step == 7 for batch in batches)
+    per_epoch = min(case["num_minibatches"], len(rollouts))
+    expected = Counter(tuple(r.token_ids.tolist()) for r in rollouts)
+    for epoch in range(case["num_epochs"]):
+        seen: Counter[tuple[int, ...]] = Counter()
+        for minibatch in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            seen += check_minibatch(batches, minibatch, case["max_tokens"])
+        assert seen == expected
+    assert all(len(batch.mini_batches) == per_epoch * case["num_epochs"] for batch in batches)
+
+
+def check_minibatch(batches: Sequence[TrainBatch], minibatch: int, max_tokens: int) -> Counter[tuple[int, ...]]:
+    parts = [batch.mini_batches[minibatch] for batch in batches]
+    micros = micro_batches(batches, minibatch)
+    found = Counter(sequence for micro in micros for sequence in sequences(micro))
+    assert len({len(part.micro_batches) for part in parts}) == 1
+    assert {part.num_sequences for part in parts} == {found.total()}
+    assert {part.num_loss_tokens for part in parts} == {sum(int(micro.loss_mask.sum()) for micro in micros)}
+    for micro in micros:
+        assert 0 < micro.num_tokens <= max_tokens
+        assert micro.sequence_starts[0] == 0
+        assert micro.sequence_starts[-1] == micro.num_tokens
+        assert np.array_equal(micro.position_ids == 0, np.isin(np.arange(micro.num_tokens), micro.sequence_starts))
+        assert not micro.loss_mask[micro.sequence_starts[:-1]].any()
+        assert np.array_equal(micro.logprobs, np.where(micro.loss_mask, -micro.token_ids, 0))
+        index = np.maximum(micro.token_ids - 1, 0) // 1000
+        assert np.array_equal(micro.policy_versions, np.where(micro.loss_mask, index, -1))
+        assert np.array_equal(micro.advantages, index)
+    return found
+
+
+def test_one_minibatch_keeps_the_order() -> None:
+    batch = pack_step([rollout(i, 5 + i % 3) for i in range(8)], step=0, num_ranks=1, max_tokens=1000)[0]
+    (micro,) = batch.mini_batches[0].micro_batches
+    assert [sequence[0] // 1000 for sequence in sequences(micro)] == list(range(8))
+
+
+def test_epochs_and_seeds_shuffle_differently_and_repeat() -> None:
+    rollouts = [rollout(i, 4) for i in range(12)]
+
+    def members(seed: int) -> list[frozenset[int]]:
+        batches = pack_step(rollouts, step=0, num_ranks=1, max_tokens=99, num_minibatches=3, num_epochs=2, seed=seed)
+        parts = [micro_batches(batches, index) for index in range(6)]
+        return [frozenset(s[0] // 1000 for micro in micros for s in sequences(micro)) for micros in parts]
+
+    assert members(0) == members(0) != members(1)
+    assert members(0)[:3] != members(0)[3:]
+
+
+def test_minibatches_have_equal_sizes() -> None:
+    batch = pack_step([rollout(i, 4) for i in range(10)], step=0, num_ranks=1, max_tokens=99, num_minibatches=4)[0]
+    assert [part.num_sequences for part in batch.mini_batches] == [3, 3, 2, 2]
+
+
+def test_siblings_of_a_prompt_share_a_micro_batch() -> None:
+    rollouts = [rollout(i, 10, group=i // 4) for i in range(32)]
+    batches = pack_step(rollouts, step=0, num_ranks=2, max_tokens=160)
+    homes: dict[int, set[int]] = {}
+    for number, micro in enumerate(micro_batches(batches, 0)):
+        for sequence in sequences(micro):
+            homes.setdefault(sequence[0] // 4000, set()).add(number)
+    assert all(len(home) == 1 for home in homes.values())
+
+
+def test_ranks_get_like_costs() -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 1, 256).astype(int).clip(8, 8000)
+    batches = pack_step(
+        [rollout(i, int(n), group=i // 8) for i, n in enumerate(lengths)], step=0, num_ranks=8, max_tokens=8192
+    )
+    costs = [
+        sum(sequence_cost(len(s)) for micro in batch.mini_batches[0].micro_batches for s in sequences(micro))
+        for batch in batches
+    ]
+    assert max(costs) / np.mean(costs) < 1.05
+
+
+def test_best_fit_wastes_little() -> None:
+    lengths = np.random.default_rng(0).integers(50, 500, 400)
+    rollouts = [rollout(i, int(n)) for i, n in enumerate(lengths)]
+    batch = pack_step(rollouts, step=0, num_ranks=1, max_tokens=1000)[0]
+    assert len(batch.mini_batches[0].micro_batches) <= np.ceil(lengths.sum() / 1000) + 1
+
+
+def test_the_costliest_micro_batch_comes_first() -> None:
+    batch = pack_step([rollout(i, n) for i, n in enumerate([60, 55, 45])], step=0, num_ranks=1, max_tokens=100)[0]
+    assert [micro.num_tokens for micro in batch.mini_batches[0].micro_batches] == [100, 60]
+
+
+def test_a_rank_without_work_gets_empty_micro_batches() -> None:
+    batches = pack_step([rollout(0, 5)], step=0, num_ranks=3, max_tokens=10)
+    micros = micro_batches(batches, 0)
+    assert [bool(micro.loss_mask.any()) for micro in micros].count(True) == 1
+    assert [micro.num_tokens for micro in micros if not micro.loss_mask.any()] == [2, 2]
+    assert {batch.mini_batches[0].num_sequences for batch in batches} == {1}
+
+
+def test_reference_logprobs_travel_along() -> None:
+    rollouts = [rollout(i, 5) for i in range(3)]
+    for entry in rollouts:
+        entry.ref_logprobs = entry.logprobs * 2
+    micros = micro_batches(pack_step(rollouts, step=0, num_ranks=2, max_tokens=5), 0)
+    for micro in micros:
+        assert micro.ref_logprobs is not None
+        assert np.array_equal(micro.ref_logprobs, micro.logprobs * 2)
+
+
+def test_too_long_rollout_names_itself_and_the_option() -> None:
+    with pytest.raises(ConfigError, match=r"rollout 3/3 has 11 tokens; set learner.max_tokens_per_microbatch, now 10"):
+        pack_step([rollout(3, 11)], step=0, num_ranks=1, max_tokens=10)
+
+
+def test_unfit_rollouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="step 4 has no rollouts"):
+        pack_step([], step=4, num_ranks=1, max_tokens=10)
+    bare = rollout(0, 4)
+    bare.advantages = None
+    with pytest.raises(ValueError, match="rollout 0/0 has no advantages"):
+        pack_step([bare], step=0, num_ranks=1, max_tokens=10)
+    mixed = [rollout(0, 4), rollout(1, 4)]
+    mixed[1].ref_logprobs = mixed[1].logprobs
+    with pytest.raises(ValueError, match="rollout 1/1: some rollouts of step 0 have ref_logprobs"):
+        pack_step(mixed, step=0, num_ranks=1, max_tokens=10)
+    with pytest.raises(ValueError, match="has no tokens"):
+        pack_step([rollout(0, 0, num_loss=0)], step=0, num_ranks=1, max_tokens=10)
