@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers.utils.logging import disable_progress_bar
+
 from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.data.chat import PromptRenderer, load_tokenizer
 from rlpipe.data.rows import Place, UnusableRow
@@ -75,6 +77,7 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
 
     Raises ``InputError`` if the model, the adapter or a prompt can't be used, ``EngineFailed`` if sampling fails.
     """
+    disable_progress_bar()
     model = model_config(request)
     tokenizer = load_tokenizer(model)
     rendered = render_prompts(prompts, tokenizer, request)

@@ -7,18 +7,18 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
 from ray.train import WorkerGroupError
 from ray.train.torch import TorchTrainer
 
 from rlpipe import launch
 from rlpipe.actors.learner import LearnerSetup, make_trainer
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema import AdapterConfig, Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts, add_evaluated, follow_reports
 from rlpipe.data.chat import load_tokenizer
@@ -26,7 +26,7 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
-from rlpipe.placement import Need, connect, root_cause
+from rlpipe.placement import Need, connect
 from rlpipe.prepare import ResumePoint, RewardLike, Run, find_resume_point, prepare_run
 from rlpipe.reporting import Reporter
 from rlpipe.rollout.engine import resolve_engine
@@ -36,8 +36,7 @@ from rlpipe.tracking.plot import plot_rewards
 from rlpipe.tracking.progress import open_progress
 from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.trackers import open_trackers
-from rlpipe.types import Prompt, WeightsKind
-from rlpipe.weights import pack_weights, read_adapter
+from rlpipe.types import Prompt
 
 Result = TypeVar("Result")
 
@@ -117,6 +116,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
 def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
     """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
+    if adapter is not None:
+        config = replace(config, model=replace(config.model, adapter=AdapterConfig(path=adapter)))
     run = prepare_run(config, rewards)
     _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
     if not held_out:
@@ -124,8 +125,6 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
     with _cluster(config, needs):
         parts = launch.start_parts(run)
-        if adapter is not None:
-            _serve_adapter(adapter, parts.weights, config.weights.timeout_s)
         return _run(_evaluate_once(run, parts, held_out))
 
 
@@ -152,25 +151,6 @@ def _evaluator(run: Run, prompts: Sequence[Prompt]) -> Evaluator:
         correct_at=run.config.data.held_out.correct_at,
         max_tokens=run.config.rollout.sampling.max_tokens,
     )
-
-
-def _serve_adapter(folder: str, weights: ActorHandle, timeout_s: float) -> None:
-    """Hands an adapter from the disk to the engines, as version 0."""
-    adapter_config, tensors = read_adapter(folder)
-    buckets: list[ObjectRef] = []
-    manifest = pack_weights(
-        version=0,
-        kind=WeightsKind.LORA,
-        named_tensors=tensors.items(),
-        bucket_bytes=0,
-        adapter_config=adapter_config,
-        emit=lambda bucket: buckets.append(ray.put(bucket)),
-    )
-    try:
-        ray.get(weights.publish.remote(manifest, buckets))
-        ray.get(weights.wait_served.remote(-1, timeout_s))
-    except RayTaskError as error:
-        raise root_cause(error, "the engines could not load the adapter") from None
 
 
 def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: ActorHandle | None) -> LearnerSetup:

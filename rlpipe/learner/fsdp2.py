@@ -67,6 +67,11 @@ class Fsdp2:
         assert isinstance(self._trained, FSDPModule)
         self._trained.set_requires_gradient_sync(last or self._reduce_every_backward)
 
+    def end_inference(self, scorer: TokenScorer) -> None:
+        # The root keeps its parameters gathered for the backward pass; until then the optimizer would not find them.
+        assert isinstance(scorer, FSDPModule)
+        scorer.reshard()
+
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

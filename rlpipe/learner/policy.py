@@ -72,6 +72,7 @@ class Policy:
             with torch.no_grad():
                 yield
         finally:
+            self.sharding.end_inference(self.scorer)
             self.model.train()
 
     @contextmanager

@@ -58,7 +58,9 @@ class FrozenCopy:
 
     @torch.no_grad()
     def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
-        return self.scorer(row, temperature, chunk_tokens, False)[0]
+        logprobs = self.scorer(row, temperature, chunk_tokens, False)[0]
+        self._policy.sharding.end_inference(self.scorer)
+        return logprobs
 
     @torch.no_grad()
     def end_step(self, num_steps_done: int) -> None:

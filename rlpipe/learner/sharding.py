@@ -28,6 +28,9 @@ class Sharding(Protocol):
     def begin_backward(self, *, last: bool) -> None:
         """Announces a backward pass; gradients must be summed over the ranks after the ``last`` of an update."""
 
+    def end_inference(self, scorer: TokenScorer) -> None:
+        """Announces the end of forward passes that no backward pass follows."""
+
     def local(self, tensor: Tensor) -> Tensor:
         """The part of a parameter, gradient or moment that this rank holds; shares its memory."""
 
@@ -51,6 +54,9 @@ class SingleRank:
         pass
 
     def begin_backward(self, *, last: bool) -> None:
+        pass
+
+    def end_inference(self, scorer: TokenScorer) -> None:
         pass
 
     def local(self, tensor: Tensor) -> Tensor:
