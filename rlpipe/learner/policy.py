@@ -79,7 +79,11 @@ class Policy:
     def adapter_off(self) -> Iterator[None]:
         """The model that the adapter was put on; only for LoRA."""
         assert isinstance(self.model, PeftModel)
+        trained = self.trainable_parameters().values()
         with self.model.disable_adapter():
+            # PEFT freezes what it disables; FSDP takes what is frozen in its first forward pass as frozen for good.
+            for parameter in trained:
+                parameter.requires_grad_(True)
             yield
 
 

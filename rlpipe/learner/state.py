@@ -6,6 +6,9 @@ Every tensor has a name of its own, so that parts written by some ranks can be r
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ def write_state(learner: Learner, folder: Path) -> None:
     alone = learner.policy.sharding.num_ranks == 1
     tensors = _weights(learner) | _moments(learner) | _random_states(learner)
     try:
-        dcp.save(tensors, checkpoint_id=folder, no_dist=alone)
+        with _single_process_is_meant():
+            dcp.save(tensors, checkpoint_id=folder, no_dist=alone)
     except CheckpointException as error:
         causes = "; ".join(str(cause) for cause, _ in error.failures.values())
         raise OSError(f"{folder} can't be written: {causes}") from error
@@ -39,12 +43,21 @@ def read_state(learner: Learner, folder: Path) -> None:
     moments = _empty_moments(learner, metadata)
     random = {name: state for name, state in _random_states(learner).items() if name in metadata.state_dict_metadata}
     tensors: dict[str, Any] = weights | {f"optimizer.{n}.{k}": t for n, s in moments.items() for k, t in s.items()}
-    dcp.load(tensors | random, checkpoint_id=folder, no_dist=alone)
+    with _single_process_is_meant():
+        dcp.load(tensors | random, checkpoint_id=folder, no_dist=alone)
     parameters = learner.policy.trainable_parameters()
     learner.optimizer.state.clear()
     for name, state in moments.items():
         learner.optimizer.state[parameters[name]] = state
     _set_random_states(random)
+
+
+@contextmanager
+def _single_process_is_meant() -> Iterator[None]:
+    """Without torch's warning at every checkpoint of a single rank."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _weights(learner: Learner) -> dict[str, Tensor]:

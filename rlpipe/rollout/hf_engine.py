@@ -65,10 +65,7 @@ class HfEngine:
         self._version, self._digest = 0, BASE_DIGEST
         self._num_tokens, self._busy_s = 0, 0.0
 
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            model.tokenizer or model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-        self._base = _open_model(model)
+        self._base, self._tokenizer = _open_model(model)
         self._end_ids = _end_token_ids(self._base, self._tokenizer.eos_token_id, rollout.sampling)
         self._base.generation_config = GenerationConfig()
         self._linear_modules = [
@@ -248,18 +245,17 @@ def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
     }
 
 
-def _open_model(model: ModelConfig) -> PreTrainedModel:
+def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
+    """The base model, ready to serve, and its tokenizer."""
+    source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
         policy: Any = AutoModelForCausalLM.from_pretrained(
-            model.path,
-            revision=model.revision,
-            dtype=getattr(torch, model.dtype),
-            attn_implementation=model.attention,
-            trust_remote_code=model.trust_remote_code,
+            model.path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention, **source
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"model.path={model.path} can't be loaded: {str(error).splitlines()[0]}") from error
-    return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
+    return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer
 
 
 def _end_token_ids(model: PreTrainedModel, tokenizer_eos: int | None, sampling: SamplingConfig) -> set[int]:

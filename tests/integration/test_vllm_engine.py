@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import (
+    adapted,
+    corrupted,
+    drain,
+    largest_difference,
+    load,
+    model_config,
+    publish_adapter,
+    publish_full,
+    request,
+    retrained,
+    rollout_config,
+    sample,
+    tokens,
+    versions,
+    without,
+)
+
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.rollout.engine import Engine, open_engine
+from rlpipe.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.types import GroupRequest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_policy(
+        tmp_path_factory.mktemp("policy"),
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=96,
+    )
+
+
+def open_engine_of(path: Path, engine: str, kind: str = "lora", **options: Any) -> Engine:
+    config = rollout_config(engine, **options)
+    return open_engine("engine-0", model_config(path, kind), config, max_prompt_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def lora_engine(path: Path) -> Iterator[Engine]:
+    engine = open_engine_of(path, "vllm")
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def full_engine(path: Path) -> Iterator[Engine]:
+    engine = open_engine_of(path, "vllm", "none")
+    yield engine
+    engine.stop()
+
+
+def step_until_started(engine: Engine) -> None:
+    assert engine.step() == []
+
+
+def long_request(group_id: int, **options: Any) -> GroupRequest:
+    return request(group_id, max_tokens=24, temperature=1.0, **options)
+
+
+def test_the_base_model_is_version_0(lora_engine: Engine, path: Path) -> None:
+    groups = sample(lora_engine, [request(i) for i in range(4)])
+    assert versions(groups) == {0}
+    base = adapted(path).unload()
+    assert largest_difference(base, groups, 1.0) < 1e-4
+    assert sum(group.num_loss_tokens for group in groups) == lora_engine.health().num_tokens
+    assert all(group.generate_s > 0 for group in groups)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"r": 3, "target_modules": ["q_proj", "up_proj"]}])
+def test_logprobs_of_an_adapter_equal_a_forward_pass(
+    lora_engine: Engine, path: Path, temperature: float, config: dict[str, Any]
+) -> None:
+    policy = adapted(path, **config)
+    published = publish_adapter(policy, 1)
+    assert load(lora_engine, published) == published[0].digest
+    groups = sample(lora_engine, [request(i, temperature=temperature) for i in range(6)])
+    assert versions(groups) == {1}
+    assert largest_difference(policy, groups, temperature) < 1e-4
+
+
+def test_running_sequences_keep_their_adapter_and_new_ones_take_the_new_one(lora_engine: Engine, path: Path) -> None:
+    policies = {version: adapted(path, seed=version) for version in (2, 3)}
+    load(lora_engine, publish_adapter(policies[2], 2))
+    lora_engine.submit([long_request(0)])
+    step_until_started(lora_engine)
+    load(lora_engine, publish_adapter(policies[3], 3))
+    lora_engine.submit([long_request(1), long_request(2, min_version=4)])
+    groups = drain(lora_engine)
+    assert [versions([group]) for group in groups] == [{2}, {3}]
+    for group, version in zip(groups, (2, 3), strict=True):
+        assert largest_difference(policies[version], [group], 1.0) < 1e-4
+    load(lora_engine, publish_adapter(policies[2], 4))
+    assert [versions([group]) for group in drain(lora_engine)] == [{4}]
+
+
+def test_a_load_waits_for_a_free_slot(lora_engine: Engine, path: Path) -> None:
+    for version in (5, 6):
+        load(lora_engine, publish_adapter(adapted(path, seed=version), version))
+        lora_engine.submit([long_request(version)])
+        step_until_started(lora_engine)
+    third = publish_adapter(adapted(path, seed=7), 7)
+    groups = []
+    while not lora_engine.prepare_load(third[0]):
+        groups += lora_engine.step()
+    assert load(lora_engine, third) == third[0].digest
+    groups += drain(lora_engine)
+    assert sorted(versions(groups)) == [5, 6]
+
+
+def test_the_prefix_cache_never_mixes_versions(path: Path) -> None:
+    config = rollout_config("vllm", engine_args={"block_size": 32})
+    engine = open_engine("engine-1", model_config(path), config, max_prompt_tokens=256)
+    try:
+        for version in (1, 2):
+            policy = adapted(path, seed=version)
+            load(engine, publish_adapter(policy, version))
+            groups = sample(engine, [request(i, prompt_ids=[*range(30, 94)] * 3) for i in range(2)])
+            assert largest_difference(policy, groups, 1.0) < 1e-4
+    finally:
+        engine.stop()
+
+
+def test_a_damaged_adapter_changes_the_digest(lora_engine: Engine, path: Path) -> None:
+    published = publish_adapter(adapted(path), 8)
+    digest = published[0].digest
+    for part in ("1.self_attn.v_proj.lora_A", "0.mlp.gate_proj.lora_B", "1.mlp.down_proj.lora_B"):
+        assert load(lora_engine, corrupted(published, part)) != digest
+    wrong_scale = publish_adapter(adapted(path, lora_alpha=6), 8)
+    assert load(lora_engine, (wrong_scale[0], published[1])) != digest
+    assert load(lora_engine, published) == digest
+
+
+def test_a_dropped_or_misnamed_adapter_is_named(lora_engine: Engine, path: Path) -> None:
+    published = publish_adapter(adapted(path), 9)
+    with pytest.raises(ModelError, match=r"no tensors for .* model\.layers\.1\.mlp\.down_proj"):
+        load(lora_engine, without(published, "layers.1.mlp.down_proj"))
+    with pytest.raises(ModelError, match="the adapter has no tensors"):
+        load(lora_engine, without(published, "layers"))
+    other = make_tiny_policy(
+        path / "deeper", hidden_size=64, num_layers=3, num_heads=2, num_kv_heads=1, intermediate_size=96
+    )
+    with pytest.raises(ModelError, match=r"match no module of the model: model\.layers\.2"):
+        load(lora_engine, publish_adapter(adapted(other), 9))
+    assert versions(sample(lora_engine, [request(0)])) == {lora_engine.health().version}
+
+
+def test_both_engines_serve_the_same(lora_engine: Engine, path: Path) -> None:
+    published = publish_adapter(adapted(path), 10)
+    hf = open_engine_of(path, "hf")
+    assert load(hf, published) == load(lora_engine, published) == published[0].digest
+    requests = [request(i, temperature=0.0) for i in range(6)]
+    assert tokens(sample(hf, requests)) == tokens(sample(lora_engine, requests))
+
+
+def test_samples_depend_on_their_seed(lora_engine: Engine) -> None:
+    requests = [request(i) for i in range(4)]
+    first = sample(lora_engine, requests)
+    assert tokens(first) == tokens(sample(lora_engine, requests[:2])) + tokens(sample(lora_engine, requests[2:]))
+    assert len({tuple(ids) for ids in tokens(first[:1])}) == 2
+
+
+def test_a_request_that_vllm_refuses_fails_alone(lora_engine: Engine) -> None:
+    groups = sample(lora_engine, [request(0, prompt_ids=[4, 10_000]), request(1)])
+    assert groups[0].failure is not None
+    assert "10000 is out of vocabulary" in groups[0].failure
+    assert groups[1].failure is None
+
+
+def test_full_weights_are_loaded_in_place_after_running_sequences(full_engine: Engine, path: Path) -> None:
+    first, second = (retrained(path, seed=seed) for seed in (1, 2))
+    published = publish_full(first, 1)
+    assert load(full_engine, published) == published[0].digest
+    full_engine.submit([long_request(0)])
+    step_until_started(full_engine)
+    published = publish_full(second, 2)
+    full_engine.submit([long_request(1)])
+    groups = []
+    while not full_engine.prepare_load(published[0]):
+        groups += full_engine.step()
+    assert full_engine.load(*published) == published[0].digest
+    groups = sorted(groups + drain(full_engine), key=lambda group: group.group_id)
+    assert [versions([group]) for group in groups] == [{1}, {2}]
+    assert largest_difference(first, groups[:1], 1.0) < 1e-4
+    assert largest_difference(second, groups[1:], 1.0) < 1e-4
+
+
+def test_damaged_full_weights_are_seen(full_engine: Engine, path: Path) -> None:
+    published = publish_full(retrained(path), 3)
+    for part in ("1.self_attn.k_proj", "embed_tokens", "0.input_layernorm"):
+        assert load(full_engine, corrupted(published, part)) != published[0].digest
+    with pytest.raises(ModelError, match=r"were not published: model\.layers\.0\.self_attn\.k_proj\.weight"):
+        load(full_engine, without(published, "layers.0.self_attn.k_proj"))
+    assert load(full_engine, published) == published[0].digest
+
+
+def test_both_engines_serve_the_same_full_weights(full_engine: Engine, path: Path) -> None:
+    published = publish_full(retrained(path), 4)
+    hf = open_engine_of(path, "hf", "none")
+    assert load(hf, published) == load(full_engine, published) == published[0].digest
+    requests = [request(i, temperature=0.0) for i in range(6)]
+    assert tokens(sample(hf, requests)) == tokens(sample(full_engine, requests))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}"}, r"[0-9]{3}"),
+        ({"guided_json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}}, None),
+    ],
+)
+def test_completions_follow_the_grammar(path: Path, sampling: dict[str, Any], pattern: str | None) -> None:
+    engine = open_engine_of(path, "vllm", sampling=sampling)
+    try:
+        (group,) = sample(engine, [request(0, max_tokens=80)])
+    finally:
+        engine.stop()
+    tokenizer = make_tokenizer()
+    for rollout in group:
+        text = tokenizer.decode(rollout.completion_ids.tolist(), skip_special_tokens=True)
+        assert re.fullmatch(pattern, text) if pattern else rollout.finish_reason == "length" or "a" in json.loads(text)
+        assert rollout.logprobs.max() <= 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine_args": {"max_num_seq": 2}}, "did you mean max_num_seqs"),
+        ({"engine_args": {"max_model_len": 2}}, r"set rollout\.max_model_len instead"),
+        ({"sampling": {"extra": {"bad_word": ["x"]}}}, "did you mean bad_words"),
+        ({"sampling": {"extra": {"logprobs": 3}}}, "rlpipe sets it itself"),
+        ({"sampling": {"guided_regex": "a", "guided_json": {}}}, "both guided_regex and guided_json"),
+        ({"engine_args": {"block_size": -1}}, "vllm can't be started"),
+    ],
+)
+def test_options_that_vllm_does_not_know_are_config_errors(path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_engine_of(path, "vllm", **options)
+
+
+def test_stop_strings_end_a_completion_with_their_token(path: Path) -> None:
+    tokenizer = make_tokenizer()
+    engine = open_engine_of(path, "vllm", sampling={"stop": list("abcdefgh")})
+    try:
+        groups = sample(engine, [request(i, group_size=8) for i in range(3)])
+    finally:
+        engine.stop()
+    texts = [
+        tokenizer.decode(r.completion_ids.tolist()) for group in groups for r in group if r.finish_reason == "stop"
+    ]
+    assert any(text[-1] in "abcdefgh" for text in texts)
+    assert not any(set(text[:-1]) & set("abcdefgh") for text in texts)

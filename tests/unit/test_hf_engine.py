@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.rollout.engine import Engine, open_engine, resolve_engine
+from rlpipe.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.types import NO_VERSION, RolloutStatus
+from rlpipe.weights import BASE_DIGEST
+from engine_cases import (
+    adapted,
+    corrupted,
+    drain,
+    forward_logprobs,
+    largest_difference,
+    load,
+    model_config,
+    publish_adapter,
+    publish_full,
+    request,
+    retrained,
+    rollout_config,
+    sample,
+    tokens,
+    versions,
+    without,
+)
+
+END = make_tokenizer().eos_token_id
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_policy(
+        tmp_path_factory.mktemp("policy"),
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=64,
+    )
+
+
+def open_hf(path: Path, kind: str = "lora", *, adapter: dict[str, Any] | None = None, **options: Any) -> Engine:
+    model = model_config(path, kind, **(adapter or {}))
+    return open_engine("engine-0", model, rollout_config("hf", **options), max_prompt_tokens=16)
+
+
+def test_engines_are_resolved_without_loading_them() -> None:
+    assert resolve_engine("hf") == "hf"
+    assert resolve_engine("auto") in ("hf", "vllm")
+
+
+def test_rollouts_hold_prompt_and_drawn_tokens(path: Path) -> None:
+    engine = open_hf(path)
+    groups = sample(engine, [request(0), request(3, group_size=3)])
+    assert [len(group) for group in groups] == [2, 3]
+    for group in groups:
+        num_prompt = len(group.prompt.token_ids)
+        for rollout in group:
+            assert rollout.token_ids[:num_prompt].tolist() == group.prompt.token_ids.tolist()
+            assert not rollout.loss_mask[:num_prompt].any()
+            assert rollout.loss_mask[num_prompt:].all()
+            assert set(rollout.policy_versions[:num_prompt]) == {NO_VERSION}
+            assert rollout.task == {"row": group.group_id}
+            ended = rollout.token_ids[-1] == END
+            assert rollout.status is (RolloutStatus.COMPLETED if ended else RolloutStatus.TRUNCATED)
+            assert END not in rollout.completion_ids[:-1]
+    health = engine.health()
+    assert (health.version, health.digest, health.outstanding_groups) == (0, BASE_DIGEST, 0)
+    assert health.num_tokens == sum(group.num_loss_tokens for group in groups)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_an_adapter_equal_a_forward_pass(path: Path, temperature: float) -> None:
+    engine, policy = open_hf(path), adapted(path)
+    published = publish_adapter(policy, 1)
+    assert load(engine, published) == published[0].digest
+    groups = sample(engine, [request(i, temperature=temperature) for i in range(4)])
+    assert versions(groups) == {1}
+    assert largest_difference(policy, groups, temperature) < 1e-5
+
+
+def test_logprobs_of_full_weights_equal_a_forward_pass(path: Path) -> None:
+    engine, policy = open_hf(path, "none"), retrained(path)
+    published = publish_full(policy, 5)
+    assert len(published[1]) > 1
+    assert load(engine, published) == published[0].digest
+    assert largest_difference(policy, sample(engine, [request(i) for i in range(4)]), 1.0) < 1e-5
+
+
+def test_samples_depend_on_their_seed_and_not_on_the_batch(path: Path) -> None:
+    engine = open_hf(path, engine_args={"max_batch_size": 2})
+    one_by_one = sample(engine, [request(i) for i in range(4)])
+    together = sample(open_hf(path), [request(i) for i in range(4)])
+    assert tokens(one_by_one) == tokens(together)
+    first, second = one_by_one[0]
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    assert tokens(sample(engine, [request(0, seed=99)])) != tokens(one_by_one[:1])
+
+
+def test_greedy_siblings_take_the_likeliest_tokens(path: Path) -> None:
+    policy = adapted(path)
+    engine = open_hf(path)
+    load(engine, publish_adapter(policy, 1))
+    (group,) = sample(engine, [request(1, temperature=0.0)])
+    first, second = group
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    with torch.no_grad():
+        likeliest = policy(torch.from_numpy(first.token_ids)[None].long()).logits[0, :-1].argmax(-1).numpy()
+    assert first.completion_ids.tolist() == likeliest[first.loss_mask[1:]].tolist()
+    assert largest_difference(policy, [group], 1.0) < 1e-5
+
+
+def test_top_k_logprobs_are_those_of_the_cut_distribution(path: Path) -> None:
+    policy = adapted(path)
+    engine = open_hf(path, sampling={"top_k": 3})
+    load(engine, publish_adapter(policy, 1))
+    (group,) = sample(engine, [request(0, group_size=4)])
+    for rollout in group:
+        with torch.no_grad():
+            logits = policy(torch.from_numpy(rollout.token_ids)[None].long()).logits[0, :-1]
+        kept = logits.topk(3).values.logsumexp(-1).numpy()
+        full = logits.logsumexp(-1).numpy()
+        expected = forward_logprobs(policy, rollout, 1.0) + (full - kept)[rollout.loss_mask[1:]]
+        np.testing.assert_allclose(rollout.logprobs[rollout.loss_mask], expected, atol=1e-5)
+
+
+def test_repetition_penalty_counts_prompt_and_completion_but_no_padding(path: Path) -> None:
+    policy = adapted(path)
+    engine = open_hf(path, sampling={"repetition_penalty": 1.5})
+    load(engine, publish_adapter(policy, 1))
+    groups = sample(engine, [request(0), request(4)])
+    for rollout in (rollout for group in groups for rollout in group):
+        token_ids = torch.from_numpy(rollout.token_ids).long()
+        with torch.no_grad():
+            logits = policy(token_ids[None]).logits[0]
+        for position in np.flatnonzero(rollout.loss_mask):
+            row = logits[position - 1].clone()
+            seen = token_ids[:position].unique()
+            row[seen] = torch.where(row[seen] > 0, row[seen] / 1.5, row[seen] * 1.5)
+            assert row.log_softmax(-1)[token_ids[position]] == pytest.approx(rollout.logprobs[position], abs=1e-5)
+
+
+def test_requests_wait_for_their_version(path: Path) -> None:
+    engine = open_hf(path)
+    engine.submit([request(0, min_version=2)])
+    assert not engine.has_work
+    load(engine, publish_adapter(adapted(path), 1))
+    assert not engine.has_work
+    load(engine, publish_adapter(adapted(path, seed=1), 2))
+    assert versions(drain(engine)) == {2}
+
+
+def test_stop_strings_and_stop_ids_end_a_completion_with_their_token(path: Path) -> None:
+    tokenizer = make_tokenizer()
+    free = sample(open_hf(path), [request(i, group_size=4) for i in range(3)])
+    character = tokenizer.decode([int(free[0].rollouts[0].completion_ids[3])])
+    stop_id = tokenizer.convert_tokens_to_ids(character)
+    for sampling in ({"stop": [character]}, {"stop_token_ids": [stop_id]}):
+        stopped = sample(open_hf(path, sampling=sampling), [request(i, group_size=4) for i in range(3)])
+        for before, after in zip(*map(lambda gs: [r for g in gs for r in g], (free, stopped)), strict=True):
+            drawn = before.completion_ids.tolist()
+            expected = drawn[: drawn.index(stop_id) + 1] if stop_id in drawn else drawn
+            assert after.completion_ids.tolist() == expected
+            assert after.finish_reason == ("stop" if {stop_id, END} & {expected[-1]} else "length")
+
+
+def test_lengths_are_bounded_by_request_and_model(path: Path) -> None:
+    engine = open_hf(path, max_model_len=12)
+    short, long = sample(engine, [request(0, max_tokens=3), request(4)])
+    assert max(rollout.num_loss_tokens for rollout in short) <= 3
+    assert max(len(rollout.token_ids) for rollout in long) <= 12
+    (failed,) = sample(open_hf(path, max_model_len=6), [request(4)])
+    assert len(failed) == 0
+    assert failed.failure == "the prompt is too long: its 9 tokens leave no room in 6"
+
+
+def test_damage_on_the_way_changes_the_digest(path: Path) -> None:
+    engine, published = open_hf(path), publish_adapter(adapted(path), 1)
+    digest = published[0].digest
+    assert load(engine, corrupted(published, "1.self_attn.v_proj.lora_A")) != digest
+    wrong_scale = publish_adapter(adapted(path, lora_alpha=6), 1)
+    assert load(engine, (wrong_scale[0], published[1])) != digest
+    assert load(engine, published) == digest
+    full_engine, full = open_hf(path, "none"), publish_full(retrained(path), 1)
+    assert load(full_engine, corrupted(full, "0.mlp.up_proj")) != full[0].digest
+    assert load(full_engine, full) == full[0].digest
+
+
+def test_missing_and_unknown_tensors_are_named(path: Path) -> None:
+    engine, published = open_hf(path), publish_adapter(adapted(path), 1)
+    with pytest.raises(ModelError, match=r"no tensors for .* model\.layers\.1\.mlp\.down_proj"):
+        load(engine, without(published, "layers.1.mlp.down_proj"))
+    full_engine, full = open_hf(path, "none"), publish_full(retrained(path), 1)
+    with pytest.raises(ModelError, match=r"were not published: model\.norm\.weight"):
+        load(full_engine, without(full, "model.norm.weight"))
+    with pytest.raises(ModelError, match="engine engine-0 takes full weights, got lora"):
+        load(full_engine, published)
+
+
+def test_weights_in_another_type_than_served_are_refused(path: Path) -> None:
+    with pytest.raises(ModelError, match=r"published in torch\.float64, but the engine serves torch\.float32"):
+        load(open_hf(path, "none"), publish_full(retrained(path).double(), 1))
+
+
+def test_version_0_is_the_adapter_of_the_config(path: Path, tmp_path: Path) -> None:
+    policy = adapted(path)
+    policy.save_pretrained(tmp_path)
+    engine = open_hf(path, adapter={"path": str(tmp_path)})
+    assert engine.health().digest == publish_adapter(policy, 0)[0].digest
+    groups = sample(engine, [request(0)])
+    assert versions(groups) == {0}
+    assert largest_difference(policy, groups, 1.0) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": {"guided_regex": "a+"}}, r"guided_regex needs rollout\.engine=vllm"),
+        ({"sampling": {"guided_json": {}}}, r"guided_json needs rollout\.engine=vllm"),
+        ({"sampling": {"extra": {"min_new_token": 2}}}, "did you mean min_new_tokens"),
+        ({"engine_args": {"max_batch": 2}}, "did you mean max_batch_size"),
+    ],
+)
+def test_options_that_it_does_not_know_are_config_errors(path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_hf(path, **options)
+
+
+def test_further_sampling_arguments_reach_generate(path: Path) -> None:
+    engine = open_hf(path, sampling={"extra": {"suppress_tokens": [END]}})
+    groups = sample(engine, [request(i, group_size=4) for i in range(3)])
+    assert {rollout.finish_reason for group in groups for rollout in group} == {"length"}
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path=\S*nowhere"):
+        open_hf(tmp_path / "nowhere")
