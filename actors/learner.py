@@ -16,6 +16,8 @@ from ray.exceptions import GetTimeoutError
 from ray.train import CheckpointConfig as TrainCheckpointConfig
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.callback import RayTrainCallback
 
 from rlpipe.configs.schema import (
     AlgorithmConfig,
@@ -54,11 +56,23 @@ class LearnerSetup:
     timeout_s: float
 
 
+class LearnerTrainer(TorchTrainer):
+    """Ray Train without the helper that looks for its controller in whatever cluster this machine started last.
+
+    Where that is another cluster, the helper finds no controller and removes the learner's placement group. What it
+    is for, freeing the group after a crash, Ray does by itself when the job ends.
+    """
+
+    def _create_default_callbacks(self) -> list[RayTrainCallback]:
+        callbacks: list[RayTrainCallback] = super()._create_default_callbacks()
+        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+
+
 def make_trainer(setup: LearnerSetup, run_name: str) -> TorchTrainer:
     """The Ray Train job whose workers are the learner ranks."""
     learner = setup.learner
     per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
-    return TorchTrainer(
+    return LearnerTrainer(
         train_loop,
         train_loop_config={"setup": setup},
         scaling_config=ScalingConfig(

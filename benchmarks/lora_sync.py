@@ -178,9 +178,7 @@ def main() -> None:
     model = ModelConfig(path=str(path), dtype="float32", adapter=AdapterConfig(r=RANK, alpha=2 * RANK))
     ray.init(num_cpus=arguments.engines + 2, include_dashboard=False, log_to_driver=False)
     engines = start_engines(model, arguments.engines)
-    weights = start_actor(
-        WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000
-    )
+    weights = start_actor(WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000)
     publisher = start_actor(Publisher, Need(name="publisher"), model, engines, weights)
     adapter_mb = ray.get(publisher.adapter_bytes.remote()) / 1e6
     print(f"adapter of {adapter_mb:.1f} MB, {arguments.engines} engines, load average {os.getloadavg()[0]:.1f}")

@@ -77,8 +77,12 @@ class InstantEngine:
 
     def health(self) -> EngineHealth:
         return EngineHealth(
-            name=self._name, version=self._version, digest=DIGEST, outstanding_groups=len(self._requests),
-            num_tokens=self._num_tokens, busy_s=0.0,
+            name=self._name,
+            version=self._version,
+            digest=DIGEST,
+            outstanding_groups=len(self._requests),
+            num_tokens=self._num_tokens,
+            busy_s=0.0,
         )
 
     def stop(self) -> None:
@@ -156,7 +160,9 @@ class MemoryReporter:
         if done * 10 // self._num_steps > len(self.rss_mb):
             self.rss_mb.append(resident_mb())
             rate = done * self._groups_per_step / (self.ended - self.started)
-            print(f"{done * self._groups_per_step:6d} groups, {rate:6.0f} groups/s, {self.rss_mb[-1]:7.0f} MB", flush=True)
+            print(
+                f"{done * self._groups_per_step:6d} groups, {rate:6.0f} groups/s, {self.rss_mb[-1]:7.0f} MB", flush=True
+            )
 
     def compared(self, report: StepReport) -> None:
         pass

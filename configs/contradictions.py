@@ -113,13 +113,19 @@ def check_source(data: DataConfig) -> Iterator[str]:
 
 def check_held_out(data: DataConfig) -> Iterator[str]:
     held_out = data.held_out
-    if held_out.every_steps > 0 and held_out.size == 0 and held_out.path is None:
+    if held_out.every_steps > 0 and held_out.size == 0 and held_out.path is None and held_out.split is None:
         yield (
             f"data.held_out.every_steps: {held_out.every_steps}, but there are no held-out rows; "
-            "set data.held_out.size or data.held_out.path"
+            "set data.held_out.size, data.held_out.path or data.held_out.split"
         )
     if held_out.size > 0 and held_out.path is not None:
         yield "data.held_out.size: held-out rows come from data.held_out.path already; set one of the two"
+    if held_out.split is not None and (held_out.size > 0 or held_out.path is not None):
+        yield "data.held_out.split: held-out rows come from data.held_out.size or path already; set one of the three"
+    if held_out.split is not None and data.source != "datasets":
+        yield f"data.held_out.split: data.source={data.source} has no splits; set data.held_out.size or path instead"
+    if held_out.split is not None and held_out.split == data.split:
+        yield f"data.held_out.split: {held_out.split} is trained on (data.split); name another split"
     rows = data.task_args.get("size")
     if isinstance(rows, int) and 0 < rows <= held_out.size:
         yield f"data.held_out.size: {held_out.size} of data.task_args.size={rows} leaves no training row; set it lower"

@@ -78,7 +78,8 @@ class ModelConfig(Freezable):
 @dataclass(kw_only=True)
 class HeldOutConfig(Freezable):
     size: int = option(0, "Rows split off the source by the seed and never trained on; 0 evaluates nothing.", minimum=0)
-    path: str | None = option(None, "A file of its own with held-out rows, instead of a split.")
+    path: str | None = option(None, "A file of its own with held-out rows.")
+    split: str | None = option(None, "A split of the data set of its own with held-out rows (datasets).")
     every_steps: int = option(0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0)
     correct_at: float = option(1.0, "A rollout whose reward is at least this counts as correct in the accuracy.")
 

@@ -121,7 +121,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     run = prepare_run(config, rewards)
     _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
     if not held_out:
-        raise ConfigError("nothing to evaluate on: set data.held_out.size or data.held_out.path")
+        raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
     with _cluster(config, needs):
         parts = launch.start_parts(run)
@@ -228,7 +228,7 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
     """A cluster that the run fits on; what the run started is ended with it."""
     joined = ray.is_initialized()
     connect(config.cluster, needs)
-    actors_before = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)}
+    actors_before = set(ray.util.list_named_actors())
     try:
         yield
     finally:

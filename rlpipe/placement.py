@@ -45,7 +45,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> None:
             wanted = sum(need.num_cpus for need in needs)
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
         try:
-            ray.init(address, **options)
+            ray.init(address or "local", **options)
         except ConnectionError as error:
             raise ConfigError(f"cluster.address={address}: no Ray cluster answers there ({error})") from None
     check_fit(needs, ray.cluster_resources())

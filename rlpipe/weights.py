@@ -80,7 +80,9 @@ def pack_weights(
     served = ((name, _cast(tensor.detach(), dtype)) for name, tensor in named_tensors)
     if kind is WeightsKind.LORA:
         tensors = dict(served)
-        digest = lora_digest(scaled_pairs(tensors, adapter_config or {}))
+        config = adapter_config or {}
+        _check_features(config)
+        digest = lora_digest(pair_adapter(tensors), lambda module: lora_scaling(config, module))
         sizes = [_emit_bucket(tensors, emit)]
     else:
         sums: dict[int, int] = {}
@@ -137,11 +139,11 @@ def unpack(bucket: ByteArray) -> dict[str, Tensor]:
         raise ModelError(f"a bucket of {len(bucket)} bytes can't be read as safetensors: {error}") from error
 
 
-def unpack_adapter(manifest: WeightsManifest, buckets: Buckets) -> dict[str, Tensor]:
-    """The tensors of a LoRA version; ``ModelError`` unless it came in one bucket with its adapter config."""
+def adapter_bucket(manifest: WeightsManifest, buckets: Buckets) -> ByteArray:
+    """The bucket of a LoRA version; ``ModelError`` unless it came in just one, with its adapter config."""
     if len(buckets) != 1 or manifest.adapter_config is None:
         raise ModelError(f"LoRA version {manifest.version} needs one bucket and its adapter config, got {len(buckets)}")
-    return unpack(buckets[0])
+    return buckets[0]
 
 
 def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[ByteArray]]:
@@ -183,12 +185,6 @@ def pair_adapter(tensors: Mapping[str, Tensor]) -> LoraPairs:
     return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
 
-def scaled_pairs(tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]) -> LoraPairs:
-    """A and scaled B of every module, as an engine serves them."""
-    _check_features(adapter_config)
-    return {module: (a, b * lora_scaling(adapter_config, module)) for module, (a, b) in pair_adapter(tensors).items()}
-
-
 def lora_scaling(adapter_config: Mapping[str, Any], module: str) -> float:
     """PEFT's factor of B·A: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv:2312.03732)."""
     rank = _pattern(adapter_config.get("rank_pattern"), module, adapter_config["r"])
@@ -196,11 +192,15 @@ def lora_scaling(adapter_config: Mapping[str, Any], module: str) -> float:
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)
 
 
-def lora_digest(pairs: LoraPairs) -> str:
-    """Fingerprint of adapted modules, each with A and scaled B; see the top of the file."""
+def lora_digest(pairs: LoraPairs, scaling: Callable[[str], float] | None = None) -> str:
+    """Fingerprint of adapted modules, each with A and scaled B; see the top of the file.
+
+    ``scaling`` gives the factor of a module's B where it is not in B yet.
+    """
     digest = xxhash.xxh3_128()
     for module in sorted(pairs):
-        for tensor in pairs[module]:
+        a, b = pairs[module]
+        for tensor in (a, b if scaling is None else b.detach() * scaling(module)):
             digest.update(f"{module} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return f"lora:{digest.hexdigest()}"

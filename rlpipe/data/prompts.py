@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rlpipe.configs.schema import DataConfig
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.rows import Place, Row, Rows, SkipKind, SkippedRow, UnusableRow
-from rlpipe.data.sources import CheckColumns, open_held_out_file, open_rows
+from rlpipe.data.sources import CheckColumns, open_held_out_rows, open_rows
 from rlpipe.data.transforms import apply_transform
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt, Rollout
@@ -135,9 +135,9 @@ def open_prompts(
 ) -> tuple[PromptSource, list[Prompt]]:
     """The source of training prompts, and the held-out prompts.
 
-    Held-out are the rows of ``data.held_out.path``, or ``data.held_out.size`` rows that ``seed`` splits off. A
-    training row whose rendered prompt equals a held-out one is skipped. Raises ``DataError`` if the data can't be read,
-    lacks a column, or yields no prompt.
+    Held-out are the rows of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows that
+    ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises ``DataError`` if
+    the data can't be read, lacks a column, or yields no prompt.
     """
     renderer = PromptRenderer(tokenizer, data)
     split = _Split(data, tokenizer, renderer.check, renderer.render, seed)
@@ -186,8 +186,8 @@ class _Split:
         self._rows = apply_transform(open_rows(data, seed=seed, check=known), data, tokenizer)
         self._indices = np.arange(len(self._rows))
         self.held_out: list[Prompt] = []
-        if data.held_out.path is not None:
-            rows = apply_transform(open_held_out_file(data, known), data, tokenizer)
+        if data.held_out.path is not None or data.held_out.split is not None:
+            rows = apply_transform(open_held_out_rows(data, known), data, tokenizer)
             self.held_out = _render_held_out(rows, range(len(rows)), len(rows), render_prompt)
         elif data.held_out.size:
             order = np.random.default_rng([seed, 1]).permutation(self._indices)

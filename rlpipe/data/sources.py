@@ -44,8 +44,10 @@ def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None)
     return rows
 
 
-def open_held_out_file(data: DataConfig, check: CheckColumns | None = None) -> Rows:
-    """The rows of ``data.held_out.path``, a JSONL file unless it ends in ``.parquet``."""
+def open_held_out_rows(data: DataConfig, check: CheckColumns | None = None) -> Rows:
+    """The rows of ``data.held_out.split``, or of ``data.held_out.path``: JSONL unless it ends in ``.parquet``."""
+    if data.held_out.split is not None:
+        return _open_dataset(dataclasses.replace(data, split=data.held_out.split), check)
     source = "parquet" if str(data.held_out.path).endswith(".parquet") else "jsonl"
     file = dataclasses.replace(data, source=source, path=data.held_out.path)
     path = _existing_file(file, "data.held_out.path")
@@ -181,7 +183,8 @@ def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
         raise DataError(f"data.path: data set {data.path!r} can't be loaded ({describe_error(error)})") from None
     if isinstance(found, DatasetDict):
         if data.split not in found:
-            raise DataError(f"data.split: {data.path!r} has no split {data.split!r}, but {', '.join(found)}")
+            option = "data.held_out.split" if data.split == data.held_out.split else "data.split"
+            raise DataError(f"{option}: {data.path!r} has no split {data.split!r}, but {', '.join(found)}")
         found = found[data.split]
     assert isinstance(found, Dataset)
     name = f"{data.path} ({data.split})"

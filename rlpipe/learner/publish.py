@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,10 +49,8 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def _adapter_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    trained = {name: parameter.detach() for name, parameter in policy.trainable_parameters().items()}
-    named = get_peft_model_state_dict(policy.model, state_dict=trained, save_embedding_layers=False)
-    for name in sorted(named):
-        yield name, policy.sharding.full(named[name]).detach()
+    for name, parameter in policy.adapter_parameters.items():
+        yield name, policy.sharding.full(parameter.detach()).detach()
 
 
 def _model_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

@@ -79,9 +79,10 @@ class Learner:
     def compare(self, batch: TrainBatch) -> dict[str, float]:
         """The loss and the differences to the sampling log-probs, with the present weights; trains nothing."""
         sums: MetricSums | None = None
-        with self.policy.inference():
-            for mini_batch in batch.mini_batches:
-                for inputs in (prepare(self.policy, micro) for micro in mini_batch.micro_batches):
+        for mini_batch in batch.mini_batches:
+            for inputs in (prepare(self.policy, micro) for micro in mini_batch.micro_batches):
+                self._ask_reference(inputs)
+                with self.policy.inference():
                     sums = _merge(sums, self._loss(mini_batch, inputs).metrics)
         return self._values(sums, num_updates=len(batch.mini_batches))
 
@@ -93,16 +94,19 @@ class Learner:
         to_run = [inputs for inputs in update if not (alone and inputs.is_empty)]
         sums: MetricSums | None = None
         for index, inputs in enumerate(to_run):
-            if self.reference is not None and inputs.ref_logprobs is None:
-                inputs.ref_logprobs = self.reference.logprobs(
-                    inputs.row, temperature=self._temperature, chunk_tokens=self._config.logprob_chunk_tokens
-                )
+            self._ask_reference(inputs)
             output = self._loss(mini_batch, inputs)
             self.policy.sharding.begin_backward(last=index + 1 == len(to_run))
             output.loss.backward()
             sums = _merge(sums, output.metrics)
         assert sums is not None, "a mini batch with loss tokens has micro batches"
         return self._apply_gradients(sums.totals["loss"]), sums
+
+    def _ask_reference(self, inputs: LearnerInputs) -> None:
+        if self.reference is not None and inputs.ref_logprobs is None:
+            inputs.ref_logprobs = self.reference.logprobs(
+                inputs.row, temperature=self._temperature, chunk_tokens=self._config.logprob_chunk_tokens
+            )
 
     def _apply_gradients(self, loss: Tensor) -> float:
         sharding, max_norm = self.policy.sharding, self._config.max_grad_norm

@@ -22,6 +22,7 @@ from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, Weig
 from rlpipe.weights import (
     BASE_DIGEST,
     LoraPairs,
+    adapter_bucket,
     add_checksum,
     check_adapter_modules,
     check_dtype,
@@ -32,7 +33,6 @@ from rlpipe.weights import (
     pack_adapter,
     pair_adapter,
     unpack,
-    unpack_adapter,
 )
 
 _DEFAULT_BATCH_SIZE = 256
@@ -106,7 +106,7 @@ class HfEngine:
         if manifest.kind is not self._kind:
             raise ModelError(f"engine {self._name} takes {self._kind} weights, got {manifest.kind}")
         if manifest.kind is WeightsKind.LORA:
-            digest = self._load_adapter(manifest.adapter_config or {}, unpack_adapter(manifest, buckets))
+            digest = self._load_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
         else:
             digest = self._load_full(buckets)
         self._version, self._digest = manifest.version, digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -18,7 +18,7 @@ from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
 from rlpipe.rollout.engine import num_threads
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
-from rlpipe.weights import BASE_DIGEST, digest_of_sums, merge_sums, pack_adapter, unpack_adapter
+from rlpipe.weights import BASE_DIGEST, adapter_bucket, digest_of_sums, merge_sums, pack_adapter
 
 # vLLM reads these when it is imported.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -79,7 +79,8 @@ class VllmEngine:
     """``rlpipe.rollout.engine.Engine`` on vLLM.
 
     A LoRA version is an adapter with an id of its own: running sequences keep the one they began with, and it is
-    removed with its last sequence. Full weights are replaced in place once nothing runs.
+    removed with its last sequence. Full weights are replaced in place once nothing runs. Of several engines in one
+    process none works any more after the first of them is stopped.
     """
 
     def __init__(self, name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> None:
@@ -124,10 +125,12 @@ class VllmEngine:
         if self._kind is WeightsKind.FULL:
             self._holding = True
             return not self._running
-        in_use = {running.adapter_id for running in self._running.values()} - {None}
+        kept = {running.adapter_id for running in self._running.values()} - {None}
+        if self._adapter is not None:
+            kept.add(self._adapter.lora_int_id)
         lora_config = self._llm.vllm_config.lora_config
         assert lora_config is not None
-        return len(in_use) < lora_config.max_loras
+        return len(kept) < lora_config.max_loras
 
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         if manifest.kind is not self._kind:
@@ -198,17 +201,22 @@ class VllmEngine:
         return build_group(request, samples, time.perf_counter() - running.received_s)
 
     def _load_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
-        unpack_adapter(manifest, buckets)
-        previous = self._adapter
+        bucket = adapter_bucket(manifest, buckets)
         self._num_loads += 1
-        if previous is not None and not self._is_used(previous.lora_int_id):
-            self._llm.collective_rpc("drop_adapter", args=(previous.lora_int_id,))
-        digests = self._llm.collective_rpc("serve_adapter", args=(buckets[0], manifest.adapter_config, self._num_loads))
+        adapter_id = self._num_loads
+        try:
+            digests = self._llm.collective_rpc("serve_adapter", args=(bucket, manifest.adapter_config, adapter_id))
+            if len(set(digests)) != 1:
+                raise WeightsMismatch(f"the ranks of engine {self._name} serve different adapters: {digests}")
+        except BaseException:
+            self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
+            raise
+        previous = self._adapter
         # The name is part of the prefix cache's key, so that no version reads what another one computed.
-        name = f"policy-{manifest.version}-load-{self._num_loads}"
-        self._adapter = LoRARequest(name, self._num_loads, "memory")
-        if len(set(digests)) != 1:
-            raise WeightsMismatch(f"the ranks of engine {self._name} serve different adapters: {Counter(digests)}")
+        name = f"policy-{manifest.version}-load-{adapter_id}"
+        self._adapter = LoRARequest(name, adapter_id, "/only-in-memory")
+        if previous is not None:
+            self._drop_unused(previous.lora_int_id)
         return digests[0]
 
     def _load_full(self, buckets: Buckets) -> str:
@@ -226,11 +234,9 @@ class VllmEngine:
 
     def _drop_unused(self, adapter_id: int | None) -> None:
         is_current = self._adapter is not None and adapter_id == self._adapter.lora_int_id
-        if adapter_id is not None and not is_current and not self._is_used(adapter_id):
+        is_used = any(running.adapter_id == adapter_id for running in self._running.values())
+        if adapter_id is not None and not is_current and not is_used:
             self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
-
-    def _is_used(self, adapter_id: int) -> bool:
-        return any(running.adapter_id == adapter_id for running in self._running.values())
 
 
 def _sample(completion: CompletionOutput, version: int) -> Sample:
@@ -266,9 +272,11 @@ def engine_args(model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: i
     if current_platform.is_cpu():
         # Seeded requests fail with chunked prefill: CPU generators can't be set back.
         args |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        args["max_num_batched_tokens"] = max(4096, max_model_len)
+        args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": 256}
+        # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
+        args["block_size"] = 32
     if model.adapter.kind == "lora":
-        args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": _lora_rank(model.adapter.r)}
+        args |= {"enable_lora": True, "max_loras": 3, "max_lora_rank": _lora_rank(model.adapter.r)}
         args["lora_target_modules"] = _target_suffixes(model)
     return args | dict(rollout.engine_args)
 

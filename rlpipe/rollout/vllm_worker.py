@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -193,9 +194,9 @@ def _build_adapter(
 
 
 def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """A and scaled B of every adapted module, after checking that the layers' slots hold just these.
+    """A and scaled B of every adapted module, read out of the layers' slots; ``WeightsMismatch`` if these hold more.
 
-    Raises ``WeightsMismatch`` if a slot holds something else.
+    Of a layer that is sharded, the whole tensors are returned, once its slot has been compared with its part of them.
     """
     slot = manager.lora_index_to_id.index(adapter_id)
     adapter = manager.get_adapter(adapter_id)
@@ -204,28 +205,49 @@ def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[
         weights = adapter.get_lora(name)
         if weights is None:
             continue
-        pairs = _as_list(weights.lora_a), _as_list(weights.lora_b)
-        local = pairs
+        loaded = _as_list(weights.lora_a), _as_list(weights.lora_b)
         if isinstance(layer, BaseLinearLayerWithLoRA) and layer.tp_size > 1:
-            local = _as_list(layer.slice_lora_a(weights.lora_a)), _as_list(layer.slice_lora_b(weights.lora_b))
-        for stacked, expected in zip((layer.lora_a_stacked, layer.lora_b_stacked), local, strict=True):
-            for buffer, tensor in zip(_as_list(stacked), expected, strict=True):
-                _check_slot(name, buffer[slot, 0], tensor)
-        for part, a, b in zip(manager.packed_modules.get(name, [name]), *pairs, strict=True):
+            shards = _as_list(layer.slice_lora_a(weights.lora_a)), _as_list(layer.slice_lora_b(weights.lora_b))
+            _check_equal(name, _read_slot(name, layer, slot, shards), shards)
+            served = loaded
+        else:
+            served = _read_slot(name, layer, slot, loaded)
+        for part, a, b in zip(manager.packed_modules.get(name, [name]), *served, strict=True):
             if a is not None:
                 yield part, (a, b)
 
 
-def _check_slot(name: str, buffer: Tensor, tensor: Tensor | None) -> None:
-    """Compares a layer's slot with the tensor that it must hold; whatever lies beyond the tensor must be zero."""
+_Slices = tuple[list[Any], list[Any]]
+"""A and B of every module that is fused into a layer; None for one without an adapter."""
+
+
+def _read_slot(name: str, layer: Any, slot: int, expected: _Slices) -> _Slices:
+    """The parts of the layer's slot that are as large as what is expected there."""
+    lora_a, lora_b = (
+        [_filled_part(name, buffer[slot, 0], tensor) for buffer, tensor in zip(_as_list(stacked), tensors, strict=True)]
+        for stacked, tensors in zip((layer.lora_a_stacked, layer.lora_b_stacked), expected, strict=True)
+    )
+    return lora_a, lora_b
+
+
+def _filled_part(name: str, buffer: Tensor, tensor: Tensor | None) -> Tensor | None:
+    """The part of the buffer that holds the tensor; whatever lies beyond it must be zero."""
     if tensor is None:
         if buffer.any():
             raise WeightsMismatch(f"{name} serves an adapter that was not published")
-        return
+        return None
+    if buffer.shape == tensor.shape:
+        return buffer
     rows, columns = tensor.shape
-    rest = buffer[rows:].any() or buffer[:rows, columns:].any()
-    if rest or not torch.equal(buffer[:rows, :columns].cpu(), tensor.cpu()):
-        raise WeightsMismatch(f"{name} does not serve the adapter that was loaded")
+    if buffer[rows:].any() or buffer[:rows, columns:].any():
+        raise WeightsMismatch(f"{name} serves more than the adapter that was loaded")
+    return buffer[:rows, :columns]
+
+
+def _check_equal(name: str, served: _Slices, loaded: _Slices) -> None:
+    for part, tensor in zip(chain(*served), chain(*loaded), strict=True):
+        if part is not None and not torch.equal(part.cpu(), tensor.cpu()):
+            raise WeightsMismatch(f"{name} does not serve the adapter that was loaded")
 
 
 def _as_list(tensors: Any) -> list[Any]:

@@ -1,14 +1,17 @@
 """Two gloo ranks train as one does, write what one can read, and the other way round."""
 
+import multiprocessing
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from learner_cases import assert_close, make_batches, make_learner, make_model_config, parameters_of
+from learner_cases import assert_close, make_batches, make_learner, parameters_of
 
 from rlpipe.configs.schema import (
     AdapterConfig,
@@ -42,20 +45,39 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
-def run_on_ranks(function: Callable[..., None], *arguments: object) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    multiprocessing.spawn(_run_rank, (port, function, arguments), nprocs=NUM_RANKS)
+class Ranks:
+    """Two processes that stay joined for all tests here, as starting them takes longer than the tests."""
+
+    def __init__(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(
+            NUM_RANKS, mp_context=context, initializer=_join, initargs=(address, context.Value("i", 0))
+        )
+
+    def run(self, function: Callable[..., None], *arguments: object) -> None:
+        """Calls it on each rank, which must meet the others in it."""
+        for result in [self.pool.submit(function, *arguments) for _ in range(NUM_RANKS)]:
+            result.result()
 
 
-def _run_rank(rank: int, port: int, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+def _join(address: str, num_joined: Synchronized) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
-    try:
-        function(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
+    with num_joined.get_lock():
+        rank = num_joined.value
+        num_joined.value += 1
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120)
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.pool.shutdown()
 
 
 def make(tiny: Path, case: str, *, num_ranks: int, model: ModelConfig | None = None) -> Learner:
@@ -87,8 +109,8 @@ def train(learner: Learner, case: str, first: int, last: int) -> list[dict[str, 
     ]
 
 
-def train_on_ranks(rank: int, tiny: Path, folder: Path, case: str) -> None:
-    learner = make(tiny, case, num_ranks=NUM_RANKS)
+def train_on_ranks(tiny: Path, folder: Path, case: str) -> None:
+    learner, rank = make(tiny, case, num_ranks=NUM_RANKS), dist.get_rank()
     store = CheckpointStore(folder / "checkpoints", keep=5)
     metrics = train(learner, case, 0, 3)
     store.save(learner, step=3, extra={"cursor": 3})
@@ -102,8 +124,8 @@ def train_on_ranks(rank: int, tiny: Path, folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_as_one(tiny: Path, tmp_path: Path, case: str) -> None:
-    run_on_ranks(train_on_ranks, tiny, tmp_path, case)
+def test_two_ranks_train_as_one(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
+    ranks.run(train_on_ranks, tiny, tmp_path, case)
     single = make(tiny, case, num_ranks=1)
     expected = train(single, case, 0, 5)
     expected_parameters = parameters_of(single)
@@ -138,26 +160,27 @@ def test_two_ranks_train_as_one(tiny: Path, tmp_path: Path, case: str) -> None:
     assert_close(expected_parameters, parameters_of(make(tiny, case, num_ranks=1, model=config)), 1e-5)
 
 
-def resume_on_ranks(rank: int, tiny: Path, folder: Path, case: str) -> None:
+def resume_on_ranks(tiny: Path, folder: Path, case: str) -> None:
     learner = make(tiny, case, num_ranks=NUM_RANKS)
     checkpoint = CheckpointStore(folder, keep=5).load(folder / "step_000003", learner)
     assert (checkpoint.step, checkpoint.extra) == (3, {"cursor": 3})
     train(learner, case, 3, 5)
-    torch.save(parameters_of(learner), folder / f"rank{rank}.pt")
+    torch.save(parameters_of(learner), folder / f"rank{dist.get_rank()}.pt")
 
 
 @pytest.mark.parametrize("case", ["lora", "full"])
-def test_two_ranks_go_on_where_one_stopped(tiny: Path, tmp_path: Path, case: str) -> None:
+def test_two_ranks_go_on_where_one_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
     single = make(tiny, case, num_ranks=1)
     train(single, case, 0, 3)
     CheckpointStore(tmp_path, keep=5).save(single, step=3, extra={"cursor": 3})
     train(single, case, 3, 5)
-    run_on_ranks(resume_on_ranks, tiny, tmp_path, case)
+    ranks.run(resume_on_ranks, tiny, tmp_path, case)
     for rank in range(NUM_RANKS):
         assert_close(parameters_of(single), torch.load(tmp_path / f"rank{rank}.pt"), 1e-5)
 
 
-def train_with_idle_and_bad_rank(rank: int, tiny: Path) -> None:
+def train_with_idle_and_bad_rank(tiny: Path) -> None:
+    rank = dist.get_rank()
     for adapter in ("lora", "none"):
         model = ModelConfig(
             path=str(tiny), dtype="bfloat16", gradient_checkpointing=True, adapter=AdapterConfig(kind=adapter, r=4)
@@ -176,18 +199,19 @@ def train_with_idle_and_bad_rank(rank: int, tiny: Path) -> None:
         assert_close(before, parameters_of(learner), 0)
 
 
-def test_a_rank_may_be_idle_and_a_bad_one_holds_back_all(tiny: Path) -> None:
-    run_on_ranks(train_with_idle_and_bad_rank, tiny)
+def test_a_rank_may_be_idle_and_a_bad_one_holds_back_all(ranks: Ranks, tiny: Path) -> None:
+    ranks.run(train_with_idle_and_bad_rank, tiny)
 
 
-def fail_to_write(rank: int, tiny: Path, folder: Path) -> None:
+def fail_to_write(tiny: Path, folder: Path) -> None:
     learner = make(tiny, "lora", num_ranks=NUM_RANKS)
     with pytest.raises(OSError):  # noqa: PT011  each rank words it as it knows it
         CheckpointStore(folder / "file" / "checkpoints", keep=1).save(learner, step=1, extra={})
     train(learner, "lora", 0, 1)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(tiny: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(
+    ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    run_on_ranks(fail_to_write, tiny, tmp_path)
-    assert make_model_config(tiny).path == str(tiny)
+    ranks.run(fail_to_write, tiny, tmp_path)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,36 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def open_engine_of(path: Path, engine: str, kind: str = "lora", **options: Any) -> Engine:
-    config = rollout_config(engine, **options)
-    return open_engine("engine-0", model_config(path, kind), config, max_prompt_tokens=16)
+def open_hf(path: Path, kind: str = "lora") -> Engine:
+    return open_engine("hf-0", model_config(path, kind), rollout_config("hf"), max_prompt_tokens=256)
+
+
+OpenVllm = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def lora_engine(path: Path) -> Iterator[Engine]:
-    engine = open_engine_of(path, "vllm")
-    yield engine
-    engine.stop()
+def open_vllm(path: Path) -> Iterator[OpenVllm]:
+    """Opens engines that all live until the last test: one that stops ends vLLM for the whole process."""
+    engines = []
+
+    def open_one(kind: str = "lora", **options: Any) -> Engine:
+        config = rollout_config("vllm", **options)
+        engines.append(open_engine(f"engine-{len(engines)}", model_config(path, kind), config, max_prompt_tokens=256))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.stop()
 
 
 @pytest.fixture(scope="module")
-def full_engine(path: Path) -> Iterator[Engine]:
-    engine = open_engine_of(path, "vllm", "none")
-    yield engine
-    engine.stop()
+def lora_engine(open_vllm: OpenVllm) -> Engine:
+    return open_vllm(engine_args={"block_size": 32})
+
+
+@pytest.fixture(scope="module")
+def full_engine(open_vllm: OpenVllm) -> Engine:
+    return open_vllm("none")
 
 
 def step_until_started(engine: Engine) -> None:
@@ -111,30 +124,26 @@ def test_running_sequences_keep_their_adapter_and_new_ones_take_the_new_one(lora
 
 
 def test_a_load_waits_for_a_free_slot(lora_engine: Engine, path: Path) -> None:
-    for version in (5, 6):
+    for version in (5, 6, 7):
         load(lora_engine, publish_adapter(adapted(path, seed=version), version))
         lora_engine.submit([long_request(version)])
         step_until_started(lora_engine)
-    third = publish_adapter(adapted(path, seed=7), 7)
+    published = publish_adapter(adapted(path, seed=8), 8)
     groups = []
-    while not lora_engine.prepare_load(third[0]):
+    assert not lora_engine.prepare_load(published[0])
+    while not lora_engine.prepare_load(published[0]):
         groups += lora_engine.step()
-    assert load(lora_engine, third) == third[0].digest
+    assert load(lora_engine, published) == published[0].digest
     groups += drain(lora_engine)
-    assert sorted(versions(groups)) == [5, 6]
+    assert sorted(versions(groups)) == [5, 6, 7]
 
 
-def test_the_prefix_cache_never_mixes_versions(path: Path) -> None:
-    config = rollout_config("vllm", engine_args={"block_size": 32})
-    engine = open_engine("engine-1", model_config(path), config, max_prompt_tokens=256)
-    try:
-        for version in (1, 2):
-            policy = adapted(path, seed=version)
-            load(engine, publish_adapter(policy, version))
-            groups = sample(engine, [request(i, prompt_ids=[*range(30, 94)] * 3) for i in range(2)])
-            assert largest_difference(policy, groups, 1.0) < 1e-4
-    finally:
-        engine.stop()
+def test_the_prefix_cache_never_mixes_versions(lora_engine: Engine, path: Path) -> None:
+    for version in (1, 2):
+        policy = adapted(path, seed=version)
+        load(lora_engine, publish_adapter(policy, version))
+        groups = sample(lora_engine, [request(i, prompt_ids=[*range(30, 94)] * 3) for i in range(2)])
+        assert largest_difference(policy, groups, 1.0) < 1e-4
 
 
 def test_a_damaged_adapter_changes_the_digest(lora_engine: Engine, path: Path) -> None:
@@ -163,7 +172,7 @@ def test_a_dropped_or_misnamed_adapter_is_named(lora_engine: Engine, path: Path)
 
 def test_both_engines_serve_the_same(lora_engine: Engine, path: Path) -> None:
     published = publish_adapter(adapted(path), 10)
-    hf = open_engine_of(path, "hf")
+    hf = open_hf(path)
     assert load(hf, published) == load(lora_engine, published) == published[0].digest
     requests = [request(i, temperature=0.0) for i in range(6)]
     assert tokens(sample(hf, requests)) == tokens(sample(lora_engine, requests))
@@ -212,7 +221,7 @@ def test_damaged_full_weights_are_seen(full_engine: Engine, path: Path) -> None:
 
 def test_both_engines_serve_the_same_full_weights(full_engine: Engine, path: Path) -> None:
     published = publish_full(retrained(path), 4)
-    hf = open_engine_of(path, "hf", "none")
+    hf = open_hf(path, "none")
     assert load(hf, published) == load(full_engine, published) == published[0].digest
     requests = [request(i, temperature=0.0) for i in range(6)]
     assert tokens(sample(hf, requests)) == tokens(sample(full_engine, requests))
@@ -225,12 +234,8 @@ def test_both_engines_serve_the_same_full_weights(full_engine: Engine, path: Pat
         ({"guided_json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}}, None),
     ],
 )
-def test_completions_follow_the_grammar(path: Path, sampling: dict[str, Any], pattern: str | None) -> None:
-    engine = open_engine_of(path, "vllm", sampling=sampling)
-    try:
-        (group,) = sample(engine, [request(0, max_tokens=80)])
-    finally:
-        engine.stop()
+def test_completions_follow_the_grammar(open_vllm: OpenVllm, sampling: dict[str, Any], pattern: str | None) -> None:
+    (group,) = sample(open_vllm(sampling=sampling), [request(0, max_tokens=80)])
     tokenizer = make_tokenizer()
     for rollout in group:
         text = tokenizer.decode(rollout.completion_ids.tolist(), skip_special_tokens=True)
@@ -249,20 +254,22 @@ def test_completions_follow_the_grammar(path: Path, sampling: dict[str, Any], pa
         ({"engine_args": {"block_size": -1}}, "vllm can't be started"),
     ],
 )
-def test_options_that_vllm_does_not_know_are_config_errors(path: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_vllm_does_not_know_are_config_errors(
+    open_vllm: OpenVllm, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_engine_of(path, "vllm", **options)
+        open_vllm(**options)
 
 
-def test_stop_strings_end_a_completion_with_their_token(path: Path) -> None:
+def test_stop_strings_end_a_completion_with_their_token(open_vllm: OpenVllm) -> None:
     tokenizer = make_tokenizer()
-    engine = open_engine_of(path, "vllm", sampling={"stop": list("abcdefgh")})
-    try:
-        groups = sample(engine, [request(i, group_size=8) for i in range(3)])
-    finally:
-        engine.stop()
+    engine = open_vllm(sampling={"stop": list("abcdefgh")})
+    groups = sample(engine, [request(i, group_size=8) for i in range(3)])
     texts = [
-        tokenizer.decode(r.completion_ids.tolist()) for group in groups for r in group if r.finish_reason == "stop"
+        tokenizer.decode(rollout.completion_ids.tolist(), skip_special_tokens=True)
+        for group in groups
+        for rollout in group
+        if rollout.finish_reason == "stop"
     ]
-    assert any(text[-1] in "abcdefgh" for text in texts)
+    assert any(text[-1:] in list("abcdefgh") for text in texts)
     assert not any(set(text[:-1]) & set("abcdefgh") for text in texts)

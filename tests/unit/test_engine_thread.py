@@ -150,7 +150,7 @@ def test_what_the_engine_raises_at_its_opening_is_raised_unchanged() -> None:
     def fail() -> FakeEngine:
         raise ModelError("model.path=x can't be loaded")
 
-    with pytest.raises(ModelError, match="model.path=x"):
+    with pytest.raises(ModelError, match=r"model\.path=x"):
         EngineThread("engine-0", fail)
 
 

@@ -6,12 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from rlpipe.errors import ConfigError, ModelError
-from rlpipe.rollout.engine import Engine, open_engine, resolve_engine
-from rlpipe.tiny import make_tiny_policy, make_tokenizer
-from rlpipe.types import NO_VERSION, RolloutStatus
-from rlpipe.weights import BASE_DIGEST
 from engine_cases import (
     adapted,
     corrupted,
@@ -31,7 +25,17 @@ from engine_cases import (
     without,
 )
 
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.rollout.engine import Engine, open_engine, resolve_engine
+from rlpipe.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.types import NO_VERSION, Rollout, RolloutGroup, RolloutStatus
+from rlpipe.weights import BASE_DIGEST
+
 END = make_tokenizer().eos_token_id
+
+
+def flatten(groups: list[RolloutGroup]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +168,7 @@ def test_stop_strings_and_stop_ids_end_a_completion_with_their_token(path: Path)
     stop_id = tokenizer.convert_tokens_to_ids(character)
     for sampling in ({"stop": [character]}, {"stop_token_ids": [stop_id]}):
         stopped = sample(open_hf(path, sampling=sampling), [request(i, group_size=4) for i in range(3)])
-        for before, after in zip(*map(lambda gs: [r for g in gs for r in g], (free, stopped)), strict=True):
+        for before, after in zip(flatten(free), flatten(stopped), strict=True):
             drawn = before.completion_ids.tolist()
             expected = drawn[: drawn.index(stop_id) + 1] if stop_id in drawn else drawn
             assert after.completion_ids.tolist() == expected

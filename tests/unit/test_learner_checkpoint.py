@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import assert_close, make_batches, make_learner, make_model_config, make_rollouts, parameters_of
+from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -174,8 +175,6 @@ def test_a_half_precision_model_is_exported_in_its_type(tiny: Path, tmp_path: Pa
 
 
 def test_published_names_are_those_of_the_saved_files(tiny: Path) -> None:
-    from safetensors.torch import load_file
-
     full = make_learner(tiny, adapter="none")
     published = dict(named_weights(full.policy))
     assert published.keys() == load_file(tiny / "model.safetensors").keys()
@@ -191,10 +190,7 @@ def test_publishing_gives_the_adapter_in_one_bucket_with_its_config(tiny: Path, 
     assert manifest.adapter_config is not None
     assert manifest.adapter_config["r"] == 4
     export_policy(learner.policy, tmp_path)
-    from safetensors.torch import load_file
-
     assert_close(unpack(buckets[0]), load_file(tmp_path / "adapter_model.safetensors"), 0)
-    assert make_model_config(tiny).adapter.r == 4
 
 
 def test_publishing_changes_no_weight(tiny: Path) -> None:

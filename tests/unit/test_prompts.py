@@ -3,10 +3,12 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from rlpipe.configs.schema import DataConfig, HeldOutConfig
 from rlpipe.data.prompts import MAX_LOGGED_SKIPS, Cursor, open_prompts, open_sft_rows
@@ -145,6 +147,18 @@ def test_held_out_file_is_used_whole_and_kept_out(tmp_path: Path) -> None:
     assert contents(held_out) == ["c", "zz"]
     assert set(contents(source.take(18))) == set(LETTERS) - {"c"}
     assert source.skip_counts["held_out"] == 1
+
+
+def test_held_out_split_is_used_whole_and_kept_out(tmp_path: Path) -> None:
+    splits = {"train": LETTERS, "test": ["c", "zz"]}
+    rows = {name: Dataset.from_dict({"prompt": prompts}) for name, prompts in splits.items()}
+    DatasetDict(rows).save_to_disk(str(tmp_path / "saved"))
+    data = DataConfig(source="datasets", path=str(tmp_path / "saved"), held_out=HeldOutConfig(split="test"))
+    source, held_out = open_prompts(data, TOKENIZER, seed=1)
+    assert contents(held_out) == ["c", "zz"]
+    assert set(contents(source.take(18))) == set(LETTERS) - {"c"}
+    with pytest.raises(DataError, match=r"data.held_out.split: .* has no split 'dev', but train, test"):
+        open_prompts(replace(data, held_out=HeldOutConfig(split="dev")), TOKENIZER, seed=1)
 
 
 def test_held_out_rows_that_can_not_be_rendered_are_replaced(tmp_path: Path) -> None:

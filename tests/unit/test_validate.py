@@ -134,6 +134,8 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"data.transform_args": {"a": 1}}, "data.transform_args", "data.transform=module:function"),
         ({"data.held_out.every_steps": 5}, "data.held_out.every_steps", "data.held_out.size"),
         ({"data.held_out.size": 5, "data.held_out.path": "rows.jsonl"}, "data.held_out.size", "one of the two"),
+        ({"data.held_out.size": 5, "data.held_out.split": "test"}, "data.held_out.split", "one of the three"),
+        ({"data.held_out.split": "test"}, "data.held_out.split", "has no splits"),
         ({"data.held_out.size": 50, "data.task_args": {"size": 50}}, "data.held_out.size", "set it lower"),
         (
             {"rollout.engine": "hf", "rollout.sampling.guided_regex": "a+"},

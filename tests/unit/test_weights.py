@@ -24,7 +24,7 @@ from rlpipe.weights import (
     lora_scaling,
     pack_adapter,
     pack_weights,
-    scaled_pairs,
+    pair_adapter,
     unpack,
 )
 
@@ -154,7 +154,7 @@ def test_lora_scaling_is_that_of_peft() -> None:
             alpha_pattern={"second|third": 3},
         )
         model = get_peft_model(Net(), config)
-        pairs = scaled_pairs(get_peft_model_state_dict(model), config.to_dict())
+        pairs = pair_adapter(get_peft_model_state_dict(model))
         assert pairs.keys() == {"first", "second", "third"}
         for name in pairs:
             expected = model.get_submodule(f"base_model.model.{name}").scaling["default"]
@@ -238,6 +238,6 @@ def test_a_peft_folder_becomes_version_0(tmp_path: Path) -> None:
     manifest, buckets = pack_adapter(str(tmp_path), torch.float32)
     assert (manifest.version, manifest.kind) == (0, WeightsKind.LORA)
     config = model.peft_config["default"].to_dict()
-    assert manifest.digest == lora_digest(scaled_pairs(unpack(buckets[0]), config))
+    assert manifest.digest == lora_digest(pair_adapter(unpack(buckets[0])), lambda module: lora_scaling(config, module))
     with pytest.raises(ModelError, match=r"model.adapter.path=\S*nowhere can't be read .*no such folder"):
         pack_adapter(str(tmp_path / "nowhere"), torch.float32)

@@ -1,0 +1,33 @@
+"""The cold start of the example: a little supervised training on the same rows, until the policy is right now and then.
+
+Reinforcement learning can only amplify what the policy does already; a model from the hub needs none of this.
+"""
+
+from pathlib import Path
+
+import rlpipe
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    output = Path(config.model.path).parent
+    rlpipe.train(
+        rlpipe.load_config(
+            [
+                "name=own_data_warm_up",
+                f"output={output}",
+                "algorithm=sft",
+                "model=full",
+                f"model.path={output}/random",
+                "model.prepare=rlpipe.quickstart:make_policy",
+                "model.dtype=float32",
+                f"data.path={config.data.path}",
+                "data.completion_column=answer",
+                "algorithm.num_steps=60",
+                "algorithm.groups_per_step=32",
+                "learner.optimizer.lr=1e-3",
+                "checkpoint=end",
+                "tracking.ray_metrics=false",
+            ]
+        )
+    )

@@ -1,0 +1,53 @@
+"""What the runs of the integration tests share: one local Ray, one tiny policy, a file of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from run_cases import SIX_STEPS, make_config
+
+import rlpipe
+from rlpipe.tiny import make_tiny_policy
+
+NUM_ROWS = 24
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A local cluster with more CPUs than the machine has, so that every run fits."""
+    started_here = not ray.is_initialized()
+    if started_here:
+        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+    yield
+    if started_here:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of width 64 in fp32; vLLM's CPU attention wants heads of at least 32."""
+    folder = tmp_path_factory.mktemp("policy")
+    return make_tiny_policy(folder, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=96)
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plain prompts with an answer each."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt": f"{number}+{number + 3}=", "answer": str(2 * number + 3)} for number in range(NUM_ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def undisturbed_run(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The output folder of a synchronous LoRA run of six steps, which other runs are compared with."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    rlpipe.train(make_config(tiny_policy, prompts_file, output, *SIX_STEPS))
+    return output

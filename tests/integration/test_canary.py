@@ -1,0 +1,180 @@
+"""Weights that are lost or changed on their way to a vLLM engine stop the run, and the error names the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from engine_cases import Published, adapted, corrupted, publish_adapter, without
+from ray.actor import ActorHandle
+from run_cases import REWARDS_FILE, make_config
+
+from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.reward import ScoringActor
+from rlpipe.actors.rollout import RolloutActor
+from rlpipe.actors.weights import WeightsActor
+from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.controller import Controller, Parts
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.prompts import open_prompts
+from rlpipe.errors import WeightsMismatch
+from rlpipe.evaluation import Evaluator
+from rlpipe.placement import Need, start_actor
+from rlpipe.prepare import ResumePoint
+from rlpipe.replay.steps import StepReport
+from rlpipe.scorer_pool import ScorerPool
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+ENGINE = "canary-engine"
+REWARDS = {"digits": RewardConfig(path=f"{REWARDS_FILE}:digits")}
+
+
+@pytest.fixture(scope="module")
+def config(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    pytest.importorskip("vllm")
+    return make_config(tiny_policy, prompts_file, tmp_path_factory.mktemp("canary"), "rollout.engine=vllm")
+
+
+@pytest.fixture(scope="module")
+def engine(config: Config) -> Iterator[ActorHandle]:
+    """One vLLM engine for all cases: a case ends before anything waits in it."""
+    actor = start_actor(RolloutActor, Need(name=ENGINE), ENGINE, max_concurrency=16)
+    ray.get(actor.start.remote(config.model, config.rollout, config.data.max_prompt_tokens))
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def scorer(config: Config) -> Iterator[ActorHandle]:
+    actor = start_actor(ScoringActor, Need(name="canary-scorer"), "canary-scorer")
+    ray.get(actor.start.remote(REWARDS, {}, config.model, config.algorithm.num_steps, os.getcwd()))
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def versions(tiny_policy: Path) -> list[Published]:
+    """Two versions that differ."""
+    return [publish_adapter(adapted(tiny_policy, seed=version), version) for version in (0, 1)]
+
+
+def with_other_adapter(versions: list[Published]) -> Published:
+    """Version 1 as announced, but with the tensors of version 0: the engine goes on serving the old adapter."""
+    return versions[1][0], versions[0][1]
+
+
+CASES = {
+    "dropped adapter": (with_other_adapter, f"engine {ENGINE} does not serve weights version 1"),
+    "flipped bit": (
+        lambda versions: corrupted(versions[1], "layers.1.mlp.down_proj.lora_A"),
+        f"engine {ENGINE} does not serve weights version 1",
+    ),
+    "missing tensors": (
+        lambda versions: without(versions[1], "layers.1.self_attn.v_proj"),
+        f"engine {ENGINE} could not load weights version 1: .*layers.1.self_attn.v_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_weights_stop_the_run(
+    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], case: str
+) -> None:
+    damage, message = CASES[case]
+    reporter = StepCounter()
+    with pytest.RaisesGroup(WeightsMismatch, flatten_subgroups=True) as caught:
+        asyncio.run(run(config, engine, scorer, [versions[0], damage(versions)], reporter))
+    assert re.search(message, str(caught.value.exceptions[0]))
+    assert reporter.num_trained == 1  # the step before the wrong version is trained, none after it
+
+
+def test_right_weights_do_not_stop_the_run(
+    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published]
+) -> None:
+    reporter = StepCounter()
+    manifest = replace(versions[0][0], version=2)
+    short = replace(config, algorithm=replace(config.algorithm, num_steps=2))
+    asyncio.run(run(short, engine, scorer, [*versions, (manifest, versions[0][1])], reporter))
+    assert reporter.num_trained == 2
+
+
+class StepCounter:
+    """The part of ``Reporter`` that the controller uses."""
+
+    def __init__(self) -> None:
+        self.num_trained = 0
+
+    def served(self, sync_s: float) -> None:
+        assert sync_s > 0
+
+    def trained(self, report: StepReport) -> None:
+        self.num_trained += 1
+
+    def compared(self, report: StepReport) -> None:
+        pass
+
+    def discarded(self, group_id: int, reason: str) -> None:
+        raise AssertionError(f"group {group_id} was lost: {reason}")
+
+
+@ray.remote(num_cpus=0)
+def publish_only(replay: ActorHandle, weights: ActorHandle, versions: list[Published]) -> None:
+    """A learner that publishes what it is given, one version after each batch."""
+    for step, (manifest, buckets) in enumerate(versions):
+        ray.get(weights.publish.remote(manifest, [ray.put(bucket) for bucket in buckets]))
+        batch = ray.get(replay.next_batch.remote(step, 0))
+        ray.get(replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics)))
+
+
+async def run(
+    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], reporter: StepCounter
+) -> None:
+    """The controller with its real parts, but for the learner."""
+    engines = {ENGINE: engine}
+    replay = start_actor(
+        ReplayActor,
+        Need(name="canary-replay"),
+        algorithm=config.algorithm,
+        learner=config.learner,
+        rewards=REWARDS,
+        max_staleness=0,
+        seed=0,
+        num_samples=0,
+        max_concurrency=100,
+    )
+    weights = start_actor(
+        WeightsActor, Need(name="canary-weights"), engines=engines, timeout_s=60.0, max_concurrency=100
+    )
+    pool = ScorerPool("canary-scorer", REWARDS, Need(name="scorer"), size=1, spawn=lambda name: (scorer, ray.put(None)))
+    prompts, _ = open_prompts(config.data, load_tokenizer(config.model), seed=0)
+    controller: Any = Controller(
+        Parts(engines=engines, pools=[pool], replay=replay, weights=weights),
+        algorithm=config.algorithm,
+        sampling=config.rollout.sampling,
+        cluster=config.cluster,
+        max_staleness=0,
+        evaluate_every=0,
+        seed=0,
+        prompts=prompts,
+        evaluator=Evaluator([], rewards=REWARDS, correct_at=1.0, max_tokens=1),
+        reporter=reporter,  # type: ignore[arg-type]
+        start=ResumePoint(),
+    )
+    learner = publish_only.remote(replay, weights, versions)
+    try:
+        await controller.run(asyncio.ensure_future(value(learner)))
+    finally:
+        ray.cancel(learner, force=True)
+        ray.kill(replay)
+        ray.kill(weights)
+
+
+async def value(call: ray.ObjectRef) -> None:
+    await call

@@ -1,0 +1,211 @@
+"""Whole runs, from the prompts to the exported policy, with every part real."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from peft import PeftModel
+from run_cases import HOLDS_LOGP_TO, REWARDS_FILE, make_config, read_jsonl, trained_steps
+from transformers import AutoModelForCausalLM
+
+import rlpipe
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.prompts import open_prompts
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEP_METRICS = {
+    "reward",
+    "reward_std",
+    "rewards/digits/mean",
+    "rewards/digits/std",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "entropy",
+    "kl",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "grad_norm",
+    "sampling/logp_difference/mean",
+    "sampling/logp_difference/max",
+    "sampling/importance_ratio/min",
+    "sampling/importance_ratio/mean",
+    "sampling/importance_ratio/max",
+    "staleness/mean",
+    "staleness/max",
+    "groups/failed",
+    "time/generate",
+    "time/score",
+    "time/wait",
+    "time/train",
+    "time/sync",
+    "tokens_per_second",
+    "num_tokens",
+}
+SUMMARY_FIGURES = {
+    "engine",
+    "eval_accuracy_start",
+    "eval_accuracy_end",
+    "steps",
+    "seconds",
+    "tokens_per_second",
+    "adapter",
+    "max_logprob_difference",
+}
+
+
+def assert_steps_agree(output: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Every step once, without staleness, and with the log-probs of the engine equal to the learner's."""
+    steps = trained_steps(output)
+    assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
+    for row in steps:
+        assert row["staleness/max"] == 0
+        assert row["sampling/logp_difference/max"] <= HOLDS_LOGP_TO
+        assert math.isfinite(row["loss"])
+        assert row["grad_norm"] > 0
+    return steps
+
+
+@pytest.mark.vllm
+def test_synchronous_lora_run_on_vllm(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    config = make_config(
+        tiny_policy,
+        prompts_file,
+        tmp_path,
+        "rollout.engine=vllm",
+        "data.held_out.size=4",
+        "data.held_out.correct_at=0.1",
+        "algorithm.loss.beta=0.01",
+        "tracking.tensorboard=true",
+        "tracking.log_completions=4",
+    )
+    summary = rlpipe.train(config)
+
+    steps = assert_steps_agree(tmp_path, 3)
+    for row in steps:
+        assert row.keys() >= STEP_METRICS
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_FIGURES
+    assert (summary["engine"], summary["steps"]) == ("vllm", 3)
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    evaluated = [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/accuracy" in row]
+    assert evaluated == [0, 3]
+    assert (tmp_path / "reward.png").stat().st_size > 1000
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert_adapter_loads_alone(tiny_policy, Path(summary["adapter"]))
+    assert_held_out_prompts_are_not_trained(config, tmp_path)
+
+
+def assert_adapter_loads_alone(policy: Path, adapter: Path) -> None:
+    """With PEFT and transformers only, and it changes what the model says."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    token_ids = torch.tensor([[10, 20, 30]])
+    before = model(token_ids).logits
+    after = PeftModel.from_pretrained(model, adapter)(token_ids).logits
+    assert float((after - before).abs().max()) > 1e-3
+
+
+def assert_held_out_prompts_are_not_trained(config: rlpipe.Config, output: Path) -> None:
+    _, held_out = open_prompts(config.data, load_tokenizer(config.model), seed=config.seed)
+    trained = read_jsonl(output / "completions.jsonl")
+    assert len(held_out) == 4
+    assert len(trained) == 3 * 4 * 4
+    assert not {row["prompt_id"] for row in trained} & {prompt.prompt_id for prompt in held_out}
+
+
+def test_asynchronous_run_on_two_engines(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    config = make_config(
+        tiny_policy,
+        prompts_file,
+        tmp_path / "run",
+        "rollout.num_engines=2",
+        "replay.max_staleness=2",
+        "algorithm.num_steps=6",
+        "data.held_out.size=4",
+        f"scoring.rewards.witness={{path: '{REWARDS_FILE}:witness', weight: 0, kwargs: {{folder: '{seen}'}}}}",
+    )
+    with EngineWatch(["rollout-0", "rollout-1"]) as watch:
+        rlpipe.train(config)
+
+    assert all(watch.num_tokens.values())
+    assert watch.names >= {"rollout-0", "rollout-1", "scorer-0", "replay", "weights"}
+    steps = trained_steps(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert 0 < max(row["staleness/max"] for row in steps) <= 2
+    groups = [row for file in seen.glob("*.jsonl") for row in read_jsonl(file)]
+    assert len(groups) >= 6 * 4
+    for group in groups:
+        for mask, versions in zip(group["masked"], group["versions"], strict=True):
+            assert all((version >= 0) == drawn for version, drawn in zip(versions, mask, strict=True))
+    assert max(max(versions) for group in groups for versions in group["versions"]) > 0
+
+
+class EngineWatch:
+    """Asks engines now and then, while a run goes on, how many tokens they have drawn."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.num_tokens = dict.fromkeys(names, 0)
+        self.names: set[str] = set()
+        """Of all actors that were there."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> EngineWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            self.names |= set(ray.util.list_named_actors())
+            for name in self.num_tokens:
+                try:
+                    health = ray.get(ray.get_actor(name).health.remote(), timeout=5)
+                except (ValueError, AssertionError, ray.exceptions.RayError):
+                    continue  # not there yet, not open yet, or gone already
+                self.num_tokens[name] = max(self.num_tokens[name], health.num_tokens)
+
+
+@pytest.mark.vllm
+def test_full_finetuning_on_two_ranks_reaches_vllm_in_buckets(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    config = make_config(
+        tiny_policy,
+        prompts_file,
+        tmp_path,
+        "rollout.engine=vllm",
+        "model=full",
+        "model.dtype=float32",
+        "learner=fsdp2",
+        "learner.optimizer.lr=1e-3",
+        "weights.bucket_bytes=65536",
+    )
+    summary = rlpipe.train(config)
+
+    assert_steps_agree(tmp_path, 3)
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    before = AutoModelForCausalLM.from_pretrained(tiny_policy).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)

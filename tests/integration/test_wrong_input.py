@@ -1,0 +1,73 @@
+"""Wrong input as a user meets it: one line on standard error, exit code 2, and no Ray started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from run_cases import REWARDS_FILE, run_options
+
+pytestmark = pytest.mark.slow
+
+NO_CLUSTER = "127.0.0.1:1"
+"""Where no Ray answers, so that a run which gets as far as joining it fails with another message."""
+
+CASES = {
+    "unknown key": (["algorithm.grop_size=3"], r"algorithm\.grop_size: .* did you mean algorithm\.group_size\?"),
+    "out of range": (["algorithm.loss.clip_high=-1"], r"algorithm\.loss\.clip_high: -1.* at least 0"),
+    "contradiction": (["learner.num_ranks=2"], r"learner\.num_ranks: 2, but learner\.strategy=single"),
+    "missing file": (["data.path=nowhere.jsonl"], r"data\.path: there is no file \S*nowhere\.jsonl"),
+    "no such model": (["model.path=./no_model"], r"model\.path: there is no folder \S*no_model"),
+    "hub id offline": (
+        ["model.path=some-org/some-model"],
+        r"model\.path: .*some-org/some-model.* hub can't be reached",
+    ),
+    "wrong reward": (
+        [f"scoring.rewards.digits.path={REWARDS_FILE}:digit"],
+        r"reward '\S+:digit' can't be imported: .* did you mean 'digits'\?",
+    ),
+}
+
+
+def fails(options: list[str], environment: dict[str, str]) -> str:
+    """The one line on standard error of a command that ends with exit code 2."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlpipe", "train", *options],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("rlpipe: error: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stdout
+    return done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_input_is_one_line(tiny_policy: Path, prompts_file: Path, tmp_path: Path, case: str) -> None:
+    overrides, message = CASES[case]
+    options = run_options(tiny_policy, prompts_file, tmp_path, *overrides)
+    assert re.search(message, fails(options, {"RAY_ADDRESS": NO_CLUSTER}))
+
+
+def test_a_row_without_its_column_is_named(tiny_policy: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "a"}, {"prompt": "b"}, {"question": "c"}]))
+    options = run_options(tiny_policy, rows, tmp_path)
+    assert f"{rows}, line 3: no column 'prompt'" in fails(options, {"RAY_ADDRESS": NO_CLUSTER})
+
+
+@pytest.mark.ray
+def test_more_gpus_than_the_cluster_has(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> None:
+    options = run_options(tiny_policy, prompts_file, tmp_path, "learner=single_gpu", "rollout.num_gpus=1")
+    address = ray.get_runtime_context().gcs_address
+    error = fails(options, {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"})
+    assert "the run needs 2 GPU (rollout-0 1, learner-0 1) but the cluster has 0" in error
