@@ -64,7 +64,7 @@ class LearnerTrainer(TorchTrainer):
     """
 
     def _create_default_callbacks(self) -> list[RayTrainCallback]:
-        callbacks: list[RayTrainCallback] = super()._create_default_callbacks()
+        callbacks: list[RayTrainCallback] = super()._create_default_callbacks()  # type: ignore[misc]
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
@@ -131,9 +131,11 @@ class LearnerLoop:
         started = time.perf_counter()
         limit = self._setup.timeout_s
         try:
-            batch: TrainBatch = ray.get(self._setup.batches.next_batch.remote(step, self._rank), timeout=limit)
+            call: Any = self._setup.batches.next_batch.remote(step, self._rank)
+            batch: TrainBatch = ray.get(call, timeout=limit)
         except GetTimeoutError:
-            state: dict[str, Any] = ray.get(self._setup.batches.describe.remote(), timeout=limit)
+            describe: Any = self._setup.batches.describe.remote()
+            state = ray.get(describe, timeout=limit)
             raise WaitTimeout(
                 f"learner rank {self._rank} has waited {limit:g} seconds (cluster.step_timeout_s) for the batch of "
                 f"step {step}; the replay actor's state: {state}"
