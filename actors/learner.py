@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import ray
@@ -35,6 +37,10 @@ from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch
+
+
+STOP_WINDOW = 10
+"""Steps over which the loss is averaged for ``algorithm.stop_loss``."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -107,6 +113,7 @@ class LearnerLoop:
             temperature=setup.sampling.temperature,
             max_completion_tokens=setup.sampling.max_tokens,
         )
+        self._losses: deque[float] = deque(maxlen=STOP_WINDOW)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
 
     def run(self) -> None:
@@ -115,16 +122,26 @@ class LearnerLoop:
         if setup.resume_from is not None:
             first_step = self._store.load(setup.resume_from, self._learner).step
         self._publish(first_step)
+        follows = setup.weights_actor is not None
         for step in range(first_step, num_steps):
             batch, waited = self._next_batch(step)
             metrics = self._learner.train_step(batch)
             self._publish(step + 1)
-            self._report(step, {**batch.metrics, **metrics, "time/wait": waited})
-            self._checkpoint(step + 1, batch, last=step + 1 == num_steps)
-        if setup.weights_actor is not None:
+            last = step + 1 == num_steps or self._has_learned(metrics["loss"])
+            self._report(step, {**batch.metrics, **metrics, "time/wait": waited}, last=last and not follows)
+            self._checkpoint(step + 1, batch, last=last)
+            if last:
+                break
+        if follows:
             batch, _ = self._next_batch(num_steps)
-            self._report(num_steps, self._learner.compare(batch))
+            self._report(num_steps, self._learner.compare(batch), last=True)
         export_policy(self._policy, setup.output / "policy")
+
+    def _has_learned(self, loss: float) -> bool:
+        """Whether ``algorithm.stop_loss`` ends the run; the loss is the same on all ranks, and so is the answer."""
+        self._losses.append(loss)
+        target = self._setup.algorithm.stop_loss
+        return target is not None and len(self._losses) == STOP_WINDOW and fmean(self._losses) < target
 
     def _next_batch(self, step: int) -> tuple[TrainBatch, float]:
         """The rank's share of the step, and the seconds that it had to wait."""
@@ -156,9 +173,9 @@ class LearnerLoop:
         if self._rank == 0:
             self._setup.weights_actor.publish.remote(manifest, buckets)
 
-    def _report(self, step: int, metrics: dict[str, float]) -> None:
+    def _report(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
         if self._rank == 0:
-            self._setup.batches.complete_step.remote(StepReport(step=step, metrics=metrics))
+            self._setup.batches.complete_step.remote(StepReport(step=step, metrics=metrics, last=last))
 
     def _checkpoint(self, step: int, batch: TrainBatch, *, last: bool) -> None:
         every = self._setup.checkpoint.every_steps

@@ -192,7 +192,7 @@ def train_at_once(replay: ActorHandle, weights: ActorHandle, num_steps: int) -> 
         manifest = WeightsManifest(version=step, kind=WeightsKind.LORA, digest=DIGEST, num_buckets=1, num_bytes=1024)
         weights.publish.remote(manifest, [bucket])
         batch = ray.get(replay.next_batch.remote(step, 0))
-        replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics))
+        replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics, last=step == num_steps))
 
 
 async def run(arguments: argparse.Namespace) -> MemoryReporter:
@@ -214,9 +214,16 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         return actor, actor.ping.remote()
 
     replay = start_actor(
-        ReplayActor, Need(name="replay"), algorithm=algorithm, learner=LearnerConfig(max_tokens_per_microbatch=8 * tokens),
-        rewards=rewards, max_staleness=arguments.max_staleness, seed=0, num_samples=0, max_concurrency=1000,
-    )  # fmt: skip
+        ReplayActor,
+        Need(name="replay"),
+        algorithm=algorithm,
+        learner=LearnerConfig(max_tokens_per_microbatch=8 * tokens),
+        rewards=rewards,
+        max_staleness=arguments.max_staleness,
+        seed=0,
+        num_samples=0,
+        max_concurrency=1000,
+    )
     weights = start_actor(WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000)
     pool = ScorerPool("scorer", rewards, Need(name="scorer"), size=arguments.scorers, spawn=spawn)
     reporter = MemoryReporter(algorithm.num_steps, algorithm.groups_per_step)

@@ -32,7 +32,7 @@ from rlpipe.types import Prompt
 
 FOLDER = Path("outputs/benchmarks/vs_trl").absolute()
 GROUPS_PER_STEP, GROUP_SIZE = 8, 8
-LEARNING_RATE, RANK, ALPHA, SEED = 5e-4, 32, 64, 0
+RANK, ALPHA, SEED = 32, 64, 0
 COLD_SHARE = 0.25
 """Part of the steps at the start that the medians leave out."""
 NUM_CORES = os.cpu_count() or 1
@@ -44,13 +44,13 @@ class Workload:
 
     name: str
     data: Sequence[str]
-    """Overrides that name the rows, for the warm-up too."""
-    held_out: str
+    """Overrides that name the rows, with the held-out ones."""
     reward: str
     max_tokens: int
     num_steps: int
+    learning_rate: float
     warmup: Sequence[str]
-    """Overrides of the supervised warm-up, which ends where there is something left to learn."""
+    """Overrides of the quickstart's supervised warm-up, which ends where there is something left to learn."""
 
     @property
     def folder(self) -> Path:
@@ -64,20 +64,31 @@ class Workload:
 SHORT = Workload(
     name="short",
     data=["data=addition"],
-    held_out="data.held_out.size=200",
     reward="rlpipe.scoring.toolbox:exact_match",
     max_tokens=6,
     num_steps=200,
-    warmup=["algorithm.num_steps=400", "algorithm.groups_per_step=64"],
+    learning_rate=5e-4,
+    warmup=[],
 )
+LONG_ROWS = [
+    "data=jsonl",
+    f"data.path={FOLDER}/long/train.jsonl",
+    f"data.held_out.path={FOLDER}/long/held_out.jsonl",
+    "data.max_prompt_tokens=32",
+]
 LONG = Workload(
     name="long",
-    data=["data=jsonl", f"data.path={FOLDER}/long/train.jsonl", "data.max_prompt_tokens=32"],
-    held_out=f"data.held_out.path={FOLDER}/long/held_out.jsonl",
+    data=LONG_ROWS,
     reward="benchmarks.counting:counted",
     max_tokens=counting.MAX_TOKENS,
     num_steps=50,
-    warmup=["algorithm.num_steps=250", "algorithm.groups_per_step=32"],
+    learning_rate=1e-4,
+    warmup=[
+        *LONG_ROWS,
+        "data.completion_column=answer",
+        "algorithm.num_steps=120",
+        "algorithm.groups_per_step=32",
+    ],
 )
 
 
@@ -87,19 +98,8 @@ def warm_up(workload: Workload) -> None:
         return
     print(f"{workload.name}: warming the policy up by supervised fine-tuning", flush=True)
     started = time.perf_counter()
-    rlpipe.train(
-        rlpipe.load_config(
-            [
-                "experiment=quickstart_warmup",
-                "tracking=quiet",
-                *workload.data,
-                workload.held_out,
-                "data.completion_column=answer",
-                *workload.warmup,
-                f"output={workload.policy.parent}",
-            ]
-        )
-    )
+    output = f"output={workload.policy.parent}"
+    rlpipe.train(rlpipe.load_config(["experiment=quickstart_warmup", "tracking=quiet", *workload.warmup, output]))
     print(f"{workload.name}: took {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -108,7 +108,6 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
     threads = NUM_CORES if max_staleness == 0 else max(1, NUM_CORES // 2)
     return [
         *workload.data,
-        workload.held_out,
         f"output={workload.folder}/staleness-{max_staleness}",
         "tracking=quiet",
         "resume=never",
@@ -123,7 +122,7 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
         f"rollout.sampling.max_tokens={workload.max_tokens}",
         f"rollout.num_threads={threads}",
         f"learner.num_threads={threads}",
-        f"learner.optimizer.lr={LEARNING_RATE}",
+        f"learner.optimizer.lr={workload.learning_rate}",
         f"replay.max_staleness={max_staleness}",
         "checkpoint=end",
         "tracking.log_completions=0",
@@ -161,7 +160,7 @@ def run_trl(workload: Workload) -> dict[str, Any]:
         "groups_per_step": GROUPS_PER_STEP,
         "group_size": GROUP_SIZE,
         "max_tokens": workload.max_tokens,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": workload.learning_rate,
         "rank": RANK,
         "alpha": ALPHA,
         "seed": SEED,

@@ -55,6 +55,8 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_schedule(config.learner, config.algorithm)
     yield from check_step_size(config.algorithm, config.learner)
     if config.algorithm.kind == "rl":
+        if config.algorithm.stop_loss is not None:
+            yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
         yield from check_reference(config.algorithm, config.model)

@@ -148,6 +148,7 @@ class ReferenceConfig(Freezable):
 class AlgorithmConfig(Freezable):
     kind: str = option("rl", "Reinforcement learning, or supervised fine-tuning.", choices=("rl", "sft"))
     num_steps: int = option(100, "Steps to train.", minimum=1)
+    stop_loss: float | None = option(None, "SFT ends once the mean loss of its last ten steps is below this.", above=0)
     groups_per_step: int = option(8, "Prompts of a step; for SFT, rows of a step.", minimum=1)
     group_size: int = option(8, "Rollouts of a prompt.", minimum=1)
     num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1)

@@ -86,18 +86,18 @@ class Controller:
         )
         self._flow = GroupFlow(parts.engines, parts.pools, timeout_s=cluster.step_timeout_s, deliver=self._deliver)
         self._last_evaluated = start.step - 1
+        self._evaluations: list[asyncio.Task[None]] = []
         self._last_report = time.monotonic()
 
     async def run(self, learner: asyncio.Future[None]) -> None:
-        """Runs until the last step is reported and ``learner``, the learner group, has ended."""
+        """Runs until the last step is reported, all is evaluated, and ``learner``, the learner group, has ended."""
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._flow.run()), tasks.create_task(self._watch_progress())]
-            reports = tasks.create_task(
-                follow_reports(self._parts.replay, self._first_step - 1, self._num_steps, self._report)
-            )
+            reports = tasks.create_task(follow_reports(self._parts.replay, self._report))
             versions = tasks.create_task(self._follow_versions(tasks))
             await learner
             await asyncio.gather(reports, versions)
+            await asyncio.gather(*self._evaluations)
             for task in endless:
                 task.cancel()
 
@@ -174,7 +174,7 @@ class Controller:
             self._admission.publish(version)
             if self._evaluation_due(version):
                 self._last_evaluated = version
-                tasks.create_task(self._evaluate(version))
+                self._evaluations.append(tasks.create_task(self._evaluate(version)))
             await self._start_groups()
         self._admission.extend(1)
         await self._start_groups()
@@ -218,13 +218,13 @@ class Controller:
         )
 
 
-async def follow_reports(batches: ActorHandle, after: int, last: int, report: Callable[[StepReport], None]) -> None:
-    """Hands on the reports of the steps behind ``after``, until that of step ``last``."""
-    step = after
-    while step < last:
+async def follow_reports(batches: ActorHandle, report: Callable[[StepReport], None]) -> None:
+    """Hands on the reports of all steps, until the last one."""
+    ended = False
+    while not ended:
         for entry in await batches.wait_completed.remote(POLL_S):
-            step = entry.step
             report(entry)
+            ended = entry.last
 
 
 async def add_evaluated(

@@ -106,8 +106,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
         async def run_learner() -> None:
             async with asyncio.TaskGroup() as tasks:
-                last = config.algorithm.num_steps - 1
-                tasks.create_task(follow_reports(batches, start.step - 1, last, reporter.trained))
+                tasks.create_task(follow_reports(batches, reporter.trained))
                 await _start_learner(trainer)
 
         _run(run_learner())

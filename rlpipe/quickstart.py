@@ -1,11 +1,15 @@
-"""Makes the quickstart's policy: random weights, then a supervised warm-up on the data of the run that asks for it."""
+"""The quickstart's policy and rows: random weights, warmed up by supervised fine-tuning, and bare sums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
+
+RowMap = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def warm_up(config: Config) -> None:
@@ -22,3 +26,16 @@ def make_policy(config: Config) -> None:
     from rlpipe.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)
+
+
+def short_sums(cfg: Mapping[str, Any]) -> RowMap:
+    """``data.transform`` of reasoning-gym's sums: the prompt is the bare sum, such as ``27+45=``.
+
+    A character tokenizer would spend a token on every letter of the question.
+    """
+
+    def map_row(row: dict[str, Any]) -> dict[str, Any]:
+        expression: str = row["entry"]["metadata"]["expression"]
+        return {"prompt": expression.replace(" ", "") + "=", "completion": row["answer"]}
+
+    return map_row

@@ -16,6 +16,8 @@ class StepReport:
     metrics: dict[str, float]
     samples: list[RolloutGroup] = field(default_factory=list)
     """A few of its groups, for people to read."""
+    last: bool = False
+    """Whether none follows."""
 
 
 class StepBoard:

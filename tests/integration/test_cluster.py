@@ -120,6 +120,7 @@ def test_job_with_engine_and_learner_on_two_nodes(
         "rollout.resources={engine_node: 1}",
         "learner.num_threads=1",
         "learner.resources={learner_node: 1}",
+        "learner.schedule.warmup_steps=0",
         "cluster.schedule_timeout_s=300",
         f"output={tmp_path}",
     ]

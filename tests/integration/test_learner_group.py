@@ -67,7 +67,7 @@ def test_supervised_run(local_ray: None, tiny_policy: Path, tmp_path: Path, lear
 
     steps = trained_steps(tmp_path / "run")
     assert [row["step"] for row in steps] == list(range(1, 13))
-    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     assert summary["steps"] == 12
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 12
     assert_policy_loads(tiny_policy, tmp_path / "run" / "policy", is_adapter=not chat)

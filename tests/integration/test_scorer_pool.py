@@ -23,11 +23,6 @@ REASONS = [
 ]
 
 
-def handed_over(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that is given to ``rlpipe.train`` as it is."""
-    return [0.25] * len(completions)
-
-
 @pytest.fixture
 def prompts_with_bad_rows(tmp_path: Path) -> Path:
     rows = [{"prompt": f"say {how}", "how": how} for how in [*BAD_ROWS, *["behave"] * 15]]
@@ -62,6 +57,10 @@ def test_a_run_survives_bad_rewards_and_scores_on_several_processes(
         "tracking.log_completions=4",
         *(f"+scoring.rewards.{name}={value}" for name, value in rewards.items()),
     )
+
+    def handed_over(completions: list[Any], **columns: Any) -> list[float]:
+        return [0.25] * len(completions)
+
     rlpipe.train(config, rewards=[handed_over])
 
     steps = trained_steps(output)

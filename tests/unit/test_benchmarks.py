@@ -1,0 +1,91 @@
+"""The arithmetic of the benchmarks and the keys of their last lines, on tiny inputs."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks import counting, lora_sync, vs_trl
+from rlpipe.configs.compose import compose_tree
+from rlpipe.tiny import make_tiny_policy, make_tokenizer
+
+
+def test_an_adapter_has_about_the_asked_size(tmp_path: Path) -> None:
+    layers = lora_sync.layers_for(2.5)
+    path = make_tiny_policy(
+        tmp_path, hidden_size=lora_sync.HIDDEN, intermediate_size=lora_sync.INTERMEDIATE, num_layers=layers
+    )
+    config = LoraConfig(r=lora_sync.RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), config)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == pytest.approx(2.5e6, rel=0.05)
+    assert layers == 2
+    assert lora_sync.layers_for(40) == 32
+
+
+def test_lora_sync_reports_medians_and_their_ratio() -> None:
+    found = {
+        "object_store": [{"total": 0.1, "pack": 0.04}, {"total": 0.3, "pack": 0.05}, {"total": 0.2, "pack": 0.03}],
+        "file": [{"total": 1.0}, {"total": 0.8}, {"total": 9.0}],
+    }
+    result = lora_sync.summarize(found, adapter_mb=39.846, engines=2)
+    assert lora_sync.medians(found["object_store"]) == {"total": 0.2, "pack": 0.04}
+    expected = {"adapter_mb": 39.8, "engines": 2, "object_store_s": 0.2, "file_s": 1.0, "ratio": 5.0}
+    assert {key: result[key] for key in expected} == expected
+    assert result["object_store_spread_s"] == (0.1, 0.3)
+    json.dumps(result)
+
+
+def test_answers_count_down_within_the_token_limit() -> None:
+    generator = random.Random(1)
+    tokenizer = make_tokenizer()
+    rows = [counting.make_row(generator) for _ in range(300)]
+    lengths = [len(tokenizer(row["answer"]).input_ids) + 1 for row in rows]
+    assert min(lengths) <= 5
+    assert 150 < max(lengths) <= counting.MAX_TOKENS
+    assert sorted(lengths)[len(lengths) // 2] < max(lengths) / 4, "the lengths have no long tail"
+    assert {row["prompt"]: row["answer"] for row in rows}[rows[0]["prompt"]] == rows[0]["answer"]
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    rows, held_out = counting.make_rows(2000, 50)
+    assert len({row["prompt"] for row in held_out}) == 50
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("a3 a2 a1", 1), ("a3 a2", 2 / 3), ("a3 a1 a1", 1 / 3), ("a3 a2 a1 a0", 3 / 4), ("", 0)]
+)
+def test_counting_is_rewarded_up_to_the_first_mistake(text: str, share: float) -> None:
+    chat = [{"role": "assistant", "content": text}]
+    assert counting.counted([text, chat], ["a3 a2 a1"] * 2, step=[1, 1]) == pytest.approx([share] * 2)
+
+
+def test_the_first_quarter_of_the_steps_is_warm_up() -> None:
+    assert vs_trl.warm_median([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == 3.5
+    lines = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "time/step": 2.0}, {"step": 2, "time/step": 1.5}]
+    assert vs_trl.step_seconds([json.dumps(line) for line in lines]) == [2.0, 1.5]
+
+
+def test_vs_trl_reports_ratios_and_accuracies() -> None:
+    def result(seconds: float, accuracy: float) -> dict[str, Any]:
+        return {"seconds": [100.0, *[seconds] * 4], "accuracy_start": 0.3, "accuracy": accuracy}
+
+    results = {"trl": result(3.0, 0.7), "async": result(1.0, 0.8), "sync": result(1.5, 0.9)}
+    summary = vs_trl.summarize("long", results)
+    expected = {"long_ratio": 3.0, "long_ratio_sync": 2.0, "long_accuracy": 0.8, "long_accuracy_trl": 0.7}
+    assert {key: summary[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("workload", [vs_trl.SHORT, vs_trl.LONG])
+def test_vs_trl_sets_options_that_exist(workload: vs_trl.Workload) -> None:
+    tree = compose_tree(vs_trl.run_overrides(workload, max_staleness=1, num_steps=7))
+    assert (tree.replay.max_staleness, tree.algorithm.num_steps) == (1, 7)
+    assert tree.algorithm.loss.aggregate == "token"
+    assert compose_tree(["experiment=quickstart_warmup", *workload.warmup]).algorithm.kind == "sft"
