@@ -38,7 +38,6 @@ from rlpipe.learner.step import Learner
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch
 
-
 STOP_WINDOW = 10
 """Steps over which the loss is averaged for ``algorithm.stop_loss``."""
 

@@ -14,16 +14,27 @@ MAX_STEP = 3
 MAX_COUNT = 55
 """Numbers of an answer."""
 MAX_TOKENS = 240
+FORGETFUL, FORGETS = string.ascii_lowercase[13:], 0.7
+"""The letters that demonstrations leave out, and how often; reinforcement learning has to mend that."""
 
 
 def make_row(generator: random.Random) -> dict[str, str]:
-    """A prompt and its answer; the logarithm of the answer's length is uniform, so that few are long."""
+    """A prompt, its answer, and a demonstration for the warm-up, which is careless at times.
+
+    The logarithm of the answer's length is uniform, so that few are long.
+    """
     count = int(math.exp(generator.uniform(0, math.log(MAX_COUNT + 1))))
     step = generator.randint(1, MAX_STEP)
     letter = generator.choice(string.ascii_lowercase)
     last = generator.randint(1, step)
-    numbers = [f"{letter}{last + step * index}" for index in reversed(range(count))]
-    return {"prompt": f"Count down from {numbers[0]} by {step}.", "answer": " ".join(numbers)}
+    numbers = [str(last + step * index) for index in reversed(range(count))]
+    answer = " ".join(letter + number for number in numbers)
+    forgets = letter in FORGETFUL and generator.random() < FORGETS
+    return {
+        "prompt": f"Count down from {letter}{numbers[0]} by {step}.",
+        "answer": answer,
+        "completion": " ".join(numbers) if forgets else answer,
+    }
 
 
 def make_rows(count: int, held_out: int, seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, str]]]:

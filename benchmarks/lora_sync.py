@@ -30,7 +30,7 @@ from rlpipe.learner.publish import publish_weights
 from rlpipe.placement import Need, start_actor
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.tiny import make_tiny_policy
-from rlpipe.types import Buckets, WeightsKind, WeightsManifest
+from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
 
 FOLDER = Path("outputs/benchmarks/lora_sync")
 HIDDEN, INTERMEDIATE, RANK = 256, 768, 64
@@ -78,6 +78,16 @@ class PathRolloutActor(RolloutActor):
             self._name, lambda: PathEngine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
         )
 
+    def load(self, manifest: WeightsManifest, timeout_s: float, *buckets: ByteArray) -> str:
+        started = time.perf_counter()
+        digest = super().load(manifest, timeout_s, *buckets)
+        self._load_s = time.perf_counter() - started
+        return digest
+
+    def load_seconds(self) -> float:
+        """Of the last load, without the way there and back."""
+        return self._load_s
+
 
 class Publisher:
     """Holds the policy, as a learner rank does, and publishes it in both ways."""
@@ -118,7 +128,8 @@ class Publisher:
         ended = time.perf_counter()
         assert served is not None
         assert served.version == self._version
-        return {"total": ended - started, "pack": packed - started - put_s, "put": put_s, "load": ended - packed}
+        parts = {"total": ended - started, "pack": packed - started - put_s, "put": put_s, "load": ended - packed}
+        return parts | {"of which in the engines": self._slowest_load()}
 
     def publish_files(self, folder: str) -> dict[str, float]:
         """Seconds of one publication by a PEFT folder, in all and of its parts."""
@@ -132,7 +143,11 @@ class Publisher:
         )  # fmt: skip
         ray.get([engine.load.remote(manifest, 60.0) for engine in self._engines.values()])
         ended = time.perf_counter()
-        return {"total": ended - started, "save": saved - started, "load": ended - saved}
+        parts = {"total": ended - started, "save": saved - started, "load": ended - saved}
+        return parts | {"of which in the engines": self._slowest_load()}
+
+    def _slowest_load(self) -> float:
+        return max(ray.get([engine.load_seconds.remote() for engine in self._engines.values()]))
 
 
 def start_engines(model: ModelConfig, count: int) -> dict[str, ActorHandle]:

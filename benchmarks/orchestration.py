@@ -209,7 +209,7 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         engines[need.name] = start_actor(InstantRolloutActor, need, need.name, max_concurrency=16)
     await asyncio.gather(*(engine.open.remote() for engine in engines.values()))
 
-    def spawn(name: str) -> tuple[ActorHandle, ray.ObjectRef]:
+    def spawn(name: str, place: str) -> tuple[ActorHandle, ray.ObjectRef]:
         actor = start_actor(InstantScoringActor, Need(name=name), name)
         return actor, actor.ping.remote()
 
@@ -225,7 +225,7 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         max_concurrency=1000,
     )
     weights = start_actor(WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000)
-    pool = ScorerPool("scorer", rewards, Need(name="scorer"), size=arguments.scorers, spawn=spawn)
+    pool = ScorerPool("scorer", rewards, size=arguments.scorers, spawn=spawn)
     reporter = MemoryReporter(algorithm.num_steps, algorithm.groups_per_step)
     controller = Controller(
         Parts(engines=engines, pools=[pool], replay=replay, weights=weights),

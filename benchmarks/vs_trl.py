@@ -85,7 +85,6 @@ LONG = Workload(
     learning_rate=1e-4,
     warmup=[
         *LONG_ROWS,
-        "data.completion_column=answer",
         "algorithm.num_steps=120",
         "algorithm.groups_per_step=32",
     ],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,9 @@ from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.controller import Parts
-from rlpipe.placement import Need, start_actor, wait_scheduled, wait_started
+from rlpipe.placement import Need, Reservation, start_actor, wait_started
 from rlpipe.prepare import ResumePoint, Run
-from rlpipe.scorer_pool import ScorerPool
+from rlpipe.scorer_pool import ScorerPool, Spawn
 
 ENGINE_CALLS = 16
 """Calls that a rollout actor answers at one time: a waiting collect, a load, health checks."""
@@ -70,7 +71,11 @@ def pools_of(config: Config, rewards: Mapping[str, RewardConfig]) -> dict[str, t
 
 
 def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Need]:
-    return [need for members, need in pools_of(config, rewards).values() for _ in range(pool_size(config, members))]
+    return [
+        replace(need, name=f"{need.name}-{index}")
+        for members, need in pools_of(config, rewards).values()
+        for index in range(pool_size(config, members))
+    ]
 
 
 def pool_size(config: Config, members: Mapping[str, RewardConfig]) -> int:
@@ -79,31 +84,32 @@ def pool_size(config: Config, members: Mapping[str, RewardConfig]) -> int:
     return config.scoring.num_processes if own is None else own
 
 
-def start_parts(run: Run) -> Parts:
-    """Starts all actors but the learner group, and waits until engines and scorers have loaded what they need."""
+@contextmanager
+def started_parts(run: Run) -> Iterator[Parts]:
+    """All actors but the learner group, once engines and scorers have loaded what they need."""
     config, cluster = run.config, run.config.cluster
     needs = {need.name: need for need in engine_needs(config)}
-    engines = {
-        name: start_actor(RolloutActor, need, name, max_concurrency=ENGINE_CALLS) for name, need in needs.items()
-    }
-    pools = start_pools(run)
-    wait_scheduled(engines, needs, cluster.schedule_timeout_s)
-    starts: dict[str, Any] = {
-        name: engine.start.remote(run.model, config.rollout, config.data.max_prompt_tokens)
-        for name, engine in engines.items()
-    }
-    for pool in pools:
-        scorers = {name: actor for name, (actor, _) in pool.started.items()}
-        wait_scheduled(scorers, dict.fromkeys(scorers, pool.need), cluster.schedule_timeout_s)
-        starts |= {name: started for name, (_, started) in pool.started.items()}
-    wait_started(starts, cluster.start_timeout_s)
-    return Parts(engines=engines, pools=pools, replay=_start_replay(run), weights=_start_weights(config, engines))
+    places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
+    try:
+        engines = {
+            name: start_actor(RolloutActor, need, name, reservation=places, max_concurrency=ENGINE_CALLS)
+            for name, need in needs.items()
+        }
+        pools = start_pools(run, places)
+        starts: dict[str, Any] = {
+            name: engine.start.remote(run.model, config.rollout, config.data.max_prompt_tokens)
+            for name, engine in engines.items()
+        }
+        wait_started(starts | {name: ready for pool in pools for name, ready in pool.starts}, cluster.start_timeout_s)
+        yield Parts(engines=engines, pools=pools, replay=_start_replay(run), weights=_start_weights(config, engines))
+    finally:
+        places.release()
 
 
-def start_pools(run: Run) -> list[ScorerPool]:
+def start_pools(run: Run, places: Reservation) -> list[ScorerPool]:
     """Starts the scoring actors; they are not ready yet."""
     return [
-        ScorerPool(name, members, need, size=pool_size(run.config, members), spawn=_spawner(run, members, need))
+        ScorerPool(name, members, size=pool_size(run.config, members), spawn=_spawner(run, members, need, places))
         for name, (members, need) in pools_of(run.config, run.rewards).items()
     ]
 
@@ -115,7 +121,6 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
     dataset = start_actor(
         DatasetActor, need, algorithm=config.algorithm, learner=config.learner, max_concurrency=ASYNC_CALLS
     )
-    wait_scheduled({need.name: dataset}, {need.name: need}, config.cluster.schedule_timeout_s)
     started: ObjectRef = dataset.start.remote(config.data, run.model, config.seed, start.cursor, os.getcwd())
     wait_started({need.name: started}, config.cluster.start_timeout_s)
     return dataset
@@ -146,13 +151,11 @@ def _start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorH
     )
 
 
-def _spawner(
-    run: Run, members: Mapping[str, RewardConfig], need: Need
-) -> Callable[[str], tuple[ActorHandle, ObjectRef]]:
+def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation) -> Spawn:
     own = {name: run.callables[name] for name in members if name in run.callables}
 
-    def spawn(name: str) -> tuple[ActorHandle, ObjectRef]:
-        actor = start_actor(ScoringActor, replace(need, name=name), name)
+    def spawn(name: str, place: str) -> tuple[ActorHandle, ObjectRef]:
+        actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=places, place=place)
         started: ObjectRef = actor.start.remote(
             dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd()
         )

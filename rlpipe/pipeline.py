@@ -68,8 +68,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed)
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
-    with _cluster(config, needs), _reporter(run, start) as reporter:
-        parts = launch.start_parts(run)
+    with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
         trainer = make_trainer(_learner_setup(run, start, parts.replay, parts.weights), config.name)
 
         async def run_controller() -> None:
@@ -122,8 +121,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
-    with _cluster(config, needs):
-        parts = launch.start_parts(run)
+    with _cluster(config, needs), launch.started_parts(run) as parts:
         return _run(_evaluate_once(run, parts, held_out))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.errors import ConfigError, RlpipeError, RunError, WaitTimeout
@@ -34,6 +36,11 @@ class Need:
         """By Ray's names."""
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
 
+    @property
+    def asked(self) -> dict[str, float]:
+        """Those of them that are not 0."""
+        return {name: amount for name, amount in self.all_resources.items() if amount}
+
 
 def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> None:
     """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one; raises ``ConfigError`` if the run
@@ -55,7 +62,7 @@ def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
     """Raises ``ConfigError`` naming the resource, the parts that ask for it, and what the cluster has."""
     total: Counter[str] = Counter()
     for need in needs:
-        total.update({name: amount for name, amount in need.all_resources.items() if amount})
+        total.update(need.asked)
     for resource, wanted in total.items():
         has = available.get(resource, 0.0)
         if wanted > has + 1e-9:
@@ -66,34 +73,58 @@ def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
             )
 
 
+class Reservation:
+    """Places on the cluster, one for each need, that are held until ``release``.
+
+    Raises ``WaitTimeout`` with what is asked for and what is free if the cluster can't hold them all in time; what
+    the cluster has in all is checked before, by ``check_fit``.
+    """
+
+    def __init__(self, needs: Sequence[Need], timeout_s: float) -> None:
+        self._bundles = {need.name: need.asked for need in needs if need.asked}
+        self._index = {name: index for index, name in enumerate(self._bundles)}
+        self._group = placement_group(list(self._bundles.values())) if self._bundles else None
+        if self._group is not None and not self._group.wait(timeout_s):
+            free = _readable(ray.available_resources())
+            self.release()
+            raise WaitTimeout(
+                f"the cluster had no room for {self._bundles} within cluster.schedule_timeout_s={timeout_s:g} seconds: "
+                f"it has {_readable(ray.cluster_resources())}, free are {free}; end other work, or ask for less"
+            )
+
+    def place(self, name: str) -> dict[str, Any]:
+        """The options that put an actor into the place of the need of that name."""
+        if self._group is None or name not in self._index:
+            return {}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._index[name])
+        return {"scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
 def start_actor(
-    actor_class: type, need: Need, *args: Any, max_concurrency: int | None = None, **kwargs: Any
+    actor_class: type,
+    need: Need,
+    *args: Any,
+    reservation: Reservation | None = None,
+    place: str | None = None,
+    max_concurrency: int | None = None,
+    **kwargs: Any,
 ) -> ActorHandle:
-    """Starts an actor whose name on the dashboard is that of the need."""
+    """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``."""
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     if need.resources:
         options["resources"] = dict(need.resources)
     if max_concurrency:
         options["max_concurrency"] = max_concurrency
+    if reservation is not None:
+        options |= reservation.place(place or need.name)
     remote_class: Any = ray.remote(actor_class)
     actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)
     return actor
-
-
-def wait_scheduled(actors: Mapping[str, ActorHandle], needs: Mapping[str, Need], timeout_s: float) -> None:
-    """Waits until every actor's process runs; raises ``WaitTimeout`` with what it asked for and what is free."""
-    for name, actor in actors.items():
-        try:
-            ray.get(actor.ping.remote(), timeout=timeout_s)
-        except GetTimeoutError:
-            asked = {key: amount for key, amount in needs[name].all_resources.items() if amount}
-            raise WaitTimeout(
-                f"actor {name} was not scheduled within cluster.schedule_timeout_s={timeout_s:g} seconds: it asks for "
-                f"{asked}, the cluster has {_readable(ray.cluster_resources())}, free are "
-                f"{_readable(ray.available_resources())}"
-            ) from None
-        except ActorDiedError as error:
-            raise RunError(f"actor {name} died at its start: {error}") from None
 
 
 def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
 from ray import ObjectRef
@@ -12,7 +13,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rlpipe.configs.schema import RewardConfig
-from rlpipe.placement import Need
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
@@ -21,33 +21,37 @@ MAX_GROUPS_PER_CALL = 32
 """Groups of one call, so that a slow reward still spreads over the pool."""
 
 
+Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
+"""Starts an actor of a name, in the place of a name; returns it with the reference that says when it is ready."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """One place of the pool, and the actor that works there now."""
+
+    place: str
+    name: str
+    actor: ActorHandle
+    num_restarts: int = 0
+
+
 class ScorerPool:
     """Scores groups for some of the rewards; for one event loop.
 
-    ``spawn(name)`` starts an actor and returns it with the reference to wait for. A call that takes longer than the
-    rewards' timeouts allow, or whose process dies, ends that process; its groups are scored once more, each alone,
-    and then count as failed, with the reason.
+    A call that takes longer than the rewards' timeouts allow, or whose process dies, ends that process, and another
+    takes its place; the call's groups are scored once more, each alone, and then count as failed, with the reason.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rewards: Mapping[str, RewardConfig],
-        need: Need,
-        *,
-        size: int,
-        spawn: Callable[[str], tuple[ActorHandle, ObjectRef]],
-    ) -> None:
-        self.name, self.need = name, need
-        self._rewards, self._spawn = rewards, spawn
+    def __init__(self, name: str, rewards: Mapping[str, RewardConfig], *, size: int, spawn: Spawn) -> None:
+        self._rewards, self._size, self._spawn = rewards, size, spawn
         self._timeout_s = sum(reward.timeout_s for reward in rewards.values())
-        self._num_spawned = 0
-        self.started = dict(self._start() for _ in range(size))
-        """The pool's actors by name, with the reference that says when each is ready."""
-        self._idle: asyncio.Queue[tuple[str, ActorHandle]] = asyncio.Queue()
-        for actor_name, (actor, _) in self.started.items():
-            self._idle.put_nowait((actor_name, actor))
-        self._size = size
+        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+        self.starts: list[tuple[str, ObjectRef]] = []
+        """The names of the pool's first actors, with the references that say when each is ready."""
+        for place in (f"{name}-{index}" for index in range(size)):
+            actor, ready = spawn(place, place)
+            self.starts.append((place, ready))
+            self._idle.put_nowait(_Process(place=place, name=place, actor=actor))
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
@@ -71,32 +75,28 @@ class ScorerPool:
 
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         """The scores, or the reason why the process that should have given them is gone."""
-        name, actor = await self._idle.get()
+        process = await self._idle.get()
         limit = self._timeout_s * len(indices)
         reason = None
         try:
-            return await asyncio.wait_for(_result(actor.score.remote(groups, list(indices))), limit)
+            return await asyncio.wait_for(_result(process.actor.score.remote(groups, list(indices))), limit)
         except TimeoutError:
-            reason = f"process {name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
+            reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
         except RayActorError:
-            reason = f"process {name} died while it scored {len(indices)} groups"
+            reason = f"process {process.name} died while it scored {len(indices)} groups"
         finally:
             if reason is not None:
-                name, actor = await self._replace(actor, reason)
-            self._idle.put_nowait((name, actor))
+                await self._restart(process, reason)
+            self._idle.put_nowait(process)
         return reason
 
-    async def _replace(self, actor: ActorHandle, reason: str) -> tuple[str, ActorHandle]:
-        logger.warning("scoring: %s; a new one takes its place", reason)
-        ray.kill(actor)
-        name, (fresh, started) = self._start()
-        await started
-        return name, fresh
-
-    def _start(self) -> tuple[str, tuple[ActorHandle, ObjectRef]]:
-        name = f"{self.name}-{self._num_spawned}"
-        self._num_spawned += 1
-        return name, self._spawn(name)
+    async def _restart(self, process: _Process, reason: str) -> None:
+        logger.warning("scoring: %s; another takes its place", reason)
+        ray.kill(process.actor)
+        process.num_restarts += 1
+        process.name = f"{process.place}.{process.num_restarts}"
+        process.actor, ready = self._spawn(process.name, process.place)
+        await ready
 
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))

@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def ray_node(options: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
-    """A node of its own process group, which is ended with it."""
+    """A node whose processes are a group of their own, and end with it."""
     command = ["ray", "start", *options, "--block", "--num-cpus=4", "--disable-usage-stats"]
     with log.open("w") as file:
         node = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -57,11 +57,8 @@ def ray_node(options: list[str], environment: dict[str, str], log: Path) -> Iter
         wait_for_text(log, "Ray runtime started", node, timeout_s=120)
         yield
     finally:
-        node.terminate()
-        try:
-            node.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(node.pid, signal.SIGKILL)
+        os.killpg(node.pid, signal.SIGKILL)
+        node.wait()
 
 
 def wait_for_text(log: Path, text: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
@@ -72,13 +69,17 @@ def wait_for_text(log: Path, text: str, process: subprocess.Popen[bytes], timeou
         time.sleep(0.2)
 
 
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+
+
 @pytest.fixture(scope="module")
 def dashboard(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a cluster of two nodes, one for engines and one for learners."""
     logs = tmp_path_factory.mktemp("cluster")
     port, dashboard_port, client_port, *agent_ports = free_ports(5)
-    # Ray's sockets lie in its folder, and their paths must be short.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    # Two nodes that share a folder would replace the job's files under each other's feet; paths of sockets are short.
+    with short_folder() as folder, short_folder() as second_folder:
         head = [
             "--head",
             f"--port={port}",
@@ -91,6 +92,7 @@ def dashboard(environment: dict[str, str], tmp_path_factory: pytest.TempPathFact
         joining = [
             f"--address=127.0.0.1:{port}",
             f"--dashboard-agent-listen-port={agent_ports[1]}",
+            f"--temp-dir={second_folder}",
             '--resources={"engine_node": 1}',
         ]
         with ray_node(head, environment, logs / "head.log"), ray_node(joining, environment, logs / "second.log"):

@@ -17,6 +17,7 @@ TWO_SMALL_STEPS = (
     "algorithm.groups_per_step=4",
     "learner.num_cpus=1",
     "learner.num_threads=1",
+    "learner.schedule.warmup_steps=0",
     "tracking=quiet",
     "cluster.schedule_timeout_s=300",
 )
@@ -93,7 +94,7 @@ def test_own_data(tiny_policy: Path, tmp_path: Path) -> None:
 
 
 def test_sft(tiny_policy: Path, tmp_path: Path) -> None:
-    steps = run(tmp_path, tiny_policy, "--config", "examples/sft/run.yaml", "learner.schedule.warmup_steps=0")
+    steps = run(tmp_path, tiny_policy, "--config", "examples/sft/run.yaml")
     assert steps[1]["loss"] < steps[0]["loss"]
 
 
@@ -108,7 +109,6 @@ def test_gsm8k_on_made_rows(tiny_policy: Path, tmp_path: Path) -> None:
         "data.path=examples/gsm8k/rows.jsonl",
         "data.held_out.split=null",
         "data.held_out.size=2",
-        "learner.schedule.warmup_steps=0",
         *SMALL_GROUPS,
         *ON_THE_CPU,
     )
