@@ -82,7 +82,7 @@ LONG = Workload(
     reward="benchmarks.counting:counted",
     max_tokens=counting.MAX_TOKENS,
     num_steps=50,
-    learning_rate=1e-4,
+    learning_rate=3e-4,
     warmup=[
         *LONG_ROWS,
         "algorithm.num_steps=120",

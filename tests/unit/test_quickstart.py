@@ -1,0 +1,40 @@
+"""The quickstart's rows: bare sums with their grader's entry, and held-out prompts that are never trained on."""
+
+from rlpipe.configs.compose import load_config
+from rlpipe.data.prompts import Cursor, open_prompts, open_sft_rows
+from rlpipe.tiny import make_tokenizer
+
+CONFIG = load_config(["experiment=quickstart", "model.prepare=rlpipe.quickstart:warm_up"])
+
+
+def test_prompts_are_bare_sums_with_the_entry_for_the_grader() -> None:
+    prompts, _ = open_prompts(CONFIG.data, make_tokenizer(), seed=0)
+    prompt = prompts.next()
+    (message,) = prompt.prompt
+    left, right = message["content"].rstrip("=").split("+")
+    assert str(int(left) + int(right)) == prompt.task["answer"] == prompt.task["entry"]["answer"]
+
+
+def test_warm_up_and_run_hold_out_the_same_prompts() -> None:
+    tokenizer = make_tokenizer()
+    prompts, held_out = open_prompts(CONFIG.data, tokenizer, seed=0)
+    rows, sft_held_out = open_sft_rows(
+        load_config(["experiment=quickstart_warmup"]).data, tokenizer, seed=0, max_tokens=64
+    )
+    kept = {prompt.token_ids.tobytes() for prompt in held_out}
+    assert len(kept) == 200
+    assert kept == {prompt.token_ids.tobytes() for prompt in sft_held_out}
+    trained = [prompts.next() for _ in range(3000)]
+    assert not kept & {prompt.token_ids.tobytes() for prompt in trained}
+    for sequence in rows.take(3000):
+        first = int(sequence.loss_mask.argmax())
+        assert sequence.token_ids[:first].tobytes() not in kept
+
+
+def test_the_source_goes_on_from_a_cursor() -> None:
+    prompts, _ = open_prompts(CONFIG.data, make_tokenizer(), seed=0)
+    prompts.take(5)
+    cursor = prompts.cursor
+    ids = [prompt.prompt_id for prompt in prompts.take(5)]
+    prompts.seek(Cursor(epoch=cursor.epoch, position=cursor.position))
+    assert [prompt.prompt_id for prompt in prompts.take(5)] == ids
