@@ -22,7 +22,7 @@ def test_warm_up_and_run_hold_out_the_same_prompts() -> None:
         load_config(["experiment=quickstart_warmup"]).data, tokenizer, seed=0, max_tokens=64
     )
     kept = {prompt.token_ids.tobytes() for prompt in held_out}
-    assert len(kept) == 200
+    assert len(held_out) == 200
     assert kept == {prompt.token_ids.tobytes() for prompt in sft_held_out}
     trained = [prompts.next() for _ in range(3000)]
     assert not kept & {prompt.token_ids.tobytes() for prompt in trained}
