@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,8 +16,7 @@ import ray.train
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError
-from ray.train import CheckpointConfig as TrainCheckpointConfig
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.callback import RayTrainCallback
@@ -86,7 +86,7 @@ def make_trainer(setup: LearnerSetup, run_name: str) -> TorchTrainer:
         run_config=RunConfig(
             name=run_name,
             storage_path=str(setup.output / "ray_train"),
-            checkpoint_config=TrainCheckpointConfig(),
+            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),  # type: ignore[call-arg]
         ),
     )
 
@@ -126,7 +126,7 @@ class LearnerLoop:
             batch, waited = self._next_batch(step)
             metrics = self._learner.train_step(batch)
             self._publish(step + 1)
-            last = step + 1 == num_steps or self._has_learned(metrics["loss"])
+            last = step + 1 == num_steps or self._has_learned(metrics.get("loss", math.nan))
             self._report(step, {**batch.metrics, **metrics, "time/wait": waited}, last=last and not follows)
             self._checkpoint(step + 1, batch, last=last)
             if last:

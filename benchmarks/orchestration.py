@@ -132,6 +132,10 @@ class EndlessPrompts:
     def cursor(self) -> Cursor:
         return Cursor(epoch=0, position=self._position)
 
+    @property
+    def skip_counts(self) -> dict[str, int]:
+        return {}
+
     def seek(self, cursor: Cursor) -> None:
         self._position = cursor.position
 

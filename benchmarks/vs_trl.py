@@ -32,7 +32,7 @@ from rlpipe.types import Prompt
 
 FOLDER = Path("outputs/benchmarks/vs_trl").absolute()
 GROUPS_PER_STEP, GROUP_SIZE = 8, 8
-RANK, ALPHA, SEED = 32, 64, 0
+RANK, ALPHA, SEED, LR_WARMUP_STEPS = 32, 64, 0, 10
 COLD_SHARE = 0.25
 """Part of the steps at the start that the medians leave out."""
 NUM_CORES = os.cpu_count() or 1
@@ -82,10 +82,10 @@ LONG = Workload(
     reward="benchmarks.counting:counted",
     max_tokens=counting.MAX_TOKENS,
     num_steps=50,
-    learning_rate=3e-4,
+    learning_rate=1e-4,
     warmup=[
         *LONG_ROWS,
-        "algorithm.num_steps=120",
+        "algorithm.num_steps=140",
         "algorithm.groups_per_step=32",
     ],
 )
@@ -122,6 +122,7 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
         f"rollout.num_threads={threads}",
         f"learner.num_threads={threads}",
         f"learner.optimizer.lr={workload.learning_rate}",
+        f"learner.schedule.warmup_steps={LR_WARMUP_STEPS}",
         f"replay.max_staleness={max_staleness}",
         "checkpoint=end",
         "tracking.log_completions=0",
@@ -160,6 +161,7 @@ def run_trl(workload: Workload) -> dict[str, Any]:
         "group_size": GROUP_SIZE,
         "max_tokens": workload.max_tokens,
         "learning_rate": workload.learning_rate,
+        "warmup_steps": LR_WARMUP_STEPS,
         "rank": RANK,
         "alpha": ALPHA,
         "seed": SEED,

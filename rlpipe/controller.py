@@ -203,6 +203,7 @@ class Controller:
     def _report(self, report: StepReport) -> None:
         self._last_report = time.monotonic()
         if report.step < self._num_steps:
+            report.metrics |= {f"rows/skipped/{kind}": float(n) for kind, n in self._prompts.skip_counts.items()}
             self._reporter.trained(report)
         else:
             self._reporter.compared(report)

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
@@ -14,9 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.data.chat import PromptRenderer, load_tokenizer
 from rlpipe.data.rows import Place, UnusableRow
-from rlpipe.errors import DataError, EngineFailed, InputError, ModelError
-from rlpipe.hub import hub_has
-from rlpipe.imports import describe_error
+from rlpipe.errors import DataError, EngineFailed, InputError
+from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
@@ -96,30 +94,7 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
 def model_config(request: SamplingRequest) -> ModelConfig:
     if request.adapter is None:
         return ModelConfig(path=request.model, dtype=request.dtype, adapter=AdapterConfig(kind="none"))
-    return ModelConfig(path=request.model, dtype=request.dtype, adapter=adapter_config(request.adapter))
-
-
-def adapter_config(path: str) -> AdapterConfig:
-    """What an engine must know of a PEFT adapter before it loads it; raises ``ModelError`` if it can't be read."""
-    from peft import LoraConfig, PeftConfig
-
-    if not Path(path).is_dir() and not hub_has(path, kind="model", option="--adapter", error=ModelError):
-        raise ModelError(f"--adapter: there is no folder {Path(path).absolute()}, and the hub can't be reached")
-    try:
-        settings = PeftConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"--adapter: {path} holds no PEFT adapter ({describe_error(error)})") from error
-    if not isinstance(settings, LoraConfig):
-        raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
-    modules = settings.target_modules
-    return AdapterConfig(
-        kind="lora",
-        path=path,
-        r=max([settings.r, *(settings.rank_pattern or {}).values()]),
-        alpha=settings.lora_alpha,
-        target_modules=modules if isinstance(modules, str) else sorted(modules or ()),
-        use_rslora=settings.use_rslora,
-    )
+    return ModelConfig(path=request.model, dtype=request.dtype, adapter=read_adapter_config(request.adapter))
 
 
 def rollout_config(request: SamplingRequest) -> RolloutConfig:

@@ -13,22 +13,24 @@ from typing import Any, TypeVar
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from ray.train.torch import TorchTrainer
 
 from rlpipe import launch
 from rlpipe.actors.learner import LearnerSetup, make_trainer
-from rlpipe.configs.schema import AdapterConfig, Config
+from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts, add_evaluated, follow_reports
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
-from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError
+from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.placement import Need, connect
-from rlpipe.prepare import ResumePoint, RewardLike, Run, find_resume_point, prepare_run
+from rlpipe.prepare import ResumePoint, RewardLike, Run, check_reward_columns, find_resume_point, prepare_run
 from rlpipe.reporting import Reporter
+from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.completions import CompletionsLog
@@ -66,6 +68,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     config = run.config
     tokenizer = load_tokenizer(run.model)
     prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed)
+    check_reward_columns(run, held_out or [prompts.peek()])
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
     with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
@@ -105,7 +108,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
         async def run_learner() -> None:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(follow_reports(batches, reporter.trained))
+                if start.step < config.algorithm.num_steps:
+                    tasks.create_task(follow_reports(batches, reporter.trained))
                 await _start_learner(trainer)
 
         _run(run_learner())
@@ -115,7 +119,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
     """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
     if adapter is not None:
-        config = replace(config, model=replace(config.model, adapter=AdapterConfig(path=adapter)))
+        config = replace(config, model=replace(config.model, adapter=read_adapter_config(adapter)))
     run = prepare_run(config, rewards)
     _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
     if not held_out:
@@ -211,7 +215,12 @@ def _run(main: Coroutine[Any, Any, Result]) -> Result:
     try:
         return asyncio.run(main)
     except BaseExceptionGroup as group:
-        raise _first_error(group) from None
+        error = _first_error(group)
+    except RayActorError as death:
+        error = death
+    if isinstance(error, RayActorError):
+        raise RunError(f"an actor of the run died: {error}") from None
+    raise error
 
 
 def _first_error(error: BaseException) -> BaseException:

@@ -11,10 +11,11 @@ from typing import Any
 from rlpipe.configs.schema import Config, ModelConfig, RewardConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, DataError
 from rlpipe.imports import import_object
-from rlpipe.learner.checkpoint import read_extra, resolve_checkpoint
-from rlpipe.scoring.rewards import check_reward, load_reward
+from rlpipe.learner.checkpoint import list_checkpoints, read_extra, resolve_checkpoint
+from rlpipe.scoring.rewards import check_reward, load_reward, missing_columns
+from rlpipe.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +97,23 @@ def _collect_rewards(
     return rewards, callables
 
 
+def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
+    """Raises ``DataError`` if a reward function needs a column that the rows do not have."""
+    columns = prompts[0].task.keys()
+    for name, reward in run.rewards.items():
+        function = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
+        missing = missing_columns(function, reward.kwargs, columns)
+        if missing:
+            there = ", ".join(columns) or "none"
+            raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
+
+
 def find_resume_point(run: Run) -> ResumePoint:
     """Where ``resume`` says that the run goes on; refuses a checkpoint of a run with another meaning."""
-    checkpoint = resolve_checkpoint(run.config.resume, run.output / "checkpoints")
+    folder = run.output / "checkpoints"
+    if run.config.resume == "never" and list_checkpoints(folder):
+        raise ConfigError(f"resume=never, but {folder} holds an earlier run: choose another output, or remove it")
+    checkpoint = resolve_checkpoint(run.config.resume, folder)
     if checkpoint is None:
         return ResumePoint()
     step, extra = read_extra(checkpoint)

@@ -66,7 +66,7 @@ class Reporter:
         self._progress.update(version, metrics)
 
     def compared(self, report: StepReport) -> None:
-        self.max_logprob_difference = report.metrics["sampling/logp_difference/max"]
+        self.max_logprob_difference = report.metrics.get("sampling/logp_difference/max", math.nan)
 
     def discarded(self, group_id: int, reason: str) -> None:
         """A group will not be trained; the first few different reasons are shown, all are counted in the metrics."""

@@ -103,6 +103,13 @@ class RowSource(Generic[Item]):
             except UnusableRow as problem:
                 self._skip(row, problem)
 
+    def peek(self) -> Item:
+        """The next item, which stays the next."""
+        cursor = self.cursor
+        item = self.next()
+        self.seek(cursor)
+        return item
+
     def take(self, count: int) -> list[Item]:
         """The next ``count`` items."""
         return [self.next() for _ in range(count)]
@@ -208,8 +215,7 @@ class _Split:
                 "leave none to train on"
             )
         source = RowSource(self._rows, render, indices=self._indices, seed=self._seed, shuffle=self._data.shuffle)
-        source.next()
-        source.seek(Cursor())
+        source.peek()
         return source
 
 

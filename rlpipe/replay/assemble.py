@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,9 +26,7 @@ def assemble_step(
     set_advantages(groups, algorithm, reward_weights)
     rollouts = [rollout for group in groups for rollout in group]
     if algorithm.loss.mask_truncated:
-        for rollout in rollouts:
-            if rollout.status is RolloutStatus.TRUNCATED:
-                rollout.loss_mask = np.zeros_like(rollout.loss_mask)
+        rollouts = [_without_loss(r) if r.status is RolloutStatus.TRUNCATED else r for r in rollouts]
     batches = pack_step(
         rollouts,
         step=step,
@@ -41,6 +40,11 @@ def assemble_step(
     for batch in batches:
         batch.metrics = metrics
     return batches
+
+
+def _without_loss(rollout: Rollout) -> Rollout:
+    """A copy of which no token is trained."""
+    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
 
 
 def set_advantages(

@@ -65,7 +65,9 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss() -> None:
     groups = [group(0, [1.0, 0.0])]
     groups[0].rollouts[1].status = RolloutStatus.TRUNCATED
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(scale="none"), loss=LossConfig(mask_truncated=True))
-    assert loss_advantages(assemble(groups, algorithm)) == pytest.approx([0.5] * 3)
+    batches = assemble(groups, algorithm)
+    assert loss_advantages(batches) == pytest.approx([0.5] * 3)
+    assert batches[0].metrics["completions/max_length"] == 3, "the metrics still know them"
 
 
 def test_metrics_of_a_step() -> None:
