@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import ray
@@ -35,11 +33,9 @@ from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
+from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch
-
-STOP_WINDOW = 10
-"""Steps over which the loss is averaged for ``algorithm.stop_loss``."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -112,7 +108,7 @@ class LearnerLoop:
             temperature=setup.sampling.temperature,
             max_completion_tokens=setup.sampling.max_tokens,
         )
-        self._losses: deque[float] = deque(maxlen=STOP_WINDOW)
+        self._target = LossTarget(setup.algorithm.stop_loss)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
 
     def run(self) -> None:
@@ -126,7 +122,7 @@ class LearnerLoop:
             batch, waited = self._next_batch(step)
             metrics = self._learner.train_step(batch)
             self._publish(step + 1)
-            last = step + 1 == num_steps or self._has_learned(metrics.get("loss", math.nan))
+            last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             self._report(step, {**batch.metrics, **metrics, "time/wait": waited}, last=last and not follows)
             self._checkpoint(step + 1, batch, last=last)
             if last:
@@ -135,12 +131,6 @@ class LearnerLoop:
             batch, _ = self._next_batch(num_steps)
             self._report(num_steps, self._learner.compare(batch), last=True)
         export_policy(self._policy, setup.output / "policy")
-
-    def _has_learned(self, loss: float) -> bool:
-        """Whether ``algorithm.stop_loss`` ends the run; the loss is the same on all ranks, and so is the answer."""
-        self._losses.append(loss)
-        target = self._setup.algorithm.stop_loss
-        return target is not None and len(self._losses) == STOP_WINDOW and fmean(self._losses) < target
 
     def _next_batch(self, step: int) -> tuple[TrainBatch, float]:
         """The rank's share of the step, and the seconds that it had to wait."""
