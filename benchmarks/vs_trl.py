@@ -66,7 +66,7 @@ SHORT = Workload(
     data=["data=addition"],
     reward="rlpipe.scoring.toolbox:exact_match",
     max_tokens=6,
-    num_steps=200,
+    num_steps=150,
     learning_rate=5e-4,
     warmup=[],
 )
@@ -97,8 +97,8 @@ def warm_up(workload: Workload) -> None:
         return
     print(f"{workload.name}: warming the policy up by supervised fine-tuning", flush=True)
     started = time.perf_counter()
-    output = f"output={workload.policy.parent}"
-    rlpipe.train(rlpipe.load_config(["experiment=quickstart_warmup", "tracking=quiet", *workload.warmup, output]))
+    common = ["experiment=quickstart_warmup", "tracking=quiet", "resume=never", f"output={workload.policy.parent}"]
+    rlpipe.train(rlpipe.load_config([*common, *workload.warmup]))
     print(f"{workload.name}: took {time.perf_counter() - started:.0f} s", flush=True)
 
 

@@ -42,6 +42,9 @@ from rlpipe.types import Prompt
 
 Result = TypeVar("Result")
 
+END_TIMEOUT_S = 60.0
+"""Seconds that the actors of a run may take to end, so that the next run in the session can use their names."""
+
 
 def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     """Trains as the config says and returns what ``summary.json`` holds.
@@ -245,10 +248,14 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
 
 
 def _end_actors(kept: set[str]) -> None:
-    """Ends the named actors of this job, in a session that was there before the run."""
-    for name in set(ray.util.list_named_actors()) - kept:
+    """Ends the named actors of this job, in a session that was there before the run, and frees their names."""
+    ended = set(ray.util.list_named_actors()) - kept
+    for name in ended:
         with suppress(ValueError):
             ray.kill(ray.get_actor(name))
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while ended & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine_cases import Published, adapted, corrupted, publish_adapter, without
 from ray.actor import ActorHandle
 from run_cases import REWARDS_FILE, make_config
 
+from rlpipe import flow
 from rlpipe.actors.replay import ReplayActor
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
@@ -83,6 +85,11 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "POLL_S", 0.5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_weights_stop_the_run(
     config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], case: str
@@ -130,7 +137,8 @@ def publish_only(replay: ActorHandle, weights: ActorHandle, versions: list[Publi
     for step, (manifest, buckets) in enumerate(versions):
         ray.get(weights.publish.remote(manifest, [ray.put(bucket) for bucket in buckets]))
         batch = ray.get(replay.next_batch.remote(step, 0))
-        ray.get(replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics)))
+        last = step == len(versions) - 1
+        ray.get(replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics, last=last)))
 
 
 async def run(
@@ -174,6 +182,8 @@ async def run(
         ray.cancel(learner, force=True)
         ray.kill(replay)
         ray.kill(weights)
+        # The engine outlives the run: a collect that still waits there would take the groups of the next one.
+        time.sleep(2 * flow.POLL_S)
 
 
 async def value(call: ray.ObjectRef) -> None:
