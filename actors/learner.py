@@ -108,6 +108,7 @@ class LearnerLoop:
             temperature=setup.sampling.temperature,
             max_completion_tokens=setup.sampling.max_tokens,
         )
+        self._unanswered: dict[str, ray.ObjectRef] = {}
         self._target = LossTarget(setup.algorithm.stop_loss)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
 
@@ -160,11 +161,19 @@ class LearnerLoop:
             emit=lambda bucket: buckets.append(ray.put(bucket)),
         )
         if self._rank == 0:
-            self._setup.weights_actor.publish.remote(manifest, buckets)
+            self._in_order("publish", self._setup.weights_actor.publish, manifest, buckets)
 
     def _report(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
         if self._rank == 0:
-            self._setup.batches.complete_step.remote(StepReport(step=step, metrics=metrics, last=last))
+            report = StepReport(step=step, metrics=metrics, last=last)
+            self._in_order("report", self._setup.batches.complete_step, report)
+
+    def _in_order(self, kind: str, method: Any, *arguments: Any) -> None:
+        """Calls an actor once the last call of the same kind has been answered: an actor may take calls that wait
+        for it at one time in any order."""
+        if kind in self._unanswered:
+            ray.get(self._unanswered.pop(kind), timeout=self._setup.timeout_s)
+        self._unanswered[kind] = method.remote(*arguments)
 
     def _checkpoint(self, step: int, batch: TrainBatch, *, last: bool) -> None:
         every = self._setup.checkpoint.every_steps

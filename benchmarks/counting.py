@@ -44,7 +44,7 @@ def make_rows(count: int, held_out: int, seed: int = 0) -> tuple[list[dict[str, 
     while len(tests) < held_out:
         row = make_row(generator)
         tests[row["prompt"]] = row
-    rows = []
+    rows: list[dict[str, str]] = []
     while len(rows) < count:
         row = make_row(generator)
         if row["prompt"] not in tests:

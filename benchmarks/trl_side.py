@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from rlpipe.errors import ConfigError
 from rlpipe.imports import import_object
 
 EVALUATION_BATCH = 50
@@ -43,7 +44,7 @@ class StepTimes(TrainerCallback):
 
 def load_reward(path: str) -> Callable[..., Sequence[float]]:
     """The reward function, kept from what TRL passes beside the columns that it asks for."""
-    function = import_object(path, what="reward", error=ValueError)
+    function = import_object(path, what="reward", error=ConfigError)
 
     def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> Sequence[float]:
         return function(completions=completions, answer=answer)

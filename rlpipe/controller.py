@@ -225,7 +225,7 @@ async def follow_reports(batches: ActorHandle, report: Callable[[StepReport], No
     while not ended:
         for entry in await batches.wait_completed.remote(POLL_S):
             report(entry)
-            ended = entry.last
+            ended = ended or entry.last
 
 
 async def add_evaluated(

@@ -54,7 +54,10 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> None:
         try:
             ray.init(address or "local", **options)
         except ConnectionError as error:
-            raise ConfigError(f"cluster.address={address}: no Ray cluster answers there ({error})") from None
+            raise ConfigError(
+                f"cluster.address={address}: no Ray cluster answers there ({error}); "
+                "one that asks for a token needs RAY_AUTH_MODE=token in the environment"
+            ) from None
     check_fit(needs, ray.cluster_resources())
 
 
