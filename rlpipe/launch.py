@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
@@ -18,7 +19,7 @@ from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.controller import Parts
-from rlpipe.placement import Need, Reservation, start_actor, wait_started
+from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_started
 from rlpipe.prepare import ResumePoint, Run
 from rlpipe.scorer_pool import ScorerPool, Spawn
 
@@ -89,6 +90,7 @@ def started_parts(run: Run) -> Iterator[Parts]:
     """All actors but the learner group, once engines and scorers have loaded what they need."""
     config, cluster = run.config, run.config.cluster
     needs = {need.name: need for need in engine_needs(config)}
+    actors_before = set(ray.util.list_named_actors())
     places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
     try:
         engines = {
@@ -103,6 +105,7 @@ def started_parts(run: Run) -> Iterator[Parts]:
         wait_started(starts | {name: ready for pool in pools for name, ready in pool.starts}, cluster.start_timeout_s)
         yield Parts(engines=engines, pools=pools, replay=_start_replay(run), weights=_start_weights(config, engines))
     finally:
+        end_actors(actors_before)
         places.release()
 
 

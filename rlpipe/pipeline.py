@@ -27,7 +27,7 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
-from rlpipe.placement import Need, connect
+from rlpipe.placement import Need, connect, end_actors
 from rlpipe.prepare import ResumePoint, RewardLike, Run, check_reward_columns, find_resume_point, prepare_run
 from rlpipe.reporting import Reporter
 from rlpipe.rollout.adapter import read_adapter_config
@@ -41,9 +41,6 @@ from rlpipe.tracking.trackers import open_trackers
 from rlpipe.types import Prompt
 
 Result = TypeVar("Result")
-
-END_TIMEOUT_S = 60.0
-"""Seconds that the actors of a run may take to end, so that the next run in the session can use their names."""
 
 
 def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
@@ -242,20 +239,9 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
         yield
     finally:
         if joined:
-            _end_actors(actors_before)
+            end_actors(actors_before)
         else:
             ray.shutdown()
-
-
-def _end_actors(kept: set[str]) -> None:
-    """Ends the named actors of this job, in a session that was there before the run, and frees their names."""
-    ended = set(ray.util.list_named_actors()) - kept
-    for name in ended:
-        with suppress(ValueError):
-            ray.kill(ray.get_actor(name))
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while ended & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,9 @@ from rlpipe.configs.schema import ClusterConfig
 from rlpipe.errors import ConfigError, RlpipeError, RunError, WaitTimeout
 
 logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 60.0
+"""Seconds that the actors of a run may take to end."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -143,6 +148,21 @@ def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:
             raise root_cause(error, f"actor {name} failed at its start") from None
         except ActorDiedError as error:
             raise RunError(f"actor {name} died at its start: {error}") from None
+
+
+def end_actors(kept: Set[str]) -> None:
+    """Ends the named actors of this job but ``kept``, and waits until their names are free for the next run.
+
+    Call it before their places are released: Ray holds on to the name of an actor that dies with its place for as
+    long as anything here refers to it.
+    """
+    ended = set(ray.util.list_named_actors()) - kept
+    for name in ended:
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(name))
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while ended & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def root_cause(error: RayTaskError, context: str) -> RlpipeError:

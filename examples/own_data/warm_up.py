@@ -24,7 +24,7 @@ def warm_up(config: rlpipe.Config) -> None:
                 f"data.path={config.data.path}",
                 "data.completion_column=answer",
                 "algorithm.num_steps=100",
-                "algorithm.stop_loss=0.7",
+                "algorithm.stop_loss=1.0",
                 "algorithm.groups_per_step=32",
                 "learner.optimizer.lr=1e-3",
                 "checkpoint=end",
