@@ -23,10 +23,6 @@ class DatasetActor:
         self._source: SequenceSource | None = None
         self._seed = 0
 
-    async def ping(self) -> str:
-        """Answers as soon as the process runs."""
-        return "dataset"
-
     async def start(self, data: DataConfig, model: ModelConfig, seed: int, cursor: Cursor, folder: str) -> None:
         """Opens the rows and goes to where training goes on; ``folder`` is the driver's working directory."""
         enter_folder(folder)

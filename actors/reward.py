@@ -31,10 +31,6 @@ class ScoringActor:
         enter_folder(folder)
         self._scorer = Scorer(rewards, load_tokenizer(model), callables, num_steps)
 
-    def ping(self) -> str:
-        """Answers as soon as the process runs."""
-        return self._name
-
     def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
         """Scores those of ``groups[indices]`` that the engine could sample."""
         assert self._scorer is not None, "start() comes first"

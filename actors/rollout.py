@@ -32,10 +32,6 @@ class RolloutActor:
             self._name, lambda: open_engine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
         )
 
-    def ping(self) -> str:
-        """Answers as soon as the process runs."""
-        return self._name
-
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._engine.submit(requests)
 

@@ -117,6 +117,9 @@ class InstantRolloutActor(RolloutActor):
 class InstantScoringActor(ScoringActor):
     """The scoring actor with a reward that costs nothing."""
 
+    def open(self) -> None:
+        """Answers as soon as the process runs."""
+
     def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
         chosen = [groups[index] for index in indices]
         return [GroupScores(group_id=g.group_id, scores={"instant": [float(i) for i in range(len(g))]}) for g in chosen]
@@ -215,7 +218,7 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
 
     def spawn(name: str, place: str) -> tuple[ActorHandle, ray.ObjectRef]:
         actor = start_actor(InstantScoringActor, Need(name=name), name)
-        return actor, actor.ping.remote()
+        return actor, actor.open.remote()
 
     replay = start_actor(
         ReplayActor,
@@ -229,7 +232,7 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         max_concurrency=1000,
     )
     weights = start_actor(WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000)
-    pool = ScorerPool("scorer", rewards, size=arguments.scorers, spawn=spawn)
+    pool = ScorerPool("scorer", rewards, size=arguments.scorers, spawn=spawn, start_timeout_s=60.0)
     reporter = MemoryReporter(algorithm.num_steps, algorithm.groups_per_step)
     controller = Controller(
         Parts(engines=engines, pools=[pool], replay=replay, weights=weights),

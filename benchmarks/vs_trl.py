@@ -33,6 +33,8 @@ from rlpipe.types import Prompt
 FOLDER = Path("outputs/benchmarks/vs_trl").absolute()
 GROUPS_PER_STEP, GROUP_SIZE = 8, 8
 RANK, ALPHA, SEED, LR_WARMUP_STEPS = 32, 64, 0, 10
+NUM_HELD_OUT = 1000
+"""Of 1,000 prompts 0.5 are right to within 0.016, one standard error."""
 COLD_SHARE = 0.25
 """Part of the steps at the start that the medians leave out."""
 NUM_CORES = os.cpu_count() or 1
@@ -61,14 +63,15 @@ class Workload:
         return self.folder / "warmup" / "policy"
 
 
+SHORT_ROWS = ["data=addition", f"data.held_out.size={NUM_HELD_OUT}"]
 SHORT = Workload(
     name="short",
-    data=["data=addition"],
+    data=SHORT_ROWS,
     reward="rlpipe.scoring.toolbox:exact_match",
     max_tokens=6,
-    num_steps=150,
+    num_steps=300,
     learning_rate=5e-4,
-    warmup=[],
+    warmup=SHORT_ROWS,
 )
 LONG_ROWS = [
     "data=jsonl",
@@ -244,7 +247,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=("short", "long"), default=("short", "long"))
     arguments = parser.parse_args()
     started = time.perf_counter()
-    rows, held_out = counting.make_rows(20_000, 200)
+    rows, held_out = counting.make_rows(20_000, NUM_HELD_OUT)
     counting.write_rows(LONG.folder / "train.jsonl", rows)
     counting.write_rows(LONG.folder / "held_out.jsonl", held_out)
     result: dict[str, Any] = {"max_staleness": 1}

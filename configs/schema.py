@@ -198,7 +198,7 @@ class RewardConfig(Freezable):
     weight: float = option(1.0, "Factor in the sum.")
     timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0)
     num_processes: int | None = option(
-        None, "Processes of its own; null: functions share scoring.num_processes.", minimum=1
+        None, "Processes of its own; null: functions share scoring.num_processes, others have 1.", minimum=1
     )
     num_cpus: float = option(1.0, "CPUs that Ray reserves for each process of its own.", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for each process of its own.", minimum=0)

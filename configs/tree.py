@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -71,12 +70,6 @@ def plain(value: Any) -> Any:
 def to_yaml(config: Config) -> str:
     """The resolved config; ``rlpipe train --config`` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
-
-
-def config_digest(config: Config) -> str:
-    """16 hexadecimal digits, equal for two configs exactly if one may resume the other's run."""
-    settings = dict(training_options(to_tree(config)))
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -112,7 +112,13 @@ def started_parts(run: Run) -> Iterator[Parts]:
 def start_pools(run: Run, places: Reservation) -> list[ScorerPool]:
     """Starts the scoring actors; they are not ready yet."""
     return [
-        ScorerPool(name, members, size=pool_size(run.config, members), spawn=_spawner(run, members, need, places))
+        ScorerPool(
+            name,
+            members,
+            size=pool_size(run.config, members),
+            spawn=_spawner(run, members, need, places),
+            start_timeout_s=run.config.cluster.start_timeout_s,
+        )
         for name, (members, need) in pools_of(run.config, run.rewards).items()
     ]
 

@@ -28,8 +28,16 @@ from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.placement import Need, connect, end_actors
-from rlpipe.prepare import ResumePoint, RewardLike, Run, check_reward_columns, find_resume_point, prepare_run
-from rlpipe.reporting import Reporter
+from rlpipe.prepare import (
+    ResumePoint,
+    RewardLike,
+    Run,
+    check_reward_columns,
+    find_resume_point,
+    open_output,
+    prepare_run,
+)
+from rlpipe.reporting import Reporter, cut_notice
 from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.scoring.scorer import GroupScores
@@ -52,6 +60,7 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     started = time.monotonic()
     run = prepare_run(config, rewards)
     start = find_resume_point(run)
+    open_output(run)
     figures = train_rl(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
     metrics = run.output / "metrics.jsonl"
     summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
@@ -72,6 +81,8 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
     with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
+        if notice := cut_notice(config.rollout.sampling):
+            reporter.message(notice)
         trainer = make_trainer(_learner_setup(run, start, parts.replay, parts.weights), config.name)
 
         async def run_controller() -> None:

@@ -48,19 +48,23 @@ class Run:
 
 
 def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
-    """Makes the output folder, and the policy where ``model.prepare`` is to make it; imports every reward.
+    """Makes the policy where ``model.prepare`` is to make it, and imports every reward.
 
     Raises ``InputError`` where any of it can't be used.
     """
     output = Path(config.output).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.yaml").write_text(to_yaml(config))
     if config.model.prepare is not None and not Path(config.model.path).exists():
         import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
     run_rewards, callables = _collect_rewards(config, rewards)
     return Run(
         config=config, model=_with_absolute_paths(config.model), rewards=run_rewards, callables=callables, output=output
     )
+
+
+def open_output(run: Run) -> None:
+    """Makes the run's folder, with the resolved config in it."""
+    run.output.mkdir(parents=True, exist_ok=True)
+    (run.output / "config.yaml").write_text(to_yaml(run.config))
 
 
 def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
@@ -81,20 +85,26 @@ def _collect_rewards(
     config: Config, given: Sequence[RewardLike]
 ) -> tuple[dict[str, RewardConfig], dict[str, RewardLike]]:
     """The rewards of the config and those handed over, by name."""
-    rewards = dict(config.scoring.rewards)
+    rewards: dict[str, RewardConfig] = {}
     callables: dict[str, RewardLike] = {}
-    for entry in rewards.values():
-        load_reward(entry.path, entry.kwargs)
+    for name, entry in config.scoring.rewards.items():
+        rewards[name] = _with_processes(entry, load_reward(entry.path, entry.kwargs))
     for reward in given:
         name = getattr(reward, "__name__", type(reward).__name__)
         if name in rewards:
             raise ConfigError(f"two rewards are called {name!r}: rename one of them")
         check_reward(reward, {}, name)
-        rewards[name] = RewardConfig(path=f"{reward.__module__}:{name}")
+        rewards[name] = _with_processes(RewardConfig(path=f"{reward.__module__}:{name}"), reward)
         callables[name] = reward
     if config.algorithm.kind == "rl" and not rewards:
         raise ConfigError("the run has no reward: add one under scoring.rewards, or pass rewards=[...]")
     return rewards, callables
+
+
+def _with_processes(entry: RewardConfig, reward: RewardLike) -> RewardConfig:
+    """Classes, and what asks for GPUs, run in processes of their own."""
+    alone = isinstance(reward, type) or entry.num_gpus > 0
+    return replace(entry, num_processes=1) if alone and entry.num_processes is None else entry
 
 
 def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 
+from rlpipe.configs.schema import SamplingConfig
 from rlpipe.replay.steps import StepReport
 from rlpipe.tracking.completions import CompletionsLog
 from rlpipe.tracking.progress import Progress
@@ -15,6 +16,19 @@ from rlpipe.tracking.trackers import Tracker
 logger = logging.getLogger(__name__)
 
 MAX_REASONS_SHOWN = 5
+
+
+def cut_notice(sampling: SamplingConfig) -> str | None:
+    """What a run says once where it does not sample from the policy's whole distribution; None where it does."""
+    options = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    options["repetition_penalty"] = sampling.repetition_penalty != 1
+    changed = [name for name, is_set in options.items() if is_set]
+    if not changed:
+        return None
+    return (
+        f"rollout.sampling changes the distribution that tokens are drawn from ({', '.join(changed)}): the engine's "
+        "log-probs are those of the changed one, the learner's those of the whole policy, and the two differ by it"
+    )
 
 
 class Reporter:
@@ -74,6 +88,10 @@ class Reporter:
         logger.info("group %d discarded: %s", group_id, reason)
         if self._reasons[reason] == 1 and len(self._reasons) <= MAX_REASONS_SHOWN:
             self._progress.message(f"group {group_id} is not trained: {reason}")
+
+    def message(self, text: str) -> None:
+        """Shows a line of its own."""
+        self._progress.message(text)
 
     def close(self) -> None:
         self._progress.close()

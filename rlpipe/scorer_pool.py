@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -13,6 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rlpipe.configs.schema import RewardConfig
+from rlpipe.errors import WaitTimeout
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
@@ -40,10 +42,13 @@ class ScorerPool:
 
     A call that takes longer than the rewards' timeouts allow, or whose process dies, ends that process, and another
     takes its place; the call's groups are scored once more, each alone, and then count as failed, with the reason.
+    The run fails if the other is not ready within ``start_timeout_s``.
     """
 
-    def __init__(self, name: str, rewards: Mapping[str, RewardConfig], *, size: int, spawn: Spawn) -> None:
-        self._rewards, self._size, self._spawn = rewards, size, spawn
+    def __init__(
+        self, name: str, rewards: Mapping[str, RewardConfig], *, size: int, spawn: Spawn, start_timeout_s: float
+    ) -> None:
+        self._rewards, self._size, self._spawn, self._start_timeout_s = rewards, size, spawn, start_timeout_s
         self._timeout_s = sum(reward.timeout_s for reward in rewards.values())
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
         self.starts: list[tuple[str, ObjectRef]] = []
@@ -96,11 +101,17 @@ class ScorerPool:
         process.num_restarts += 1
         process.name = f"{process.place}.{process.num_restarts}"
         process.actor, ready = self._spawn(process.name, process.place)
-        await ready
+        try:
+            await asyncio.wait_for(_result(ready), self._start_timeout_s)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"actor {process.name} was to replace one ({reason}), but has not started within "
+                f"cluster.start_timeout_s={self._start_timeout_s:g} seconds"
+            ) from None
 
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
 
 
-async def _result(call: ObjectRef) -> list[GroupScores]:
+async def _result(call: ObjectRef) -> Any:
     return await call

@@ -8,6 +8,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
+from rlpipe.folders import whole_folder
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -48,7 +50,6 @@ def make_tiny_policy(
     seed: int = 0,
 ) -> Path:
     """Writes a Qwen3-architecture model and its tokenizer to ``folder``, in fp32; the defaults make 3.2M parameters."""
-    folder = Path(folder)
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -69,6 +70,7 @@ def make_tiny_policy(
     model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    with whole_folder(Path(folder)) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return Path(folder)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlpipe.errors import ConfigError
+from rlpipe.folders import begin_folder, complete_folder, writing_path
 from rlpipe.learner.sharding import Reduce, Sharding
 from rlpipe.learner.state import read_state, write_state
 from rlpipe.learner.step import Learner
@@ -45,10 +46,10 @@ class CheckpointStore:
         """
         sharding = learner.policy.sharding
         target = self._folder / f"step_{step:06d}"
-        temporary = self._folder / f".{target.name}.writing"
+        temporary = writing_path(target)
         bad_steps = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
         record = json.dumps({"step": step, **bad_steps, "extra": extra})
-        _on_first_rank(sharding, lambda: _make_folder(temporary))
+        _on_first_rank(sharding, lambda: begin_folder(target))
         try:
             write_state(learner, temporary)
             _on_first_rank(sharding, lambda: _complete(temporary, target, record))
@@ -113,7 +114,7 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no whole checkpoint (it has no {RECORD}): give a step_... folder") from None
 
 
-def _on_first_rank(sharding: Sharding, action: Callable[[], None]) -> None:
+def _on_first_rank(sharding: Sharding, action: Callable[[], Any]) -> None:
     """Does it on rank 0 while the others wait; an ``OSError`` there is one on all of them."""
     failure: OSError | None = None
     if sharding.rank == 0:
@@ -125,24 +126,9 @@ def _on_first_rank(sharding: Sharding, action: Callable[[], None]) -> None:
         raise failure or OSError("rank 0 can't write the checkpoint")
 
 
-def _make_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _complete(temporary: Path, target: Path, record: str) -> None:
     with (temporary / RECORD).open("w") as file:
         file.write(record)
         file.flush()
         os.fsync(file.fileno())
-    _replace(temporary, target)
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Renames; what has the name already steps aside first, as a folder can't be renamed onto another."""
-    aside = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)
-    if target.exists():
-        target.rename(aside)
-    temporary.rename(target)
-    shutil.rmtree(aside, ignore_errors=True)
+    complete_folder(temporary, target)

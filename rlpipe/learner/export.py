@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.folders import whole_folder
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.publish import named_weights
 
@@ -31,9 +32,9 @@ def export_policy(policy: Policy, folder: Path) -> None:
         if writes:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(policy, tensors, folder)
-        load_tokenizer(policy.config).save_pretrained(folder)
+        with whole_folder(folder) as temporary:
+            _write(policy, tensors, temporary)
+            load_tokenizer(policy.config).save_pretrained(temporary)
     policy.sharding.barrier()
 
 

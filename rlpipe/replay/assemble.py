@@ -95,6 +95,8 @@ def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         values = _known([rollout.rewards.get(name) for rollout in rollouts])
         metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         metrics[f"rewards/{name}/std"] = float(np.std(values))
+    for name in sorted({name for group in groups for name in group.logged}):
+        metrics[f"logged/{name}"] = float(np.mean([group.logged[name] for group in groups if name in group.logged]))
     return metrics
 
 

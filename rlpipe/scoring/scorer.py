@@ -261,6 +261,7 @@ def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Ma
     for part in scores:
         values |= part.scores
         failures |= part.failures
+        group.logged |= part.metrics
     failures |= {name: "it was not scored" for name in rewards if name not in values and name not in failures}
     for name, reason in failures.items():
         values[name] = _substitute(name, reason, group, rewards[name])

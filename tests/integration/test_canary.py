@@ -160,7 +160,9 @@ async def run(
     weights = start_actor(
         WeightsActor, Need(name="canary-weights"), engines=engines, timeout_s=60.0, max_concurrency=100
     )
-    pool = ScorerPool("canary-scorer", REWARDS, size=1, spawn=lambda name, place: (scorer, ray.put(None)))
+    pool = ScorerPool(
+        "canary-scorer", REWARDS, size=1, spawn=lambda name, place: (scorer, ray.put(None)), start_timeout_s=60.0
+    )
     prompts, _ = open_prompts(config.data, load_tokenizer(config.model), seed=0)
     controller: Any = Controller(
         Parts(engines=engines, pools=[pool], replay=replay, weights=weights),

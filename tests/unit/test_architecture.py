@@ -12,6 +12,7 @@ FLOORS = [
     ("rlpipe.errors", 1),
     ("rlpipe.types", 1),
     ("rlpipe.imports", 1),
+    ("rlpipe.folders", 1),
     ("rlpipe.configs", 1),
     ("rlpipe.kernels", 2),
     ("rlpipe.algorithms", 3),

@@ -84,6 +84,12 @@ def test_metrics_of_a_step() -> None:
     assert metrics["num_tokens"] == 8 + 12
 
 
+def test_what_rewards_log_is_averaged_over_the_groups_that_have_it() -> None:
+    groups = [group(index, [1.0, 0.0]) for index in range(3)]
+    groups[0].logged, groups[2].logged = {"words": 2.0}, {"words": 5.0}
+    assert step_metrics(groups, step=0)["logged/words"] == 3.5
+
+
 def test_a_rollout_without_reward_is_left_out_of_the_means() -> None:
     metrics = step_metrics([group(0, [1.0, None])], step=0)
     assert metrics["reward"] == 1.0

@@ -1,0 +1,81 @@
+"""What is checked and completed before any process of a run starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlpipe
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema import Config
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.prompts import open_prompts
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.prepare import check_reward_columns, find_resume_point, open_output, prepare_run
+from rlpipe.tiny import make_tiny_policy
+
+
+class Judge(rlpipe.RewardActor):
+    def score(self, group: rlpipe.RolloutGroup) -> list[float | None]:
+        return [0.0] * len(group)
+
+
+def right(completions: list[Any], answer: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def bare(completions: list[Any]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    policy = make_tiny_policy(tmp_path / "policy", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "solution": "2"}) + "\n")
+    return [f"model.path={policy}", "data=jsonl", f"data.path={rows}", f"output={tmp_path / 'run'}"]
+
+
+def reward(name: str, **settings: Any) -> str:
+    entry = ", ".join([f"path: '{__file__}:{name}'", *(f"{key}: {value}" for key, value in settings.items())])
+    return f"+scoring.rewards.{name}={{{entry}}}"
+
+
+def test_classes_and_rewards_with_gpus_get_processes_of_their_own(options: list[str]) -> None:
+    config = load_config([*options, reward("bare"), reward("Judge"), reward("right", num_gpus=0.5)])
+    run = prepare_run(config)
+    assert {name: entry.num_processes for name, entry in run.rewards.items()} == {"bare": None, "Judge": 1, "right": 1}
+
+
+def test_number_of_processes_of_the_config_stays(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("Judge", num_processes=3)]), [bare])
+    assert {name: entry.num_processes for name, entry in run.rewards.items()} == {"Judge": 3, "bare": None}
+
+
+def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("right")]))
+    prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
+    with pytest.raises(DataError, match=r"reward 'right' needs the column answer; columns there: solution"):
+        check_reward_columns(run, [prompts.peek()])
+
+
+def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("bare")]))
+    assert not run.output.exists(), "an evaluation would leave a config that no run had"
+    open_output(run)
+    assert load_config(file=run.output / "config.yaml") == run.config
+
+
+def used_folder(config: Config) -> None:
+    checkpoint = Path(config.output) / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "learner.json").write_text(json.dumps({"step": 1, "extra": {}}))
+
+
+def test_never_resume_refuses_a_folder_with_checkpoints(options: list[str]) -> None:
+    config = load_config([*options, "resume=never", reward("bare")])
+    assert find_resume_point(prepare_run(config)).checkpoint is None
+    used_folder(config)
+    with pytest.raises(ConfigError, match=r"resume=never, but .* holds an earlier run: choose another output"):
+        find_resume_point(prepare_run(config))
