@@ -36,6 +36,7 @@ from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch
+from rlpipe.weights import BucketMemory
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -108,6 +109,7 @@ class LearnerLoop:
             temperature=setup.sampling.temperature,
             max_completion_tokens=setup.sampling.max_tokens,
         )
+        self._bucket_memory = BucketMemory()
         self._unanswered: dict[str, ray.ObjectRef] = {}
         self._target = LossTarget(setup.algorithm.stop_loss)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
@@ -159,6 +161,7 @@ class LearnerLoop:
             version=version,
             bucket_bytes=self._setup.weights.bucket_bytes,
             emit=lambda bucket: buckets.append(ray.put(bucket)),
+            memory=self._bucket_memory,
         )
         if self._rank == 0:
             self._in_order("publish", self._setup.weights_actor.publish, manifest, buckets)

@@ -25,12 +25,14 @@ from ray.actor import ActorHandle
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.placement import Need, start_actor
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
+from rlpipe.weights import BucketMemory
 
 FOLDER = Path("outputs/benchmarks/lora_sync")
 HIDDEN, INTERMEDIATE, RANK = 256, 768, 64
@@ -97,6 +99,7 @@ class Publisher:
         self._policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
         self._engines, self._weights = engines, weights
         self._version = 0
+        self._memory = BucketMemory()
 
     def adapter_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._policy.trainable_parameters().values())
@@ -121,7 +124,9 @@ class Publisher:
             buckets.append(ray.put(bucket))
             put_s = time.perf_counter() - began
 
-        manifest = publish_weights(self._policy, version=self._version, bucket_bytes=2**28, emit=put)
+        manifest = publish_weights(
+            self._policy, version=self._version, bucket_bytes=2**28, emit=put, memory=self._memory
+        )
         packed = time.perf_counter()
         self._weights.publish.remote(manifest, buckets)
         served = ray.get(self._weights.wait_served.remote(self._version - 1, 60.0))
@@ -155,7 +160,7 @@ def start_engines(model: ModelConfig, count: int) -> dict[str, ActorHandle]:
     engines = {}
     for index in range(count):
         need = Need(name=f"rollout-{index}")
-        engines[need.name] = start_actor(PathRolloutActor, need, need.name, max_concurrency=16)
+        engines[need.name] = start_actor(PathRolloutActor, need, need.name, max_concurrency=ENGINE_CALLS)
     ray.get([engine.start.remote(model, rollout, 32) for engine in engines.values()])
     return engines
 
@@ -193,7 +198,9 @@ def main() -> None:
     model = ModelConfig(path=str(path), dtype="float32", adapter=AdapterConfig(r=RANK, alpha=2 * RANK))
     ray.init(num_cpus=arguments.engines + 2, include_dashboard=False, log_to_driver=False)
     engines = start_engines(model, arguments.engines)
-    weights = start_actor(WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000)
+    weights = start_actor(
+        WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=ASYNC_CALLS
+    )
     publisher = start_actor(Publisher, Need(name="publisher"), model, engines, weights)
     adapter_mb = ray.get(publisher.adapter_bytes.remote()) / 1e6
     print(f"adapter of {adapter_mb:.1f} MB, {arguments.engines} engines, load average {os.getloadavg()[0]:.1f}")

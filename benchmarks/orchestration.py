@@ -26,6 +26,7 @@ from rlpipe.configs.schema import AlgorithmConfig, ClusterConfig, LearnerConfig,
 from rlpipe.controller import Controller, Parts
 from rlpipe.data.prompts import Cursor
 from rlpipe.evaluation import Evaluator
+from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.placement import Need, start_actor
 from rlpipe.prepare import ResumePoint
 from rlpipe.replay.steps import StepReport
@@ -213,7 +214,7 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
     engines = {}
     for index in range(arguments.engines):
         need = Need(name=f"rollout-{index}")
-        engines[need.name] = start_actor(InstantRolloutActor, need, need.name, max_concurrency=16)
+        engines[need.name] = start_actor(InstantRolloutActor, need, need.name, max_concurrency=ENGINE_CALLS)
     await asyncio.gather(*(engine.open.remote() for engine in engines.values()))
 
     def spawn(name: str, place: str) -> tuple[ActorHandle, ray.ObjectRef]:
@@ -229,9 +230,11 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         max_staleness=arguments.max_staleness,
         seed=0,
         num_samples=0,
-        max_concurrency=1000,
+        max_concurrency=ASYNC_CALLS,
     )
-    weights = start_actor(WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=1000)
+    weights = start_actor(
+        WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=ASYNC_CALLS
+    )
     pool = ScorerPool("scorer", rewards, size=arguments.scorers, spawn=spawn, start_timeout_s=60.0)
     reporter = MemoryReporter(algorithm.num_steps, algorithm.groups_per_step)
     controller = Controller(

@@ -67,7 +67,7 @@ def make_config(setup: dict[str, Any], output: Path) -> GRPOConfig:
         loss_type="dapo",
         scale_rewards="group",
         learning_rate=setup["learning_rate"],
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type="linear",
         warmup_steps=setup["warmup_steps"],
         weight_decay=0.0,
         max_grad_norm=1.0,

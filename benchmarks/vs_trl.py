@@ -69,8 +69,8 @@ SHORT = Workload(
     data=SHORT_ROWS,
     reward="rlpipe.scoring.toolbox:exact_match",
     max_tokens=6,
-    num_steps=300,
-    learning_rate=5e-4,
+    num_steps=400,
+    learning_rate=6e-4,
     warmup=SHORT_ROWS,
 )
 LONG_ROWS = [
@@ -84,11 +84,12 @@ LONG = Workload(
     data=LONG_ROWS,
     reward="benchmarks.counting:counted",
     max_tokens=counting.MAX_TOKENS,
-    num_steps=50,
-    learning_rate=1e-4,
+    num_steps=60,
+    learning_rate=1.5e-4,
     warmup=[
         *LONG_ROWS,
         "algorithm.num_steps=140",
+        "algorithm.stop_loss=null",
         "algorithm.groups_per_step=32",
     ],
 )
@@ -125,6 +126,7 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
         f"rollout.num_threads={threads}",
         f"learner.num_threads={threads}",
         f"learner.optimizer.lr={workload.learning_rate}",
+        "learner.schedule.name=linear",
         f"learner.schedule.warmup_steps={LR_WARMUP_STEPS}",
         f"replay.max_staleness={max_staleness}",
         "checkpoint=end",

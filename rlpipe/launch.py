@@ -23,8 +23,8 @@ from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_st
 from rlpipe.prepare import ResumePoint, Run
 from rlpipe.scorer_pool import ScorerPool, Spawn
 
-ENGINE_CALLS = 16
-"""Calls that a rollout actor answers at one time: a waiting collect, a load, health checks."""
+ENGINE_CALLS = 4
+"""Calls that a rollout actor answers at one time: a waiting collect, a load, a submission, a health check."""
 ASYNC_CALLS = 1000
 
 

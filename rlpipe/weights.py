@@ -21,7 +21,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ BASE_DIGEST = "base"
 
 LoraPairs = dict[str, tuple[Tensor, Tensor]]
 """A ``[r, in]`` and B ``[out, r]`` of every adapted module, by the module's name in the base model."""
+T = TypeVar("T")
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -55,6 +56,19 @@ _LORA_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matri
 _MASK = 2**64 - 1
 
 
+class BucketMemory:
+    """Memory that one bucket after the other is written to: fresh pages cost more time than the copy itself."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def take(self, size: int) -> ByteArray:
+        """The first ``size`` bytes; what they held before is lost."""
+        if len(self._memory) < size:
+            self._memory = np.empty(size, dtype=np.uint8)
+        return self._memory[:size]
+
+
 def pack_weights(
     *,
     version: int,
@@ -64,6 +78,7 @@ def pack_weights(
     emit: Callable[[ByteArray], None],
     adapter_config: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    memory: BucketMemory | None = None,
 ) -> WeightsManifest:
     """Encodes one version, hands every bucket to ``emit`` as soon as it is full, and returns the manifest.
 
@@ -73,6 +88,7 @@ def pack_weights(
         bucket_bytes: most tensor bytes of a bucket of full weights; a larger tensor gets its own.
         adapter_config: PEFT's adapter config; it gives the scaling of B.
         dtype: the type that the engines serve; floating point tensors are cast to it. None: as they come.
+        memory: where buckets are written; each is then valid only until ``emit`` returns. None: each has its own.
 
     Raises:
         ModelError: a LoRA tensor is not A or B of a linear module, lacks its partner, or uses an unsupported feature.
@@ -83,10 +99,10 @@ def pack_weights(
         config = adapter_config or {}
         _check_features(config)
         digest = lora_digest(pair_adapter(tensors), lambda module: lora_scaling(config, module))
-        sizes = [_emit_bucket(tensors, emit)]
+        sizes = [_emit_bucket(tensors, emit, memory)]
     else:
         sums: dict[int, int] = {}
-        sizes = [_emit_bucket(bucket, emit) for bucket in _fill_buckets(served, bucket_bytes, sums)]
+        sizes = [_emit_bucket(bucket, emit, memory) for bucket in _fill_buckets(served, bucket_bytes, sums)]
         digest = digest_of_sums(sums)
     return WeightsManifest(
         version=version,
@@ -98,8 +114,8 @@ def pack_weights(
     )
 
 
-def encode(tensors: Mapping[str, Tensor]) -> ByteArray:
-    """Writes tensors as one safetensors file in memory, with a single copy of their bytes."""
+def encode(tensors: Mapping[str, Tensor], memory: BucketMemory | None = None) -> ByteArray:
+    """Writes tensors as one safetensors file in memory (a new one if None), with a single copy of their bytes."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {}
     end = 0
@@ -109,7 +125,7 @@ def encode(tensors: Mapping[str, Tensor]) -> ByteArray:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data_start = 8 + len(text)
-    encoded = np.empty(data_start + end, dtype=np.uint8)
+    encoded = (memory or BucketMemory()).take(data_start + end)
     encoded[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
     encoded[8:data_start] = np.frombuffer(text, dtype=np.uint8)
     data = torch.from_numpy(encoded)[data_start:]
@@ -169,9 +185,12 @@ def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[B
     return manifest, buckets
 
 
-def pair_adapter(tensors: Mapping[str, Tensor]) -> LoraPairs:
-    """Sorts PEFT's A and B tensors by module; ``ModelError`` names those that are something else or lack a partner."""
-    halves: dict[str, dict[str, Tensor]] = {}
+def pair_adapter(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
+    """Sorts PEFT's A and B by module; ``ModelError`` names those that are something else or lack a partner.
+
+    The values may be the tensors, or stand for them.
+    """
+    halves: dict[str, dict[str, T]] = {}
     for name, tensor in tensors.items():
         match = _LORA_NAME.fullmatch(name)
         if match is None:
@@ -293,8 +312,8 @@ def _fill_buckets(
         yield bucket
 
 
-def _emit_bucket(tensors: Mapping[str, Tensor], emit: Callable[[ByteArray], None]) -> int:
-    bucket = encode(tensors)
+def _emit_bucket(tensors: Mapping[str, Tensor], emit: Callable[[ByteArray], None], memory: BucketMemory | None) -> int:
+    bucket = encode(tensors, memory)
     emit(bucket)
     return bucket.nbytes
 

@@ -13,16 +13,21 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlpipe.learner.policy import Policy
 from rlpipe.types import ByteArray, WeightsManifest
-from rlpipe.weights import pack_weights
+from rlpipe.weights import BucketMemory, pack_weights
 
 
 def publish_weights(
-    policy: Policy, *, version: int, bucket_bytes: int, emit: Callable[[ByteArray], None]
+    policy: Policy,
+    *,
+    version: int,
+    bucket_bytes: int,
+    emit: Callable[[ByteArray], None],
+    memory: BucketMemory | None = None,
 ) -> WeightsManifest | None:
     """Packs the present weights into buckets, which rank 0 hands to ``emit`` one by one; all ranks must call it.
 
     A LoRA policy publishes its adapter, a whole model the tensors of its checkpoint, each gathered when its turn comes.
-    Returns the manifest on rank 0, None elsewhere.
+    Returns the manifest on rank 0, None elsewhere. With ``memory``, a bucket is valid only until ``emit`` returns.
     """
     tensors = named_weights(policy)
     if policy.sharding.rank != 0:
@@ -37,6 +42,7 @@ def publish_weights(
         adapter_config=adapter_config(policy),
         emit=emit,
         dtype=policy.scorer.compute_dtype,
+        memory=memory,
     )
 
 

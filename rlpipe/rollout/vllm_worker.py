@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -39,6 +41,7 @@ class WeightsExtension:
 
     device: torch.device
     model_runner: Any
+    _layout: AdapterLayout | None = None
 
     def prepare_serving(self) -> None:
         """Replaces what vLLM does on CPUs by what is faster (LoRA) or can be updated in place (output layer)."""
@@ -56,11 +59,11 @@ class WeightsExtension:
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
         tensors = unpack(bucket)
         check_dtype(tensors, _lora_dtype(manager))
-        names = _vllm_names(manager.model, tensors)
-        available = [names.get(module, module) for module in _linear_modules(manager)]
-        check_adapter_modules(list(names.values()), available, adapter_config)
-        manager.add_adapter(_build_adapter(manager, tensors, adapter_config, adapter_id))
+        if self._layout is None or not self._layout.fits(tensors, adapter_config):
+            self._layout = AdapterLayout(manager, tensors, adapter_config)
+        manager.add_adapter(self._layout.build(tensors, adapter_id))
         manager.activate_adapter(adapter_id)
+        names = self._layout.peft_names
         served = {names[module]: pair for module, pair in _served_pairs(manager, adapter_id)}
         return lora_digest(served)
 
@@ -92,6 +95,54 @@ class WeightsExtension:
         for name, tensor in _owned_shards(self.model_runner.model):
             add_checksum(sums, name, tensor)
         return sums
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """Where vLLM's module finds its part of a published adapter."""
+
+    name: str
+    a: str
+    b: str
+    rank: int
+    scaling: float
+
+
+class AdapterLayout:
+    """What the adapters of a run have in common, found out once: their modules and scalings.
+
+    Raises ``ModelError`` if vLLM can't serve such adapters.
+    """
+
+    def __init__(
+        self, manager: LoRAModelManager, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]
+    ) -> None:
+        self._names, self._config = list(tensors), dict(adapter_config)
+        helper = _legal_helper(manager, adapter_config)
+        mapper = _rename_mapper(manager.model)
+        self.peft_names: dict[str, str] = {}
+        """The name in PEFT of every adapted module, by vLLM's name of it."""
+        self._modules: list[AdaptedModule] = []
+        for module, (a, b) in pair_adapter({name: name for name in tensors}).items():
+            vllm_name = parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]
+            self.peft_names[vllm_name] = module
+            self._modules.append(AdaptedModule(vllm_name, a, b, *helper.get_rank_and_scaling(module)))
+        available = [self.peft_names.get(module, module) for module in _linear_modules(manager)]
+        check_adapter_modules(list(self.peft_names.values()), available, adapter_config)
+        self._rank = helper.r
+
+    def fits(self, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]) -> bool:
+        return self._config == adapter_config and self._names == list(tensors)
+
+    def build(self, tensors: Mapping[str, Tensor], adapter_id: int) -> LoRAModel:
+        """The adapter as vLLM wants it: B scaled, in a copy, because the bucket's memory is read-only."""
+        weights = {
+            module.name: LoRALayerWeights(
+                module.name, module.rank, module.rank, tensors[module.a], tensors[module.b] * module.scaling, scaling=1
+            )
+            for module in self._modules
+        }
+        return LoRAModel(adapter_id, self._rank, weights)
 
 
 class GroupedLora(PunicaWrapperCPU):
@@ -156,15 +207,6 @@ def _rename_mapper(model: nn.Module) -> Any:
     return None if mapper is None else mapper.get_rename_mapper()
 
 
-def _vllm_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name in PEFT of every adapted module, by vLLM's name of it."""
-    mapper = _rename_mapper(model)
-    return {
-        parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]: module
-        for module in pair_adapter(tensors)
-    }
-
-
 def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
     """The linear modules that can take an adapter, fused ones by the names of their parts."""
     for name, layer in manager.modules.items():
@@ -172,25 +214,13 @@ def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
             yield from manager.packed_modules.get(name, [name])
 
 
-def _build_adapter(
-    manager: LoRAModelManager, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any], adapter_id: int
-) -> LoRAModel:
+def _legal_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) -> PEFTHelper:
     try:
         helper = PEFTHelper.from_dict(dict(adapter_config))
         helper.validate_legal(manager.lora_config)
     except ValueError as error:
         raise ModelError(f"vllm can't serve the adapter: {error}") from error
-    # vLLM scales B in place, and the bucket's memory is read-only.
-    owned = {name: tensor.clone() if ".lora_B." in name else tensor for name, tensor in tensors.items()}
-    return LoRAModel.from_lora_tensors(
-        lora_model_id=adapter_id,
-        tensors=owned,
-        peft_helper=helper,
-        device="cpu",
-        dtype=_lora_dtype(manager),
-        model_vocab_size=manager.vocab_size,
-        weights_mapper=_rename_mapper(manager.model),
-    )
+    return helper
 
 
 def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:

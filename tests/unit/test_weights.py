@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlpipe.errors import ModelError
 from rlpipe.types import ByteArray, WeightsKind, WeightsManifest
 from rlpipe.weights import (
+    BucketMemory,
     add_checksum,
     check_adapter_modules,
     check_parameters,
@@ -103,6 +104,31 @@ def test_full_weights_are_drawn_one_bucket_at_a_time() -> None:
 
     pack_weights(version=0, kind=WeightsKind.FULL, named_tensors=named_tensors(), bucket_bytes=64, emit=emitted.append)
     assert seen == [0, 0, 1, 2]
+
+
+def test_buckets_share_memory_where_there_is_one() -> None:
+    tensors = {f"layers.{index}.weight": torch.randn(16 - index) for index in range(4)}
+    copies: list[ByteArray] = []
+    starts = set()
+
+    def emit(bucket: ByteArray) -> None:
+        copies.append(bucket.copy())
+        starts.add(bucket.ctypes.data)
+
+    memory = BucketMemory()
+    for _ in range(2):
+        pack_weights(
+            version=0,
+            kind=WeightsKind.FULL,
+            named_tensors=tensors.items(),
+            bucket_bytes=64,
+            emit=emit,
+            memory=memory,
+        )
+    assert len(starts) == 1, "the first bucket is the largest"
+    for published in (copies[:4], copies[4:]):
+        unpacked = {name: tensor for bucket in published for name, tensor in unpack(bucket).items()}
+        assert all(torch.equal(unpacked[name], tensor) for name, tensor in tensors.items())
 
 
 def test_an_adapter_is_one_bucket_in_the_served_type() -> None:
