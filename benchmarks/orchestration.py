@@ -151,20 +151,27 @@ class EndlessPrompts:
 
 
 class MemoryReporter:
-    """Prints the rate now and then, and watches the memory of all processes."""
+    """Prints the rate now and then, and watches the memory of all processes, once these are warm."""
 
-    def __init__(self, num_steps: int, groups_per_step: int) -> None:
-        self._num_steps, self._groups_per_step = num_steps, groups_per_step
+    def __init__(self, num_steps: int, groups_per_step: int, warmup_steps: int) -> None:
+        self._num_steps, self._groups_per_step, self._warmup_steps = num_steps, groups_per_step, warmup_steps
         self.started = self.ended = 0.0
         self.rss_mb: list[float] = []
         """At the end of every tenth of the run."""
 
+    @property
+    def num_groups(self) -> int:
+        """Those that are counted."""
+        return self._num_steps * self._groups_per_step
+
     def served(self, sync_s: float) -> None:
-        self.started = self.started or time.perf_counter()
+        pass
 
     def trained(self, report: StepReport) -> None:
         self.ended = time.perf_counter()
-        done = report.step + 1
+        done = report.step + 1 - self._warmup_steps
+        if done == 0:
+            self.started = self.ended
         if done * 10 // self._num_steps > len(self.rss_mb):
             self.rss_mb.append(resident_mb())
             rate = done * self._groups_per_step / (self.ended - self.started)
@@ -204,8 +211,11 @@ def train_at_once(replay: ActorHandle, weights: ActorHandle, num_steps: int) -> 
 
 
 async def run(arguments: argparse.Namespace) -> MemoryReporter:
+    num_steps, warmup_steps = (
+        groups // arguments.groups_per_step for groups in (arguments.groups, arguments.warmup_groups)
+    )
     algorithm = AlgorithmConfig(
-        num_steps=arguments.groups // arguments.groups_per_step,
+        num_steps=warmup_steps + num_steps,
         groups_per_step=arguments.groups_per_step,
         group_size=arguments.group_size,
     )
@@ -236,7 +246,7 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=ASYNC_CALLS
     )
     pool = ScorerPool("scorer", rewards, size=arguments.scorers, spawn=spawn, start_timeout_s=60.0)
-    reporter = MemoryReporter(algorithm.num_steps, algorithm.groups_per_step)
+    reporter = MemoryReporter(num_steps, algorithm.groups_per_step, warmup_steps)
     controller = Controller(
         Parts(engines=engines, pools=[pool], replay=replay, weights=weights),
         algorithm=algorithm,
@@ -264,6 +274,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--groups", type=int, default=20_000)
+    parser.add_argument("--warmup-groups", type=int, default=4000, help="before those that are counted")
     parser.add_argument("--groups-per-step", type=int, default=128)
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--scorers", type=int, default=2)
@@ -275,7 +286,7 @@ def main() -> None:
         "engines": arguments.engines,
         "group_size": arguments.group_size,
         "groups": arguments.groups,
-        "groups_per_second": round(arguments.groups / seconds, 1),
+        "groups_per_second": round(reporter.num_groups / seconds, 1),
         "rss_growth_mb": round(reporter.rss_mb[-1] - reporter.rss_mb[0], 1),
     }
     ray.shutdown()
