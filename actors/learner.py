@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ray.exceptions import GetTimeoutError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 
 from rlpipe.configs.schema import (
@@ -70,10 +72,14 @@ class LearnerTrainer(TorchTrainer):
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
-def make_trainer(setup: LearnerSetup, run_name: str) -> TorchTrainer:
-    """The Ray Train job whose workers are the learner ranks."""
+def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float) -> TorchTrainer:
+    """The Ray Train job whose workers are the learner ranks.
+
+    ``fit`` raises ``ControllerError`` if the cluster has no room for them within ``schedule_timeout_s``.
+    """
     learner = setup.learner
     per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
+    os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(schedule_timeout_s)  # Ray Train has no other way
     return LearnerTrainer(
         train_loop,
         train_loop_config={"setup": setup},
@@ -83,7 +89,9 @@ def make_trainer(setup: LearnerSetup, run_name: str) -> TorchTrainer:
         run_config=RunConfig(
             name=run_name,
             storage_path=str(setup.output / "ray_train"),
-            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),  # type: ignore[call-arg]
+            failure_config=FailureConfig(  # type: ignore[call-arg]
+                max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+            ),
         ),
     )
 

@@ -14,8 +14,8 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from ray.train import WorkerGroupError
-from ray.train.torch import TorchTrainer
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from rlpipe import launch
 from rlpipe.actors.learner import LearnerSetup, make_trainer
@@ -27,7 +27,7 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
-from rlpipe.placement import Need, connect, end_actors
+from rlpipe.placement import Need, connect, end_actors, no_room
 from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
@@ -83,7 +83,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)
-        trainer = make_trainer(_learner_setup(run, start, parts.replay, parts.weights), config.name)
+        setup = _learner_setup(run, start, parts.replay, parts.weights)
 
         async def run_controller() -> None:
             controller = Controller(
@@ -99,7 +99,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 reporter=reporter,
                 start=start,
             )
-            await controller.run(_start_learner(trainer))
+            await controller.run(_start_learner(config, setup))
 
         _run(run_controller())
     return {
@@ -115,13 +115,13 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     config = run.config
     with _cluster(config, launch.learner_needs(config)), _reporter(run, start) as reporter:
         batches = launch.start_dataset(run, start)
-        trainer = make_trainer(_learner_setup(run, start, batches, None), config.name)
+        setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:
             async with asyncio.TaskGroup() as tasks:
                 if start.step < config.algorithm.num_steps:
                     tasks.create_task(follow_reports(batches, reporter.trained))
-                await _start_learner(trainer)
+                await _start_learner(config, setup)
 
         _run(run_learner())
     return {"tokens_per_second": reporter.tokens_per_second}
@@ -184,8 +184,9 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
     )
 
 
-def _start_learner(trainer: TorchTrainer) -> asyncio.Future[None]:
+def _start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
     """Runs the learner group on a thread of its own; cancelling the future leaves the thread behind."""
+    trainer = make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s)
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -203,6 +204,8 @@ def _start_learner(trainer: TorchTrainer) -> asyncio.Future[None]:
             trainer.fit()
         except WorkerGroupError as failure:
             error = _learner_error(failure)
+        except ControllerError as failure:
+            error = _controller_error(config, failure)
         except Exception as failure:  # noqa: BLE001 - the thread's boundary; raised again where it is awaited
             error = LearnerFailed(f"the learner group failed: {failure}")
         with suppress(RuntimeError):  # the loop is closed where the run has failed elsewhere
@@ -218,6 +221,13 @@ def _learner_error(failure: WorkerGroupError) -> RlpipeError:
         cause = getattr(error, "cause", error)
         if isinstance(cause, RlpipeError):
             return cause
+    return LearnerFailed(f"the learner group failed: {failure}")
+
+
+def _controller_error(config: Config, failure: ControllerError) -> RlpipeError:
+    if isinstance(failure.controller_failure, WorkerGroupStartupTimeoutError):
+        asked = {need.name: need.asked for need in launch.learner_needs(config)}
+        return no_room(asked, config.cluster.schedule_timeout_s)
     return LearnerFailed(f"the learner group failed: {failure}")
 
 

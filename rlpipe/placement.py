@@ -93,12 +93,9 @@ class Reservation:
         self._index = {name: index for index, name in enumerate(self._bundles)}
         self._group = placement_group(list(self._bundles.values())) if self._bundles else None
         if self._group is not None and not self._group.wait(timeout_s):
-            free = _readable(ray.available_resources())
+            timeout = no_room(self._bundles, timeout_s)
             self.release()
-            raise WaitTimeout(
-                f"the cluster had no room for {self._bundles} within cluster.schedule_timeout_s={timeout_s:g} seconds: "
-                f"it has {_readable(ray.cluster_resources())}, free are {free}; end other work, or ask for less"
-            )
+            raise timeout
 
     def place(self, name: str) -> dict[str, Any]:
         """The options that put an actor into the place of the need of that name."""
@@ -111,6 +108,15 @@ class Reservation:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def no_room(asked: Mapping[str, Mapping[str, float]], timeout_s: float) -> WaitTimeout:
+    """The error for processes, with what each asks, that found no place in time."""
+    return WaitTimeout(
+        f"the cluster had no room for {asked} within cluster.schedule_timeout_s={timeout_s:g} seconds: it has "
+        f"{_readable(ray.cluster_resources())}, free are {_readable(ray.available_resources())}; "
+        "end other work, or ask for less"
+    )
 
 
 def start_actor(

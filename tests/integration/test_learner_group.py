@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import ray
 import torch
+from ray.util.placement_group import placement_group, remove_placement_group
 from run_cases import HOLDS_LOGP_TO, largest_difference, make_config, read_adapter, trained_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlpipe
+from rlpipe.errors import WaitTimeout
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -38,6 +41,21 @@ def test_two_fsdp2_ranks_train_as_one(
             assert theirs[name] == pytest.approx(mine[name], abs=1e-4), name
     assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
     assert read_adapter(tmp_path / "policy").keys() == read_adapter(undisturbed_run / "policy").keys()
+
+
+def test_a_learner_that_finds_no_place_ends_the_run(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    room_for_engine_and_scorer = 2
+    taken = ray.available_resources()["CPU"] - room_for_engine_and_scorer
+    other_work = placement_group([{"CPU": taken}])
+    ray.get(other_work.ready())
+    try:
+        config = make_config(tiny_policy, prompts_file, tmp_path, "cluster.schedule_timeout_s=2")
+        with pytest.raises(WaitTimeout, match=r"no room for {'learner-0': {'CPU': 1\.0}} within .*=2 seconds: it has"):
+            rlpipe.train(config)
+    finally:
+        remove_placement_group(other_work)
 
 
 @pytest.mark.parametrize(("learner", "chat"), [("single", True), ("fsdp2", False)])
