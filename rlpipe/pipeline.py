@@ -32,6 +32,7 @@ from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
     Run,
+    check_context,
     check_reward_columns,
     find_resume_point,
     open_output,
@@ -77,6 +78,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     config = run.config
     tokenizer = load_tokenizer(run.model)
     prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed)
+    check_context(run)
     check_reward_columns(run, held_out or [prompts.peek()])
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
@@ -135,6 +137,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
+    check_context(run)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
     with _cluster(config, needs), launch.started_parts(run) as parts:
         return _run(_evaluate_once(run, parts, held_out))

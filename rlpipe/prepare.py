@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from rlpipe.configs.schema import Config, ModelConfig, RewardConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
@@ -116,6 +118,30 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
         if missing:
             there = ", ".join(columns) or "none"
             raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
+
+
+def check_context(run: Run) -> None:
+    """Raises ``ConfigError`` if the longest prompt and completion are more than the policy has positions for."""
+    rollout, prompt_tokens = run.config.rollout, run.config.data.max_prompt_tokens
+    wanted = rollout.max_model_len or prompt_tokens + rollout.sampling.max_tokens
+    positions = _num_positions(run.model)
+    if positions is not None and wanted > positions:
+        limits = f"data.max_prompt_tokens={prompt_tokens} and rollout.sampling.max_tokens={rollout.sampling.max_tokens}"
+        asked = f"{limits} are together" if rollout.max_model_len is None else f"rollout.max_model_len={wanted} is"
+        raise ConfigError(f"{asked} more than the {positions} positions of model.path={run.model.path}: set less")
+
+
+def _num_positions(model: ModelConfig) -> int | None:
+    """As far as its config says."""
+    try:
+        config = AutoConfig.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        ).get_text_config()
+    except (OSError, ValueError):
+        return None  # the engine and the learner say what is wrong with it
+    positions = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or {}
+    return None if positions is None else int(positions * scaling.get("factor", 1))
 
 
 def find_resume_point(run: Run) -> ResumePoint:

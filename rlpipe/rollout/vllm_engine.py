@@ -169,7 +169,7 @@ class VllmEngine:
             try:
                 self._start(request, received_s)
             except (ValueError, VLLMValidationError) as error:
-                self._failed.append(failed_group(request, f"vllm refused the request: {_first_line(error)}"))
+                self._failed.append(failed_group(request, f"vllm refused the request: {_reason(error)}"))
 
     def _start(self, request: GroupRequest, received_s: float) -> None:
         request_id = str(self._num_requests)
@@ -306,7 +306,7 @@ def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
     try:
         SamplingParams(**args)
     except (TypeError, ValueError, VLLMValidationError) as error:
-        raise ConfigError(f"vllm refused rollout.sampling: {_first_line(error)}") from error
+        raise ConfigError(f"vllm refused rollout.sampling: {_reason(error)}") from error
     return args
 
 
@@ -322,7 +322,7 @@ def _open_llm(args: dict[str, Any], rollout: RolloutConfig) -> LLMEngine:
             warnings.simplefilter("ignore", FutureWarning)
             return LLMEngine.from_engine_args(EngineArgs(**args))
     except (OSError, TypeError, ValueError, VLLMValidationError) as error:
-        raise ConfigError(f"vllm can't be started with model.path={args['model']}: {_first_line(error)}") from error
+        raise ConfigError(f"vllm can't be started with model.path={args['model']}: {_reason(error)}") from error
 
 
 def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], option: str) -> None:
@@ -357,5 +357,7 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
     return sorted(linear - {"lm_head"})
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # The first line of pydantic's errors only counts them.
+    return lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]

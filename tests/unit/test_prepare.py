@@ -12,7 +12,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.prepare import check_reward_columns, find_resume_point, open_output, prepare_run
+from rlpipe.prepare import check_context, check_reward_columns, find_resume_point, open_output, prepare_run
 from rlpipe.tiny import make_tiny_policy
 
 
@@ -58,6 +58,23 @@ def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str
     prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
     with pytest.raises(DataError, match=r"reward 'right' needs the column answer; columns there: solution"):
         check_reward_columns(run, [prompts.peek()])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.max_prompt_tokens=1000", "rollout.sampling.max_tokens=25"], r"max_tokens=25 are together more than"),
+        (["data.max_prompt_tokens=8", "rollout.max_model_len=2000"], r"rollout.max_model_len=2000 is more than"),
+    ],
+)
+def test_more_tokens_than_positions_are_refused(options: list[str], overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message + " the 1024 positions of model.path="):
+        check_context(prepare_run(load_config([*options, *overrides, reward("bare")])))
+
+
+def test_as_many_tokens_as_positions_are_fine(options: list[str]) -> None:
+    limits = ["data.max_prompt_tokens=1000", "rollout.sampling.max_tokens=24"]
+    check_context(prepare_run(load_config([*options, *limits, reward("bare")])))
 
 
 def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]) -> None:
