@@ -59,8 +59,8 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     its ``__name__``. Raises ``InputError`` where the input is wrong, ``RunError`` where the run fails.
     """
     started = time.monotonic()
+    start = find_resume_point(config)
     run = prepare_run(config, rewards)
-    start = find_resume_point(run)
     open_output(run)
     figures = train_rl(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
     metrics = run.output / "metrics.jsonl"

@@ -50,16 +50,19 @@ class Run:
 
 
 def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
-    """Makes the policy where ``model.prepare`` is to make it, and imports every reward.
+    """Imports every reward, and then makes the policy where ``model.prepare`` is to make it.
 
     Raises ``InputError`` where any of it can't be used.
     """
-    output = Path(config.output).absolute()
+    run_rewards, callables = _collect_rewards(config, rewards)
     if config.model.prepare is not None and not Path(config.model.path).exists():
         import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
-    run_rewards, callables = _collect_rewards(config, rewards)
     return Run(
-        config=config, model=_with_absolute_paths(config.model), rewards=run_rewards, callables=callables, output=output
+        config=config,
+        model=_with_absolute_paths(config.model),
+        rewards=run_rewards,
+        callables=callables,
+        output=Path(config.output).absolute(),
     )
 
 
@@ -144,16 +147,16 @@ def _num_positions(model: ModelConfig) -> int | None:
     return None if positions is None else int(positions * scaling.get("factor", 1))
 
 
-def find_resume_point(run: Run) -> ResumePoint:
+def find_resume_point(config: Config) -> ResumePoint:
     """Where ``resume`` says that the run goes on; refuses a checkpoint of a run with another meaning."""
-    folder = run.output / "checkpoints"
-    if run.config.resume == "never" and list_checkpoints(folder):
+    folder = Path(config.output).absolute() / "checkpoints"
+    if config.resume == "never" and list_checkpoints(folder):
         raise ConfigError(f"resume=never, but {folder} holds an earlier run: choose another output, or remove it")
-    checkpoint = resolve_checkpoint(run.config.resume, folder)
+    checkpoint = resolve_checkpoint(config.resume, folder)
     if checkpoint is None:
         return ResumePoint()
     step, extra = read_extra(checkpoint)
-    changed = changed_options(extra["config"], to_tree(run.config))
+    changed = changed_options(extra["config"], to_tree(config))
     if changed:
         raise ConfigError(
             f"{checkpoint} belongs to a run with other options ({'; '.join(changed)}): set them back, "

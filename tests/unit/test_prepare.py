@@ -11,7 +11,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
-from rlpipe.errors import ConfigError, DataError
+from rlpipe.errors import ConfigError, DataError, RewardImportError
 from rlpipe.prepare import check_context, check_reward_columns, find_resume_point, open_output, prepare_run
 from rlpipe.tiny import make_tiny_policy
 
@@ -92,7 +92,18 @@ def used_folder(config: Config) -> None:
 
 def test_never_resume_refuses_a_folder_with_checkpoints(options: list[str]) -> None:
     config = load_config([*options, "resume=never", reward("bare")])
-    assert find_resume_point(prepare_run(config)).checkpoint is None
+    assert find_resume_point(config).checkpoint is None
     used_folder(config)
     with pytest.raises(ConfigError, match=r"resume=never, but .* holds an earlier run: choose another output"):
-        find_resume_point(prepare_run(config))
+        find_resume_point(config)
+
+
+def test_wrong_reward_is_found_before_the_policy_is_made(options: list[str]) -> None:
+    made = Path(options[0].partition("=")[2]).with_name("made")
+    overrides = [f"model.path={made}", "model.prepare=rlpipe.quickstart:make_policy"]
+    config = load_config([*options, *overrides, "+scoring.rewards.wrong={path: 'rlpipe.quickstart:no_such'}"])
+    with pytest.raises(RewardImportError):
+        prepare_run(config)
+    assert not made.exists()
+    prepare_run(load_config([*options, *overrides, reward("bare")]))
+    assert (made / "config.json").exists()
