@@ -59,6 +59,7 @@ def contradictions(config: Config) -> Iterator[str]:
             yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
+        yield from check_correction(config.algorithm)
         yield from check_reference(config.algorithm, config.model)
         yield from check_rollout(config.rollout)
         yield from check_sampling(config.rollout)
@@ -190,6 +191,15 @@ def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.loss.clip_delta: has no effect on the loss {loss.name}; set it to null"
     elif loss.clip_delta is not None and loss.clip_delta < 1 + loss.clip_high:
         yield f"algorithm.loss.clip_delta: {loss.clip_delta} is below 1 + clip_high; set {1 + loss.clip_high:g} or more"
+
+
+def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    name = "algorithm.correction.bias_corrected_kl"
+    if correction.bias_corrected_kl and algorithm.loss.beta == 0:
+        yield f"{name}: there is no KL to weigh; set algorithm.loss.beta above 0, or false here"
+    if correction.bias_corrected_kl and correction.mode == "none":
+        yield f"{name}: there are no weights with algorithm.correction.mode=none; set another mode, or false here"
 
 
 def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:

@@ -139,6 +139,22 @@ class LossConfig(Freezable):
 
 
 @dataclass(kw_only=True)
+class CorrectionConfig(Freezable):
+    mode: str = option(
+        "none",
+        "What becomes of w, the learner's probability over the sampler's, of a token or a whole sequence.",
+        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    cap: float = option(2.0, "Bounds w to [1/cap, cap] (truncate), or drops what is outside (mask).", minimum=1)
+    off_policy_threshold: float | None = option(
+        None,
+        "Drop sequences of negative advantage whose mean log-prob fell by more than this since sampling.",
+        minimum=0,
+    )
+    bias_corrected_kl: bool = option(False, "Weigh the KL to the reference in the same way.")
+
+
+@dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
     sync_steps: int = option(0, "Move the frozen copy of full training every so many steps; 0: never.", minimum=0)
     mixup: float = option(0.6, "Share of the new weights in each such move.", above=0, maximum=1)
@@ -160,6 +176,7 @@ class AlgorithmConfig(Freezable):
     )
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
 

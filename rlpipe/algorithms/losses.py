@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlpipe.algorithms.corrections import correct
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema import LossConfig
+from rlpipe.configs.schema import CorrectionConfig, LossConfig
 
 MAX_LOG_RATIO = 60.0
 """An infinite ratio would turn the zero gradient of a token that is clipped into nan."""
@@ -47,7 +48,7 @@ class LossOutput:
     metrics: MetricSums
 
 
-def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
+def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionConfig | None = None) -> LossOutput:
     """The surrogate, minus the entropy bonus, plus the KL to the reference; needs ``advantages``.
 
     With ratio ρ = exp(logprobs - old_logprobs), at the level that the config names, and advantage a, each loss token
@@ -57,6 +58,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
       GSPO, arXiv:2507.18071; two-sided, arXiv:2505.07291, with clip_delta at least 1 + clip_high)
     - ``cispo``: -stopgrad(min(ρ, 1 + clip_high)) a logprob (arXiv:2506.13585)
     - ``reinforce``: -a logprob
+
+    Where ``sampling_logprobs`` are known, ``correction`` weighs each of these (see ``rlpipe.algorithms.corrections``).
     """
     assert inputs.advantages is not None, "policy_loss needs advantages"
     mask = inputs.loss_mask
@@ -70,9 +73,13 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
         ratio = _ratio(logprobs - old_logprobs, inputs, config.level)
         per_token = _surrogate(ratio, advantages, logprobs, config)
         _add_clip_metrics(metrics, ratio.detach(), advantages, mask, config)
-    per_token = per_token + _regularization(logprobs, inputs, config, metrics)
+    kl_weights: Tensor | float = 1.0
     if inputs.sampling_logprobs is not None:
-        _add_sampling_metrics(metrics, old_logprobs - torch.where(mask, inputs.sampling_logprobs, 0), mask)
+        log_weights = old_logprobs - torch.where(mask, inputs.sampling_logprobs, 0)
+        settings = correction or CorrectionConfig()
+        weights = correct(log_weights, advantages, mask, inputs.sequence_ids, settings, metrics)
+        per_token, kl_weights = per_token * weights.surrogate, weights.kl
+    per_token = per_token + _regularization(logprobs, inputs, config, metrics, kl_weights)
     return _output(per_token, _token_weights(inputs, config.aggregate), metrics)
 
 
@@ -126,8 +133,10 @@ def _surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, config: Loss
     return -torch.minimum(bounded * advantages, clipped * advantages)
 
 
-def _regularization(logprobs: Tensor, inputs: LossInputs, config: LossConfig, metrics: MetricSums) -> Tensor:
-    """Per token, beta times the k3 estimate of the KL divergence minus entropy_coef times the entropy ``[N]``.
+def _regularization(
+    logprobs: Tensor, inputs: LossInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float
+) -> Tensor:
+    """Per token, beta times the weighted k3 estimate of the KL divergence minus entropy_coef times the entropy ``[N]``.
 
     k3 is exp(x) - x - 1 with x = ref_logprobs - logprobs (http://joschu.net/blog/kl-approx.html).
     """
@@ -142,7 +151,7 @@ def _regularization(logprobs: Tensor, inputs: LossInputs, config: LossConfig, me
         log_ratio = torch.where(inputs.loss_mask, inputs.ref_logprobs, 0) - logprobs
         kl = log_ratio.exp() - log_ratio - 1
         metrics.add_mean("kl", kl)
-        penalty = penalty + config.beta * kl if config.beta else penalty
+        penalty = penalty + config.beta * kl_weights * kl if config.beta else penalty
     return penalty
 
 
@@ -157,14 +166,3 @@ def _add_clip_metrics(metrics: MetricSums, ratio: Tensor, advantages: Tensor, ma
     metrics.add_mean("clip_ratio/low_mean", low)
     metrics.add_mean("clip_ratio/high_mean", high)
     metrics.add_mean("clip_ratio/region_mean", low | high)
-
-
-def _add_sampling_metrics(metrics: MetricSums, difference: Tensor, mask: Tensor) -> None:
-    """How far the learner's log-prob p is from the sampler's b: |p - b| and w = exp(p - b)."""
-    difference = difference.detach()
-    weight = torch.where(mask, difference.exp(), 0)
-    metrics.add_mean("sampling/logp_difference/mean", difference.abs())
-    metrics.add_max("sampling/logp_difference/max", difference.abs(), mask)
-    metrics.add_mean("sampling/importance_ratio/mean", weight)
-    metrics.add_min("sampling/importance_ratio/min", weight, mask)
-    metrics.add_max("sampling/importance_ratio/max", weight, mask)

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
 from rlpipe.errors import LearnerFailed
@@ -127,7 +127,10 @@ class Learner:
             inputs.row, self._temperature, self._config.logprob_chunk_tokens, not self._supervised
         )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
-        return sft_loss(loss_inputs) if self._supervised else policy_loss(loss_inputs, self._algorithm.loss)
+        return sft_loss(loss_inputs) if self._supervised else self._policy_loss(loss_inputs)
+
+    def _policy_loss(self, inputs: LossInputs) -> LossOutput:
+        return policy_loss(inputs, self._algorithm.loss, self._algorithm.correction)
 
     def _frozen_logprobs(self, inputs: LearnerInputs) -> Tensor | None:
         if self._supervised:

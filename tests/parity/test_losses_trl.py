@@ -6,6 +6,10 @@ sees right-padded rows ``[B, T]``; rlpipe sees the same rows packed ``[N]``, eac
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +25,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 import rlpipe.configs.schema as schema
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
-from rlpipe.configs.schema import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema import AlgorithmConfig, CorrectionConfig, LossConfig
 
 CONFIGS = Path(schema.__file__).parent / "algorithm"
 BATCH, LENGTH, PROMPT = 16, 13, 3
@@ -48,6 +52,7 @@ class Rows:
     ref_logprobs: Tensor
     mask: Tensor  # [B, T] of 0 and 1
     advantages: Tensor  # [B]
+    sampling_logprobs: Tensor | None = None  # None: the old policy's
 
 
 def make_rows(dtype: torch.dtype, seed: int, *, with_gaps: bool) -> Rows:
@@ -106,6 +111,10 @@ class StandInTrainer:
     top_entropy_quantile: float = 1.0
     off_policy_mask_threshold: float | None = None
     use_vllm: bool = False
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "token_truncate"
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: float | None = None
     use_adaptive_entropy: bool = False
     current_gradient_accumulation_steps: int = 1
     accelerator: OneProcess = field(default_factory=OneProcess)
@@ -118,6 +127,8 @@ class StandInTrainer:
         self._entropy_bonus_enabled = self.entropy_coef > 0
         self.accelerator.sync_gradients = True  # type: ignore[attr-defined]
         self.args = SimpleNamespace(delta=self.delta, use_bias_correction_kl=False, steps_per_generation=1)
+
+    get_off_policy_mask = staticmethod(GRPOTrainer.get_off_policy_mask)
 
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         return self.rows.logprobs, self.rows.entropy, None
@@ -153,7 +164,7 @@ def packed_inputs(rows: Rows) -> LossInputs:
         logprobs=pack(rows.logprobs, 7.0),
         entropy=pack(rows.entropy, 7.0),
         old_logprobs=pack(rows.old_logprobs, -7.0),
-        sampling_logprobs=pack(rows.old_logprobs, -7.0),
+        sampling_logprobs=pack(rows.old_logprobs if rows.sampling_logprobs is None else rows.sampling_logprobs, -7.0),
         ref_logprobs=pack(rows.ref_logprobs, 7.0),
         advantages=pack(rows.advantages[:, None].expand(BATCH, LENGTH), 7.0),
         loss_mask=pack(rows.mask, 0).bool(),
@@ -252,3 +263,58 @@ def test_on_policy_without_old_logprobs_equals_trl() -> None:
     theirs = GRPOTrainer._compute_loss(StandInTrainer(rows=rows), None, inputs)
     ours = policy_loss(replace(packed_inputs(rows), old_logprobs=None), loss_config("grpo"))
     assert_equal(rows, ours, theirs)
+
+
+def importance_ratio(trainer: StandInTrainer, rows: Rows, sampling_logprobs: Tensor) -> Tensor:
+    """What TRL weighs tokens with ``[B, T]`` or ``[B, 1]``: the block of its batch preparation that computes it."""
+    method = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
+    condition = "self.use_vllm and self.vllm_importance_sampling_correction"
+    (block,) = [
+        node
+        for node in ast.walk(method)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == condition and "logps_diff = " in ast.unparse(node)
+    ]
+    names: dict[str, Any] = {"self": trainer, "torch": torch, "math": math, "tool_mask": None}
+    names |= {"completion_mask": rows.mask, "old_per_token_logps": rows.old_logprobs.detach()}
+    names["sampling_per_token_logps"] = sampling_logprobs
+    exec(compile(ast.Module([block], type_ignores=[]), "trl", "exec"), names)
+    return names["vllm_importance_sampling_ratio"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_corrections_equal_trl(mode: str, algorithm: str, beta: float) -> None:
+    cap = 1.3
+    config = replace(loss_config(algorithm), beta=beta)
+    for dtype in TOLERANCE:
+        rows = make_rows(dtype, 8, with_gaps=True)
+        drift = torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(9), dtype=dtype) * 0.3
+        trainer = StandInTrainer(
+            rows=rows,
+            loss_type=algorithm,
+            epsilon_low=config.clip_low,
+            epsilon_high=config.clip_high + 1 if config.name == "cispo" else config.clip_high,
+            beta=beta,
+            use_vllm=True,
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_min=1 / cap,
+            vllm_importance_sampling_clip_max=cap,
+        )
+        ratio = importance_ratio(trainer, rows, rows.old_logprobs + drift)
+        theirs = GRPOTrainer._compute_loss(trainer, None, padded_inputs(rows) | {"importance_sampling_ratio": ratio})
+        inputs = packed_inputs(replace(rows, sampling_logprobs=rows.old_logprobs + drift))
+        assert_equal(rows, policy_loss(inputs, config, CorrectionConfig(mode=mode, cap=cap)), theirs)
+
+
+def test_off_policy_sequence_mask_equals_trl() -> None:
+    rows = make_rows(torch.float64, 10, with_gaps=True)
+    sampling = rows.logprobs.detach() + torch.linspace(-0.3, 0.3, BATCH, dtype=torch.float64)[:, None]
+    trainer = StandInTrainer(rows=rows, loss_type="dapo", off_policy_mask_threshold=0.1)
+    inputs = {name: value for name, value in padded_inputs(rows).items() if name != "old_per_token_logps"}
+    inputs |= {"sampling_per_token_logps": sampling, "advantages": rows.advantages[:, None].expand(BATCH, LENGTH)}
+    theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
+    ours = replace(packed_inputs(replace(rows, sampling_logprobs=sampling)), old_logprobs=None)
+    correction = CorrectionConfig(mode="none", off_policy_threshold=0.1)
+    assert_equal(rows, policy_loss(ours, LossConfig(aggregate="token"), correction), theirs)
+    assert policy_loss(ours, LossConfig(aggregate="token"), correction).metrics.values()["sampling/dropped_ratio"] > 0

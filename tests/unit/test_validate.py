@@ -108,6 +108,16 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "algorithm.loss.clip_delta",
             "set it to null",
         ),
+        (
+            {"algorithm.correction.bias_corrected_kl": True, "algorithm.correction.mode": "token_mask"},
+            "algorithm.correction.bias_corrected_kl",
+            "beta above 0",
+        ),
+        (
+            {"algorithm.correction.bias_corrected_kl": True, "algorithm.loss.beta": 0.1},
+            "algorithm.correction.bias_corrected_kl",
+            "set another mode",
+        ),
         ({"algorithm.reference.sync_steps": 5}, "algorithm.reference.sync_steps", "beta above 0"),
         (
             {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1},

@@ -1,0 +1,80 @@
+"""Corrects for tokens that another distribution than the learner's drew: an older version, or an engine's rounding.
+
+Shapes: N packed tokens of a micro batch, in sequences of which each lies in it whole.
+
+The weight is w = exp(p - b), with p the learner's log-prob at the start of the step and b the sampler's, of a token, or
+of a sequence as the sum over its loss tokens (https://fengyao.notion.site/off-policy-rl). The off-policy mask is from
+DeepSeek-V3.2 (arXiv:2512.02556). A correction changes what tokens contribute, never the counts that a loss is divided
+by, so a step can still be cut in any way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlpipe.algorithms.metrics import MetricSums
+from rlpipe.configs.schema import CorrectionConfig
+
+MAX_LOG_WEIGHT = 60.0
+"""Above it exp would be infinite, and its product with a zero not a number."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Correction:
+    """What each token's share of the loss is multiplied with, all without gradient."""
+
+    surrogate: Tensor  # [N], 0 where the token is dropped
+    kl: Tensor  # [N]
+
+
+def correct(
+    log_weights: Tensor,  # [N], p - b, 0 where unmasked
+    advantages: Tensor,  # [N], 0 where unmasked
+    loss_mask: Tensor,  # [N] bool
+    sequence_ids: Tensor,  # [N]
+    config: CorrectionConfig,
+    metrics: MetricSums,
+) -> Correction:
+    """The weights of a micro batch, and in ``metrics`` how far p is from b and how many tokens that changes."""
+    log_weights = log_weights.detach()
+    level = _sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
+    raw = level.clamp(max=MAX_LOG_WEIGHT).exp()
+    outside = loss_mask & ((raw < 1 / config.cap) | (raw > config.cap))
+    weights = torch.ones_like(raw)
+    dropped = clipped = torch.zeros_like(loss_mask)
+    if config.mode.endswith("truncate"):
+        weights, clipped = raw.clamp(1 / config.cap, config.cap), outside
+    elif config.mode.endswith("mask"):
+        weights, dropped = raw.masked_fill(outside, 0), outside
+    kl_weights = weights if config.bias_corrected_kl else torch.ones_like(weights)
+    if config.off_policy_threshold is not None:
+        far = _means_per_sequence(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
+        off_policy = loss_mask & far & (advantages < 0)
+        weights, dropped = weights.masked_fill(off_policy, 0), dropped | off_policy
+    _add_metrics(metrics, log_weights, loss_mask)
+    metrics.add_mean("sampling/clipped_ratio", clipped)
+    metrics.add_mean("sampling/dropped_ratio", dropped)
+    return Correction(surrogate=weights, kl=kl_weights)
+
+
+def _sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Every token gets the sum over its sequence ``[N]``."""
+    return torch.zeros_like(values).index_add(0, sequence_ids, values)[sequence_ids]
+
+
+def _means_per_sequence(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Every token gets the mean over its sequence's loss tokens ``[N]``; ``values`` is 0 elsewhere."""
+    return _sequence_sums(values, sequence_ids) / _sequence_sums(loss_mask.to(values.dtype), sequence_ids).clamp(min=1)
+
+
+def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None:
+    """|p - b|, and w of each token, whatever the mode does with it."""
+    weights = torch.where(mask, log_weights.exp(), 0)
+    metrics.add_mean("sampling/logp_difference/mean", log_weights.abs())
+    metrics.add_max("sampling/logp_difference/max", log_weights.abs(), mask)
+    metrics.add_mean("sampling/importance_ratio/mean", weights)
+    metrics.add_min("sampling/importance_ratio/min", weights, mask)
+    metrics.add_max("sampling/importance_ratio/max", weights, mask)
