@@ -18,8 +18,8 @@ from torch import Tensor
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import CorrectionConfig
 
-MAX_LOG_WEIGHT = 60.0
-"""Above it exp would be infinite, and its product with a zero not a number."""
+MAX_LOG_RATIO = 60.0
+"""Above it exp would be infinite, and its product with a zero, such as the gradient of a clipped token, nan."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +40,8 @@ def correct(
 ) -> Correction:
     """The weights of a micro batch, and in ``metrics`` how far p is from b and how many tokens that changes."""
     log_weights = log_weights.detach()
-    level = _sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
-    raw = level.clamp(max=MAX_LOG_WEIGHT).exp()
+    level = sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
+    raw = level.clamp(max=MAX_LOG_RATIO).exp()
     outside = loss_mask & ((raw < 1 / config.cap) | (raw > config.cap))
     weights = torch.ones_like(raw)
     dropped = clipped = torch.zeros_like(loss_mask)
@@ -51,7 +51,7 @@ def correct(
         weights, dropped = raw.masked_fill(outside, 0), outside
     kl_weights = weights if config.bias_corrected_kl else torch.ones_like(weights)
     if config.off_policy_threshold is not None:
-        far = _means_per_sequence(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
+        far = sequence_means(-log_weights, loss_mask, sequence_ids) > config.off_policy_threshold
         off_policy = loss_mask & far & (advantages < 0)
         weights, dropped = weights.masked_fill(off_policy, 0), dropped | off_policy
     _add_metrics(metrics, log_weights, loss_mask)
@@ -60,14 +60,17 @@ def correct(
     return Correction(surrogate=weights, kl=kl_weights)
 
 
-def _sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Every token gets the sum over its sequence ``[N]``."""
+def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Every token gets the sum over its sequence ``[N]``.
+
+    The sums take N entries too, as no micro batch has more sequences than tokens, and none need be counted.
+    """
     return torch.zeros_like(values).index_add(0, sequence_ids, values)[sequence_ids]
 
 
-def _means_per_sequence(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
+def sequence_means(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """Every token gets the mean over its sequence's loss tokens ``[N]``; ``values`` is 0 elsewhere."""
-    return _sequence_sums(values, sequence_ids) / _sequence_sums(loss_mask.to(values.dtype), sequence_ids).clamp(min=1)
+    return sequence_sums(values, sequence_ids) / sequence_sums(loss_mask.to(values.dtype), sequence_ids).clamp(min=1)
 
 
 def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None:

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlpipe.algorithms.corrections import correct
+from rlpipe.algorithms.corrections import MAX_LOG_RATIO, correct, sequence_means, sequence_sums
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import CorrectionConfig, LossConfig
-
-MAX_LOG_RATIO = 60.0
-"""An infinite ratio would turn the zero gradient of a token that is clipped into nan."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,11 +95,6 @@ def _output(per_token: Tensor, weights: Tensor, metrics: MetricSums) -> LossOutp
     return LossOutput(loss=loss, metrics=metrics)
 
 
-def _per_sequence(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Sums over each sequence; N entries, as no micro batch has more sequences than tokens and none need be counted."""
-    return torch.zeros_like(values).index_add(0, sequence_ids, values)  # [N]
-
-
 def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
     """What each token counts in the update's loss ``[N]``; 0 where unmasked."""
     weights = inputs.loss_mask.to(inputs.logprobs.dtype)
@@ -110,18 +102,16 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
         return weights / max(inputs.num_loss_tokens, 1)
     if aggregate == "constant":
         return weights / max(inputs.num_sequences * inputs.max_completion_tokens, 1)
-    lengths = _per_sequence(weights, inputs.sequence_ids).clamp(min=1)[inputs.sequence_ids]  # [N]
+    lengths = sequence_sums(weights, inputs.sequence_ids).clamp(min=1)
     return weights / (lengths * max(inputs.num_sequences, 1))
 
 
 def _ratio(log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
     """The importance ratio that each token is weighted with ``[N]``; every token of a sequence sees its sequence's."""
-    if level != "token":
-        log_ratio = _per_sequence(log_ratio, inputs.sequence_ids)
-        if level == "sequence":
-            lengths = _per_sequence(inputs.loss_mask.to(log_ratio.dtype), inputs.sequence_ids)
-            log_ratio = log_ratio / lengths.clamp(min=1)
-        log_ratio = log_ratio[inputs.sequence_ids]
+    if level == "sequence":
+        log_ratio = sequence_means(log_ratio, inputs.loss_mask, inputs.sequence_ids)
+    elif level == "sequence_product":
+        log_ratio = sequence_sums(log_ratio, inputs.sequence_ids)
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
