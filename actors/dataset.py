@@ -3,75 +3,107 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rlpipe.actors.batches import BatchActor
 from rlpipe.configs.schema import AlgorithmConfig, DataConfig, LearnerConfig, ModelConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.packing import pack_step
 from rlpipe.data.prompts import Cursor, SequenceSource, open_sft_rows
 from rlpipe.imports import enter_folder
-from rlpipe.replay.steps import StepBoard, StepReport
+from rlpipe.replay.ledger import Event
+from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch
 
 
-class DatasetActor:
-    """Packs a step when the first rank asks for it; has the methods of ``ReplayActor`` that learners use."""
+@dataclass(kw_only=True, frozen=True)
+class DatasetSetup:
+    """What the dataset actor needs; ``folder`` is the driver's working directory, ``cursor`` where the rows of
+    ``first_step`` begin."""
 
-    def __init__(self, *, algorithm: AlgorithmConfig, learner: LearnerConfig) -> None:
-        self._algorithm, self._learner = algorithm, learner
-        self._board = StepBoard(num_ranks=learner.num_ranks)
+    data: DataConfig
+    model: ModelConfig
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    seed: int
+    folder: str
+    first_step: int
+    cursor: Cursor
+
+
+class DatasetActor(BatchActor):
+    """Packs a step when the first rank asks for it; any step from the first one on can be asked for again."""
+
+    def __init__(self, setup: DatasetSetup) -> None:
+        super().__init__(setup.learner)
+        self._setup = setup
         self._source: SequenceSource | None = None
-        self._seed = 0
+        self._cursors = {setup.first_step: setup.cursor}
+        self._known_reports: list[StepReport] = []
+        self._known_events: list[Event] = []
 
-    async def start(self, data: DataConfig, model: ModelConfig, seed: int, cursor: Cursor, folder: str) -> None:
-        """Opens the rows and goes to where training goes on; ``folder`` is the driver's working directory."""
-        enter_folder(folder)
-        source, _ = open_sft_rows(
-            data, load_tokenizer(model), seed=seed, max_tokens=self._learner.max_tokens_per_microbatch
-        )
-        source.seek(cursor)
-        self._source, self._seed = source, seed
+    async def start(self) -> None:
+        """Opens the rows."""
+        self._open()
 
-    async def next_batch(self, step: int, rank: int) -> TrainBatch:
-        """The rank's share of the step."""
-        if self._board.want(step):
-            await self._board.put(step, self._pack(step))
-        return await self._board.batch(step, rank)
+    def _open(self) -> SequenceSource:
+        if self._source is None:
+            setup = self._setup
+            enter_folder(setup.folder)
+            max_tokens = setup.learner.max_tokens_per_microbatch
+            tokenizer = load_tokenizer(setup.model)
+            self._source, _ = open_sft_rows(setup.data, tokenizer, seed=setup.seed, max_tokens=max_tokens)
+        return self._source
 
-    async def complete_step(self, report: StepReport) -> None:
-        """Called by the first rank once the step is trained."""
-        await self._board.complete(report)
-
-    async def wait_completed(self, timeout_s: float) -> list[StepReport]:
-        """The reports that nobody has taken yet, as soon as there is one; an empty list after ``timeout_s``."""
-        return await self._board.wait_completed(timeout_s)
-
-    async def describe(self) -> dict[str, Any]:
-        """Its state in a few numbers, for error messages."""
-        return {"step_wanted": self._board.wanted}
-
-    def _pack(self, step: int) -> list[TrainBatch]:
-        assert self._source is not None, "start() comes first"
+    def _batches(self, step: int) -> list[TrainBatch]:
+        setup, source = self._setup, self._open()
         started = time.perf_counter()
-        sequences = self._source.take(self._algorithm.groups_per_step)
+        self._go_to(source, step)
+        sequences = source.take(setup.algorithm.groups_per_step)
         batches = pack_step(
             sequences,
             step=step,
-            num_ranks=self._learner.num_ranks,
-            max_tokens=self._learner.max_tokens_per_microbatch,
-            num_minibatches=self._algorithm.num_minibatches,
-            num_epochs=self._algorithm.num_epochs_per_step,
-            seed=self._seed + step,
+            num_ranks=setup.learner.num_ranks,
+            max_tokens=setup.learner.max_tokens_per_microbatch,
+            num_minibatches=setup.algorithm.num_minibatches,
+            num_epochs=setup.algorithm.num_epochs_per_step,
+            seed=setup.seed + step,
         )
-        place = self._source.cursor
+        place = self._cursors[step + 1] = source.cursor
         metrics = {
             "num_tokens": float(sum(len(sequence.token_ids) for sequence in sequences)),
             "num_completion_tokens": float(sum(sequence.num_loss_tokens for sequence in sequences)),
             "epoch": float(place.epoch),
-            **{f"rows/skipped/{kind}": float(count) for kind, count in self._source.skip_counts.items()},
+            **{f"rows/skipped/{kind}": float(count) for kind, count in source.skip_counts.items()},
             "time/pack": time.perf_counter() - started,
         }
         for batch in batches:
             batch.metrics = metrics
-            batch.resume = {"cursor": {"epoch": place.epoch, "position": place.position}, "pending": []}
+            batch.resume = {"epoch": place.epoch, "position": place.position}
         return batches
+
+    def _go_to(self, source: SequenceSource, step: int) -> None:
+        """A process that took the place of a dead one goes through the rows from the run's first step."""
+        known = max(earlier for earlier in self._cursors if earlier <= step)
+        source.seek(self._cursors[known])
+        for passed in range(known, step):
+            source.take(self._setup.algorithm.groups_per_step)
+            self._cursors[passed + 1] = source.cursor
+
+    def _keep_report(self, report: StepReport) -> None:
+        if report.step > self._last_step():
+            self._known_reports.append(report)
+
+    def _keep_event(self, kind: str, subject: str, message: str) -> None:
+        number = len(self._known_events) + 1
+        self._known_events.append(Event(number=number, time=time.time(), kind=kind, subject=subject, message=message))
+
+    def _reports(self, after: int) -> Sequence[StepReport]:
+        return [report for report in self._known_reports if report.step > after]
+
+    def _events(self, after: int) -> Sequence[Event]:
+        return self._known_events[after:]
+
+    def _last_step(self) -> int:
+        return self._known_reports[-1].step if self._known_reports else -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import ray
 import ray.train
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
 from ray.train.v2._internal.execution.callback import RayTrainCallback
+from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2.api.callback import UserCallback
 
 from rlpipe.configs.schema import (
     AlgorithmConfig,
@@ -29,16 +32,21 @@ from rlpipe.configs.schema import (
     SamplingConfig,
     WeightsConfig,
 )
-from rlpipe.errors import WaitTimeout
-from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.errors import RlpipeError, WaitTimeout
+from rlpipe.learner.checkpoint import CheckpointStore, latest, read_extra
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
+from rlpipe.replay.ledger import NAME as LEDGER
 from rlpipe.replay.steps import StepReport
-from rlpipe.types import TrainBatch
+from rlpipe.types import TrainBatch, WeightsManifest
+from rlpipe.waiting import get_answer
 from rlpipe.weights import BucketMemory
+
+POLL_S = 5.0
+"""Seconds between a rank's signs of life, and between the looks of one that waits for whether the weights actor is new."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -57,7 +65,27 @@ class LearnerSetup:
     resolved_config: Mapping[str, Any]
     batches: ActorHandle
     weights_actor: ActorHandle | None
-    timeout_s: float
+    call_timeout_s: float
+    step_timeout_s: float
+
+
+class ReportDeaths(UserCallback):
+    """Tells the replay actor why the learner group died; Ray Train then starts it again."""
+
+    def __init__(self, batches: ActorHandle, timeout_s: float) -> None:
+        self._batches, self._timeout_s = batches, timeout_s
+
+    def after_exception(self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]) -> None:
+        causes = {rank: _last_line(error) for rank, error in sorted(worker_exceptions.items())}
+        ray.get(
+            self._batches.learner_died.remote("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())),
+            timeout=self._timeout_s,
+        )
+
+
+def _last_line(error: Exception) -> str:
+    """Of a remote traceback, what was raised."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 class LearnerTrainer(TorchTrainer):
@@ -86,19 +114,33 @@ def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: floa
         scaling_config=ScalingConfig(
             num_workers=learner.num_ranks, use_gpu=learner.num_gpus > 0, resources_per_worker=per_rank
         ),
+        torch_config=TorchConfig(timeout_s=max(1, int(setup.step_timeout_s))),
         run_config=RunConfig(
             name=run_name,
             storage_path=str(setup.output / "ray_train"),
+            # How often the group may die, the replay actor says: it knows whether there were steps in between.
             failure_config=FailureConfig(  # type: ignore[call-arg]
-                max_failures=0, max_preemption_failures=0, controller_failure_limit=0
+                max_failures=-1, max_preemption_failures=-1, controller_failure_limit=0
             ),
+            callbacks=[ReportDeaths(setup.batches, setup.call_timeout_s)],  # type: ignore[list-item]
         ),
     )
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Runs on every rank, until the last step is trained, checkpointed and exported."""
-    LearnerLoop(config["setup"]).run()
+    """Runs on every rank, until the last step is trained, checkpointed and exported, or until the run stops.
+
+    An error of rlpipe's own ends the run: the replay actor hands it to the controller. Any other kills the group, which
+    Ray Train starts again.
+    """
+    setup: LearnerSetup = config["setup"]
+    try:
+        LearnerLoop(setup).run()
+    except (RlpipeError, RayTaskError) as error:
+        cause = getattr(error, "cause", error)
+        if not isinstance(cause, RlpipeError):
+            raise
+        ray.get(setup.batches.fail.remote(cause), timeout=setup.call_timeout_s)
 
 
 class LearnerLoop:
@@ -107,6 +149,9 @@ class LearnerLoop:
     def __init__(self, setup: LearnerSetup) -> None:
         self._setup = setup
         self._rank = ray.train.get_context().get_world_rank()
+        self._step = 0
+        self._life = time.time_ns()
+        threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True).start()
         torch.set_num_threads(setup.learner.num_threads or max(1, int(setup.learner.num_cpus)))
         torch.manual_seed(setup.seed)
         self._policy = load_policy(setup.model, setup.learner, _device(), seed=setup.seed)
@@ -119,45 +164,70 @@ class LearnerLoop:
         )
         self._bucket_memory = BucketMemory()
         self._unanswered: dict[str, ray.ObjectRef] = {}
+        self._published: tuple[WeightsManifest, list[ray.ObjectRef]] | None = None
         self._target = LossTarget(setup.algorithm.stop_loss)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
 
     def run(self) -> None:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
-        first_step = 0
-        if setup.resume_from is not None:
-            first_step = self._store.load(setup.resume_from, self._learner).step
+        checkpoint = self._newest_checkpoint()
+        first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         self._publish(first_step)
         follows = setup.weights_actor is not None
+        batch: TrainBatch | None = None
         for step in range(first_step, num_steps):
-            batch, waited = self._next_batch(step)
+            self._step = step
+            previous, (batch, waited) = batch, self._next_batch(step)
+            if batch is None:
+                if previous is not None:
+                    self._checkpoint(step, previous)
+                return
             metrics = self._learner.train_step(batch)
             self._publish(step + 1)
             last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             self._report(step, {**batch.metrics, **metrics, "time/wait": waited}, last=last and not follows)
-            self._checkpoint(step + 1, batch, last=last)
+            every = setup.checkpoint.every_steps
+            if last or (every and (step + 1) % every == 0):
+                self._checkpoint(step + 1, batch)
             if last:
                 break
         if follows:
+            self._step = num_steps
             batch, _ = self._next_batch(num_steps)
+            if batch is None:
+                return
             self._report(num_steps, self._learner.compare(batch), last=True)
+        self._await_answers()
         export_policy(self._policy, setup.output / "policy")
 
-    def _next_batch(self, step: int) -> tuple[TrainBatch, float]:
-        """The rank's share of the step, and the seconds that it had to wait."""
+    def _newest_checkpoint(self) -> Path | None:
+        """That of this run, or, before it has one, the one that the run began with."""
+        newest, first = latest(self._setup.output / "checkpoints"), self._setup.resume_from
+        if newest is None or first is None:
+            return newest or first
+        return newest if read_extra(newest).step >= read_extra(first).step else first
+
+    def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
+        """The rank's share of the step, or None where the run stops, and the seconds that it had to wait."""
         started = time.perf_counter()
-        limit = self._setup.timeout_s
-        try:
-            call: Any = self._setup.batches.next_batch.remote(step, self._rank)
-            batch: TrainBatch = ray.get(call, timeout=limit)
-        except GetTimeoutError:
-            describe: Any = self._setup.batches.describe.remote()
-            state = ray.get(describe, timeout=limit)
-            raise WaitTimeout(
-                f"learner rank {self._rank} has waited {limit:g} seconds (cluster.step_timeout_s) for the batch of "
-                f"step {step}; the replay actor's state: {state}"
-            ) from None
+        limit = self._setup.step_timeout_s
+        call: Any = self._setup.batches.next_batch.remote(step, self._rank)
+        while not ray.wait([call], timeout=min(POLL_S, limit))[0]:
+            if time.perf_counter() - started >= limit:
+                raise WaitTimeout(
+                    f"learner rank {self._rank} has waited {limit:g} seconds (cluster.step_timeout_s) for the batch of "
+                    f"step {step}; the replay actor's state: {self._describe_batches()}"
+                )
+            self._publish_again()
+        batch: TrainBatch | None = ray.get(call)
         return batch, time.perf_counter() - started
+
+    def _describe_batches(self) -> str:
+        limit = self._setup.call_timeout_s
+        try:
+            return str(ray.get(self._setup.batches.describe.remote(), timeout=limit))
+        except (TimeoutError, RayActorError, RayTaskError):
+            return f"unknown, as it has not answered for {limit:g} seconds (cluster.call_timeout_s)"
 
     def _publish(self, version: int) -> None:
         """Puts the weights into the object store, one object a bucket, and tells the weights actor."""
@@ -172,7 +242,17 @@ class LearnerLoop:
             memory=self._bucket_memory,
         )
         if self._rank == 0:
-            self._in_order("publish", self._setup.weights_actor.publish, manifest, buckets)
+            assert manifest is not None, "the first rank describes what all publish"
+            self._published = (manifest, buckets)
+            self._in_order("publish", self._setup.weights_actor.publish, manifest, buckets, self._life)
+
+    def _publish_again(self) -> None:
+        """A weights actor that was restarted has no version."""
+        if self._published is None or self._setup.weights_actor is None:
+            return
+        newest: Any = self._setup.weights_actor.newest.remote()
+        if self._get(newest, "the weights actor to say which version is the newest") < 0:
+            self._in_order("publish", self._setup.weights_actor.publish, *self._published, self._life)
 
     def _report(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
         if self._rank == 0:
@@ -183,14 +263,43 @@ class LearnerLoop:
         """Calls an actor once the last call of the same kind has been answered: an actor may take calls that wait
         for it at one time in any order."""
         if kind in self._unanswered:
-            ray.get(self._unanswered.pop(kind), timeout=self._setup.timeout_s)
+            self._get(self._unanswered.pop(kind), f"the answer to its last {kind}")
         self._unanswered[kind] = method.remote(*arguments)
 
-    def _checkpoint(self, step: int, batch: TrainBatch, *, last: bool) -> None:
-        every = self._setup.checkpoint.every_steps
-        if last or (every and step % every == 0):
-            extra = {"resume": batch.resume, "config": dict(self._setup.resolved_config)}
-            self._store.save(self._learner, step=step, extra=extra)
+    def _await_answers(self) -> None:
+        while self._unanswered:
+            kind, call = self._unanswered.popitem()
+            self._get(call, f"the answer to its last {kind}")
+
+    def _get(self, call: ray.ObjectRef, what: str) -> Any:
+        limit = self._setup.call_timeout_s
+        return get_answer(call, f"learner rank {self._rank}: {what}", within=limit, option="cluster.call_timeout_s")
+
+    def _checkpoint(self, step: int, batch: TrainBatch) -> None:
+        """A checkpoint that can't be written is reported at every attempt; the run goes on with the last whole one."""
+        extra = {"resume": batch.resume, "config": dict(self._setup.resolved_config)}
+        try:
+            self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
+        except OSError as error:
+            if self._rank == 0:
+                message = f"the checkpoint after step {step} can't be written, the last whole one stays: {error}"
+                self._get(self._setup.batches.note.remote("checkpoint", "learner", message), "a note to be taken")
+            return
+        if self._rank == 0:
+            self._get(self._setup.batches.checkpointed.remote(step), "the ledger to count the checkpoint")
+
+    def _add_ledger(self, folder: Path) -> dict[str, Any]:
+        """The ledger's copy goes into the checkpoint; raises ``OSError`` if it can't be written."""
+        try:
+            run_id = self._get(self._setup.batches.back_up.remote(folder / LEDGER), "the ledger to be copied")
+        except RlpipeError as error:
+            raise OSError(str(error)) from error
+        return {"run_id": run_id}
+
+    def _give_signs_of_life(self) -> None:
+        while True:
+            self._setup.batches.beat.remote(self._rank, self._step)
+            time.sleep(POLL_S)
 
 
 def _device() -> torch.device:

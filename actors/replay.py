@@ -1,108 +1,128 @@
-"""The replay actor: keeps scored groups, and serves each learner rank its share of a step."""
+"""The replay actor: keeps groups and the ledger, and serves each learner rank its share of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, RewardConfig
-from rlpipe.replay.assemble import assemble_step
-from rlpipe.replay.buffer import Admitted, ReplayBuffer
-from rlpipe.replay.steps import StepBoard, StepReport
-from rlpipe.scoring.scorer import GroupScores, apply_scores
+import ray
+
+from rlpipe.actors.batches import BatchActor
+from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, LedgerConfig, ReplayConfig, RewardConfig
+from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.errors import LedgerLost, RunError
+from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.ledger import Event, Ledger
+from rlpipe.replay.restore import RunStart, open_ledger
+from rlpipe.replay.steps import StepReport
+from rlpipe.replay.store import OpenAccounts, Outcome, ReplayStore
+from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
 
 
-class ReplayActor:
-    """Remote shell of ``ReplayBuffer``; its methods are coroutines, so that ranks can wait for their batches."""
+@dataclass(kw_only=True, frozen=True)
+class ReplaySetup:
+    """What the replay actor needs for a run; ``path`` is the ledger's."""
 
-    def __init__(
-        self,
-        *,
-        algorithm: AlgorithmConfig,
-        learner: LearnerConfig,
-        rewards: dict[str, RewardConfig],
-        max_staleness: int,
-        seed: int,
-        num_samples: int,
-    ) -> None:
-        self._algorithm, self._learner, self._rewards = algorithm, learner, rewards
-        self._seed, self._num_samples = seed, num_samples
-        self._buffer = ReplayBuffer(groups_per_step=algorithm.groups_per_step, max_staleness=max_staleness)
-        self._board = StepBoard(num_ranks=learner.num_ranks)
-        self._samples: dict[int, list[RolloutGroup]] = {}
-        self._num_failed = 0
-        self._cursor: dict[str, int] = {}
+    path: Path
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    replay: ReplayConfig
+    ledger: LedgerConfig
+    rewards: Mapping[str, RewardConfig]
+    seed: int
+    num_samples: int
 
-    async def admit(self, groups: list[Admitted], cursor: dict[str, int]) -> None:
-        """Registers groups that are about to be generated; ``cursor`` is the prompt source's place behind them."""
-        self._buffer.admit(groups)
-        self._cursor = cursor
 
-    async def add(
-        self, groups: Sequence[RolloutGroup], indices: Sequence[int], *scores: Sequence[GroupScores]
-    ) -> dict[int, str]:
-        """Stores ``groups[indices]`` with the scores that every pool gave them; answers the failed ones' reasons."""
-        by_group: dict[int, list[GroupScores]] = {}
-        for pool in scores:
-            for entry in pool:
-                by_group.setdefault(entry.group_id, []).append(entry)
-        failed: dict[int, str] = {}
-        for index in indices:
-            group = groups[index]
-            if group.failure is None:
-                apply_scores(group, by_group.get(group.group_id, []), self._rewards)
-            if group.failure is None:
-                self._buffer.add(group)
-            else:
-                failed[group.group_id] = group.failure
-                self._buffer.discard(group.group_id)
-        self._num_failed += len(failed)
+class ReplayActor(BatchActor):
+    """Remote shell of ``ReplayStore``."""
+
+    def __init__(self, setup: ReplaySetup) -> None:
+        super().__init__(setup.learner)
+        self._setup = setup
+        self._opened: ReplayStore | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._reopen()
+
+    async def start(self, start: RunStart) -> OpenAccounts:
+        """Opens the ledger that belongs to where the run goes on; answers where its accounts stand."""
+        ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
+        self._opened = self._open_store(ledger)
+        return self._opened.accounts(messages)
+
+    async def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed]) -> None:
+        """Registers groups that are about to be generated; ``place`` is the prompt source's place behind them."""
+        self._store.admit(groups, place, passed)
+
+    async def generated(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> Outcome:
+        """Keeps ``groups[indices]``; those that could not be sampled are discarded."""
+        return self._store.generated([groups[index] for index in indices])
+
+    async def scored(self, group_ids: Sequence[int], *pools: Sequence[GroupScores]) -> Outcome:
+        """Takes what every pool said of groups that were generated."""
+        outcome = self._store.scored(group_ids, pools)
         await self._fill()
-        return failed
+        return outcome
 
-    async def next_batch(self, step: int, rank: int) -> TrainBatch:
-        """Waits until the step is complete and returns the rank's share of it."""
-        self._board.want(step)
-        await self._fill()
-        return await self._board.batch(step, rank)
+    async def unscored(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
+        """Groups that were generated before the driver began anew."""
+        return self._store.unscored(group_ids)
 
-    async def complete_step(self, report: StepReport) -> None:
-        """Called by the first rank once the step is trained."""
-        report.samples = self._samples.pop(report.step, [])
-        await self._board.complete(report)
+    async def back_up(self, target: Path) -> str | None:
+        await asyncio.to_thread(self._store.ledger.back_up, target)
+        return str(self._store.ledger.get("run_id"))
 
-    async def wait_completed(self, timeout_s: float) -> list[StepReport]:
-        """The reports that nobody has taken yet, as soon as there is one; an empty list after ``timeout_s``."""
-        return await self._board.wait_completed(timeout_s)
+    async def checkpointed(self, step: int) -> None:
+        self._store.checkpointed(step)
 
     async def describe(self) -> dict[str, Any]:
-        """Its state in a few numbers, for error messages."""
-        pending = self._buffer.pending
-        return {
-            "scored_groups": self._buffer.num_scored,
-            "groups_in_flight": len(pending) - self._buffer.num_scored,
-            "oldest_groups": [group.group_id for group in pending[:4]],
-            "failed_groups": self._num_failed,
-            "step_wanted": self._board.wanted,
-        }
+        return {**self._store.describe(), **await super().describe()}
 
-    async def _fill(self) -> None:
-        """Assembles the wanted step if the buffer can fill it."""
-        step = self._board.wanted
-        if step is None or (groups := self._buffer.take(step)) is None:
+    def _batches(self, step: int) -> list[TrainBatch] | None:
+        return self._store.batches(step)
+
+    def _keep_report(self, report: StepReport) -> None:
+        self._store.ledger.complete(report)
+
+    def _keep_event(self, kind: str, subject: str, message: str) -> None:
+        self._store.ledger.note(kind, subject, message)
+
+    def _reports(self, after: int) -> Sequence[StepReport]:
+        return self._store.reports(after)
+
+    def _events(self, after: int) -> Sequence[Event]:
+        return self._store.ledger.events(after)
+
+    def _last_step(self) -> int:
+        return self._store.ledger.last_step
+
+    @property
+    def _store(self) -> ReplayStore:
+        if self._opened is None:
+            raise self._error or RunError("the replay actor has not been started")
+        return self._opened
+
+    def _reopen(self) -> None:
+        """Goes on where the dead process was, unless this is another machine."""
+        path = self._setup.path
+        if not path.exists():
+            self._error = LedgerLost(f"the replay actor was restarted on a machine where {path} is not")
             return
-        batches = assemble_step(
-            groups,
-            step=step,
-            algorithm=self._algorithm,
-            learner=self._learner,
-            reward_weights={name: reward.weight for name, reward in self._rewards.items()},
-            seed=self._seed,
+        ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
+        ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
+        self._opened = self._open_store(ledger)
+
+    def _open_store(self, ledger: Ledger) -> ReplayStore:
+        setup = self._setup
+        return ReplayStore(
+            ledger,
+            algorithm=setup.algorithm,
+            learner=setup.learner,
+            replay=setup.replay,
+            rewards=setup.rewards,
+            seed=setup.seed,
+            num_samples=setup.num_samples,
         )
-        resume = {"cursor": self._cursor, "pending": [[g.epoch, g.position] for g in self._buffer.pending]}
-        for batch in batches:
-            batch.metrics = {**batch.metrics, "groups/failed": float(self._num_failed)}
-            batch.resume = resume
-        self._samples[step] = groups[: self._num_samples]
-        await self._board.put(step, batches)

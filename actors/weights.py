@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from rlpipe.errors import RlpipeError, WaitTimeout, WeightsMismatch
+from rlpipe.errors import InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Served:
-    """A version that every engine serves."""
+    """A version that all engines serve which are not lost."""
 
+    number: int
+    """Publications so far; versions may be published again after the learner began anew."""
     version: int
     sync_s: float
     """Seconds from its publication until the last engine answered."""
+    engines: tuple[str, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Engines that could not load it, with the reasons; they get no version until ``load_newest`` is called."""
 
 
 class WeightsActor:
@@ -29,30 +34,63 @@ class WeightsActor:
 
     def __init__(self, *, engines: Mapping[str, ActorHandle], timeout_s: float) -> None:
         self._engines, self._timeout_s = engines, timeout_s
+        self._enrolled = set(engines)
+        self._life = 0
         self._newest: tuple[WeightsManifest, list[ObjectRef]] | None = None
+        self._number = 0
         self._served: Served | None = None
         self._error: RlpipeError | None = None
         self._changed = asyncio.Condition()
         self._turn = asyncio.Lock()
 
-    async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef]) -> None:
-        """Loads the version into every engine; the engines take versions one after the other."""
+    async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], life: int) -> None:
+        """Loads the version into every engine; the engines take versions one after the other.
+
+        ``life`` grows whenever the learner group begins anew: an older version of a later life is the newer one.
+        """
         async with self._turn:
+            if (life, manifest.version) <= (self._life, self.version):
+                return
+            self._newest, self._life = (manifest, buckets), life
+            self._number += 1
             started = time.perf_counter()
-            self._newest = (manifest, buckets)
-            try:
-                await asyncio.gather(*(self._load(name, manifest, buckets) for name in self._engines))
-            except RlpipeError as error:
-                self._error = error
-            else:
-                self._served = Served(version=manifest.version, sync_s=time.perf_counter() - started)
+            engines = sorted(self._enrolled)
+            failures = await asyncio.gather(*(self._load(name, manifest, buckets) for name in engines))
+            lost = {name: reason for name, reason in zip(engines, failures, strict=True) if reason is not None}
+            self._enrolled -= lost.keys()
+            self._served = Served(
+                number=self._number,
+                version=manifest.version,
+                sync_s=time.perf_counter() - started,
+                engines=tuple(name for name in engines if name not in lost),
+                lost=lost,
+            )
+        await self._notify()
+
+    async def load_newest(self, name: str) -> int | None:
+        """Waits for the first version, has an engine load the newest one, and gives it all that follow.
+
+        Answers the version that it serves now, or None if it could not load it.
+        """
         async with self._changed:
-            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._newest is not None)
+        async with self._turn:
+            assert self._newest is not None
+            manifest, buckets = self._newest
+            if await self._load(name, manifest, buckets) is not None:
+                return None
+            self._enrolled.add(name)
+        await self._notify()
+        return manifest.version
+
+    async def newest(self) -> int:
+        """The newest version that was published, or -1: the learner publishes again where this actor was restarted."""
+        return self.version
 
     async def wait_served(self, after: int, timeout_s: float) -> Served | None:
-        """The newest version behind ``after`` that all engines serve; None after ``timeout_s``.
+        """What became of the newest publication, if it is behind the one of that number; None after ``timeout_s``.
 
-        Raises ``WeightsMismatch`` if an engine answered with another digest, ``WaitTimeout`` if one did not answer.
+        Raises ``WeightsMismatch`` if an engine answered with another digest.
         """
         try:
             async with self._changed:
@@ -63,26 +101,41 @@ class WeightsActor:
             raise self._error
         return self._served
 
-    def _has_news(self, after: int) -> bool:
-        return self._error is not None or (self._served is not None and self._served.version > after)
+    @property
+    def version(self) -> int:
+        return -1 if self._newest is None else self._newest[0].version
 
-    async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> None:
+    def _has_news(self, after: int) -> bool:
+        return self._error is not None or (self._served is not None and self._served.number != after)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> str | None:
+        """Answers why the engine does not serve the version, or None; a wrong digest and wrong tensors end the run."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
             digest = await asyncio.wait_for(_result(call), self._timeout_s)
         except TimeoutError:
-            raise WaitTimeout(
-                f"engine {name} has not loaded weights version {manifest.version} ({manifest.num_bytes:,} bytes) "
+            return (
+                f"it has not loaded weights version {manifest.version} ({manifest.num_bytes:,} bytes) "
                 f"within weights.timeout_s={self._timeout_s:g} seconds"
-            ) from None
+            )
         except RayError as error:
             cause = getattr(error, "cause", None) or error
-            raise WeightsMismatch(f"engine {name} could not load weights version {manifest.version}: {cause}") from None
+            if isinstance(cause, InputError):
+                self._error = WeightsMismatch(
+                    f"engine {name} could not load weights version {manifest.version}: {cause}"
+                )
+            return f"it could not load weights version {manifest.version}: {cause}"
         if digest != manifest.digest:
-            raise WeightsMismatch(
+            self._error = WeightsMismatch(
                 f"engine {name} does not serve weights version {manifest.version}: "
                 f"its digest is {digest}, the published one {manifest.digest}"
             )
+            return "its digest is wrong"
+        return None
 
 
 async def _result(call: ObjectRef) -> str:

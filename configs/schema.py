@@ -239,6 +239,29 @@ class ReplayConfig(Freezable):
     max_staleness: int = option(
         0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0
     )
+    streaming: bool = option(True, "Score each group as soon as it is generated; false: a whole step's at once.")
+    skip_zero_advantage: bool = option(True, "Leave out rollouts that have no gradient, as their advantage is 0.")
+    refill_attempts: int = option(
+        0, "Times that another prompt replaces a group whose rewards are all the same (DAPO); 0: never.", minimum=0
+    )
+    reuse_groups: int = option(
+        0, "Newest groups with differing rewards that are kept, to stand beside later ones without; 0: none.", minimum=0
+    )
+    reroll_after: float | None = option(
+        None, "Prompts of which no rollout earned anything come back after this share of the run.", above=0, maximum=1
+    )
+    reroll_below: float = option(0.0, "Rewards up to this are nothing earned.")
+    rerolls_per_step: int = option(1, "The most prompts that come back in a step.", minimum=1)
+
+
+@dataclass(kw_only=True)
+class LedgerConfig(Freezable):
+    folder: str | None = option(
+        None, "Folder on the replay actor's own disk, where output lies on a network file system; null: output."
+    )
+    keep_steps: int = option(
+        10, "Steps behind the newest checkpoint whose groups can still be read, with their tokens.", minimum=0
+    )
 
 
 @dataclass(kw_only=True)
@@ -280,6 +303,9 @@ class LearnerConfig(Freezable):
     max_bad_steps: int = option(
         3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
     )
+    max_failures: int = option(
+        3, "Deaths of a rank without a new step in between, before the run stops; each restarts the group.", minimum=0
+    )
 
 
 @dataclass(kw_only=True)
@@ -317,6 +343,17 @@ class ClusterConfig(Freezable):
     schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
     start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
     step_timeout_s: float = option(3600.0, "Seconds a step may take.", above=0)
+    call_timeout_s: float = option(120.0, "Seconds that a replay or weights actor may take to answer.", above=0)
+    suspect_after_s: float = option(
+        30.0, "Seconds of silence after which an engine gets no more prompts; it answers every few seconds.", above=0
+    )
+    dead_after_s: float = option(120.0, "Seconds of silence after which an engine is replaced.", above=0)
+    max_engine_failures: int = option(
+        3, "Deaths of an engine without a finished group in between, before the run stops.", minimum=0
+    )
+    max_outage_s: float = option(
+        600.0, "Seconds without any engine that serves, before the run checkpoints and stops.", above=0
+    )
 
 
 @dataclass(kw_only=True)
@@ -325,12 +362,18 @@ class Config(Freezable):
     output: str = option("outputs/${name}", "Folder of the run.")
     seed: int = option(0, "Seed of everything that is drawn.", minimum=0)
     resume: str = option("auto", "auto goes on from the newest checkpoint in output; never; or a checkpoint's path.")
+    resume_changes: str = option(
+        "refuse",
+        "What happens where a resumed run has other options that change training.",
+        choices=("refuse", "allow"),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,10 +1,10 @@
-"""The controller of an RL run: admits prompts, follows versions and steps.
+"""The controller: admits prompts, follows versions and steps, and sees to it that the run goes on or says why not.
 
-     prompts ──> [admit] ──> rollout actors ──> scoring pools ──> replay actor ──> learner group
-     (cursor)       ^         (engines)          (rewards)         (buffer)         (Ray Train)
-                    |             ^                                   |                 |
-                    |             | every version, digest checked     | reports         |
-                    +── version ──+────────── weights actor <─────────+── publish ──────+
+     prompts ──> [admit] ──> engine pool ──> scoring pools ──> replay actor ──> learner group
+     (cursor)       ^        (rollout actors)  (rewards)       (ledger)         (Ray Train)
+                    |             ^                                |                 |
+                    |             | every version, digest checked  | news            |
+                    +── version ──+────────── weights actor <──────+── publish ──────+
 
 Synchronous (``max_staleness=0``) and asynchronous training differ in nothing but the capacity that ``Admission``
 gives. After the last step comes one pass that is not trained: engines and learner hold the same version, and the
@@ -14,34 +14,35 @@ learner reports how far their log-probs differ.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
 
 from rlpipe.actors.weights import Served
-from rlpipe.configs.schema import AlgorithmConfig, ClusterConfig, SamplingConfig
-from rlpipe.data.prompts import Cursor, PromptSource
-from rlpipe.errors import WaitTimeout
+from rlpipe.configs.schema import Config
+from rlpipe.data.prompts import Cursor, Passed, PromptSource
+from rlpipe.engine_pool import EnginePool
+from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
-from rlpipe.placement import root_cause
-from rlpipe.prepare import ResumePoint
+from rlpipe.news import POLL_S, Follower
 from rlpipe.replay.admission import Admission
 from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.ledger import GroupState
+from rlpipe.replay.rerolls import Rerolls
 from rlpipe.replay.steps import StepReport
+from rlpipe.replay.store import OpenAccounts, Outcome
 from rlpipe.reporting import Reporter
 from rlpipe.scorer_pool import ScorerPool
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt
-
-POLL_S = 10.0
-"""Seconds after which a wait for news is asked again; news itself comes at once."""
+from rlpipe.waiting import answer
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -49,91 +50,174 @@ class Parts:
     """The actors of a run."""
 
     engines: Mapping[str, ActorHandle]
+    start_engine: Callable[[str], ObjectRef]
+    """Has an engine's process load its model."""
     pools: Sequence[ScorerPool]
     replay: ActorHandle
     weights: ActorHandle
 
 
 class Controller:
-    """Runs the loops of one RL run on one event loop."""
+    """Runs the loops of one RL run on one event loop.
+
+    ``accounts`` is where the ledger stands, and ``first_step`` the steps that are trained already.
+    """
 
     def __init__(
         self,
         parts: Parts,
+        config: Config,
         *,
-        algorithm: AlgorithmConfig,
-        sampling: SamplingConfig,
-        cluster: ClusterConfig,
-        max_staleness: int,
-        evaluate_every: int,
-        seed: int,
         prompts: PromptSource,
         evaluator: Evaluator,
         reporter: Reporter,
-        start: ResumePoint,
+        accounts: OpenAccounts,
+        first_step: int,
     ) -> None:
-        self._parts, self._algorithm, self._sampling, self._cluster = parts, algorithm, sampling, cluster
-        self._evaluate_every, self._seed = evaluate_every, seed
+        self._parts, self._algorithm, self._cluster = parts, config.algorithm, config.cluster
+        self._sampling, self._seed = config.rollout.sampling, config.seed
+        self._evaluate_every = config.data.held_out.every_steps
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
-        self._first_step, self._num_steps = start.step, algorithm.num_steps
-        self._backlog = deque(self._rewind(start))
-        self._next_group_id = start.next_group_id
+        self._first_step, self._num_steps = first_step, config.algorithm.num_steps
+        self._accounts = accounts
+        self._next_group_id = accounts.next_group_id
+        self._attempts = deque(accounts.attempts)
         self._admission = Admission(
-            groups_per_step=algorithm.groups_per_step,
-            max_staleness=max_staleness,
-            num_steps=algorithm.num_steps,
-            first_step=start.step,
+            groups_per_step=self._algorithm.groups_per_step,
+            max_staleness=config.replay.max_staleness,
+            num_steps=self._num_steps,
+            first_step=first_step,
+            num_admitted=accounts.num_places_taken,
         )
-        self._flow = GroupFlow(parts.engines, parts.pools, timeout_s=cluster.step_timeout_s, deliver=self._deliver)
-        self._last_evaluated = start.step - 1
+        self._rerolls = Rerolls(
+            after_steps=round((config.replay.reroll_after or 0) * self._num_steps),
+            per_step=config.replay.rerolls_per_step,
+        )
+        for group in accounts.fruitless:
+            self._rerolls.add(group)
+        self._flow = GroupFlow(
+            parts.pools,
+            generated=self._generated,
+            scored=self._scored,
+            num_generating=lambda: self._pool.num_groups,
+            groups_per_step=self._algorithm.groups_per_step,
+            streaming=config.replay.streaming,
+        )
+        self._pool = EnginePool(
+            parts.engines,
+            cluster=config.cluster,
+            start=parts.start_engine,
+            load_newest=self._load_newest,
+            collected=self._flow.collected,
+            notice=self._notice,
+        )
+        self._load_timeout_s = config.weights.timeout_s
+        self._last_evaluated = first_step - 1
         self._evaluations: list[asyncio.Task[None]] = []
-        self._last_report = time.monotonic()
+        self._stop_reason: RunError | None = None
+        self._last_version = asyncio.Event()
+        self._follower = Follower(
+            parts.replay,
+            config.cluster,
+            report=self._report,
+            message=reporter.message,
+            first_step=first_step,
+            last_event=accounts.last_event,
+        )
+        self._ask = self._follower.ask
 
-    async def run(self, learner: asyncio.Future[None]) -> None:
-        """Runs until the last step is reported, all is evaluated, and ``learner``, the learner group, has ended."""
+    async def run(self, learner: Awaitable[None]) -> None:
+        """Runs until the last step is reported, all is evaluated, and ``learner``, the learner group, has ended.
+
+        Raises why the run stopped before that, once the learner has written a checkpoint.
+        """
         async with asyncio.TaskGroup() as tasks:
-            endless = [tasks.create_task(self._flow.run()), tasks.create_task(self._watch_progress())]
-            reports = tasks.create_task(follow_reports(self._parts.replay, self._report))
-            versions = tasks.create_task(self._follow_versions(tasks))
+            watching = [self._follower.follow(), self._follower.watch(self._pool.describe), self._watch_engines()]
+            loops = [self._pool.run(), self._follow_versions(tasks), *watching]
+            endless = [tasks.create_task(loop) for loop in loops]
+            await self._take_up(tasks)
             await learner
-            await asyncio.gather(reports, versions)
-            await asyncio.gather(*self._evaluations)
-            for task in endless:
+            if self._stop_reason is None:
+                await self._follower.ended.wait()
+                await self._last_version.wait()
+                await asyncio.gather(*self._evaluations)
+            for task in [*endless, *self._evaluations]:
                 task.cancel()
+        if self._stop_reason is not None:
+            raise self._stop_reason
+
+    async def stop(self, reason: RunError) -> None:
+        """Has the learner write a checkpoint after the step that it is in; ``run`` then raises the reason."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            self._reporter.message(f"stopping after this step, with a checkpoint: {reason}")
+            await self._follower.stop_learner()
 
     # Admission ----------------------------------------------------------------------------------------------------
 
-    async def _start_groups(self) -> None:
-        """Fills the capacity with the next prompts."""
-        version, capacity = self._admission.version, self._admission.capacity
-        if not capacity:
-            return
-        admitted: list[Admitted] = []
+    async def _take_up(self, tasks: asyncio.TaskGroup) -> None:
+        """Goes on with groups that no step had taken when the last driver died: what is generated is scored, the
+        rest is generated."""
         requests: list[GroupRequest] = []
-        for group_id in range(self._next_group_id, self._next_group_id + capacity):
-            cursor, prompt = self._backlog.popleft() if self._backlog else self._next_prompt()
-            admitted.append(Admitted(group_id=group_id, version=version, epoch=cursor.epoch, position=cursor.position))
-            requests.append(self._request(group_id, prompt, version))
+        generated: dict[int, Prompt] = {}
+        for group, state in self._accounts.unfinished:
+            if state is GroupState.SCORED:
+                continue
+            prompt = self._prompt_at(group)
+            if state is GroupState.ADMITTED:
+                requests.append(self._request(group.group_id, prompt, group.version))
+            else:
+                generated[group.group_id] = prompt
+        self._prompts.seek(self._accounts.place)
+        self._pool.dispatch(requests)
+        if generated:
+            groups = await self._ask(self._parts.replay.unscored.remote(list(generated)), "groups without scores")
+            for group in groups:
+                group.prompt = generated[group.group_id]
+                group.rollouts = [replace(rollout, task=group.prompt.task) for rollout in group]
+            ids = {index: group.group_id for index, group in enumerate(groups)}
+            tasks.create_task(self._flow.score(ray.put(groups), ids))
+
+    async def _start_groups(self) -> None:
+        """Fills the capacity: prompts that are to come back first, then the next ones."""
+        version, capacity = self._admission.version, self._admission.capacity
+        if not capacity or self._stop_reason is not None:
+            return
+        place = self._prompts.cursor
+        again = self._rerolls.take(version, capacity)
+        chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in again]
+        self._prompts.seek(place)
+        passed: list[Passed] = []
+        while len(chosen) < capacity:
+            chosen.append((self._prompts.next(), self._prompts.last, 0))
+            passed += self._prompts.passed_over
+        place = self._prompts.cursor
+        admitted = [
+            Admitted(
+                group_id=group_id,
+                version=version,
+                epoch=cursor.epoch,
+                position=cursor.position,
+                prompt_id=prompt.prompt_id,
+                attempt=self._attempts.popleft() if self._attempts else 0,
+                reroll=reroll,
+            )
+            for group_id, (prompt, cursor, reroll) in enumerate(chosen, self._next_group_id)
+        ]
+        requests = [
+            self._request(group.group_id, prompt, version) for group, (prompt, *_) in zip(admitted, chosen, strict=True)
+        ]
         self._next_group_id += capacity
         self._admission.admit(capacity)
-        place = self._prompts.cursor
-        resume = {"epoch": place.epoch, "position": place.position, "next_group_id": self._next_group_id}
         # Waited for, because an actor may run calls in another order than they were made in.
-        await self._parts.replay.admit.remote(admitted, resume)
-        self._flow.dispatch(requests)
+        await self._ask(
+            self._parts.replay.admit.remote(admitted, place, passed), f"an entry for each of {capacity} groups"
+        )
+        self._pool.dispatch(requests)
 
-    def _next_prompt(self) -> tuple[Cursor, Prompt]:
-        cursor = self._prompts.cursor
-        return cursor, self._prompts.next()
-
-    def _rewind(self, start: ResumePoint) -> Iterable[tuple[Cursor, Prompt]]:
-        """The prompts that were pending when the run stopped; leaves the source at its place behind them."""
-        backlog = []
-        for cursor in start.pending:
-            self._prompts.seek(cursor)
-            backlog.append(self._next_prompt())
-        self._prompts.seek(start.cursor)
-        return backlog
+    def _prompt_at(self, group: Admitted) -> Prompt:
+        self._prompts.seek(_cursor(group))
+        return self._prompts.next()
 
     def _request(self, group_id: int, prompt: Prompt, version: int) -> GroupRequest:
         return GroupRequest(
@@ -146,47 +230,81 @@ class Controller:
             min_version=version,
         )
 
-    # Scored groups ------------------------------------------------------------------------------------------------
+    # Groups -------------------------------------------------------------------------------------------------------
 
-    async def _deliver(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
-        """Hands evaluated groups to their evaluation, the others to the replay actor."""
+    async def _generated(self, groups: ObjectRef, group_ids: GroupIds) -> None:
+        training = [index for index, group_id in group_ids.items() if not self._evaluator.owns(group_id)]
+        if training:
+            call: Any = self._parts.replay.generated.remote(groups, training)
+            await self._settle(await self._ask(call, f"a receipt for the tokens of {len(training)} groups"))
+
+    async def _scored(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
+        """Hands evaluated groups to their evaluation, the scores of the others to the replay actor."""
         evaluated = {group_id for group_id in group_ids.values() if self._evaluator.owns(group_id)}
         if evaluated:
             await add_evaluated(self._evaluator, groups, evaluated, scores)
-        training = [index for index, group_id in group_ids.items() if group_id not in evaluated]
-        if not training:
-            return
-        failed: dict[int, str] = await self._parts.replay.add.remote(groups, training, *scores)
-        for group_id, reason in failed.items():
+        training = [group_id for group_id in group_ids.values() if group_id not in evaluated]
+        if training:
+            call: Any = self._parts.replay.scored.remote(training, *scores)
+            await self._settle(await self._ask(call, f"a receipt for the scores of {len(training)} groups"))
+
+    async def _settle(self, outcome: Outcome) -> None:
+        """Others take the places of discarded groups; prompts that earned nothing come back later."""
+        for group_id, reason in outcome.discarded.items():
             self._reporter.discarded(group_id, reason)
-        self._admission.discard(len(failed))
+        self._attempts.extend(outcome.attempts)
+        for group in outcome.fruitless:
+            self._rerolls.add(group)
+        self._admission.discard(len(outcome.discarded))
         await self._start_groups()
 
     # Versions and steps -------------------------------------------------------------------------------------------
 
     async def _follow_versions(self, tasks: asyncio.TaskGroup) -> None:
-        """Opens the next step as soon as every engine serves its version, and evaluates where it is due."""
-        version = self._first_step - 1
-        while version < self._num_steps:
-            served = await self._wait_served(version)
+        """Opens the next step as soon as the engines serve its version, and evaluates where it is due."""
+        number, version = 0, self._first_step - 1
+        while True:
+            served: Served | None = await answer(
+                self._parts.weights.wait_served.remote(number, POLL_S),
+                "the weights actor to say which version is served",
+                within=POLL_S + self._cluster.call_timeout_s,
+                option="cluster.call_timeout_s",
+            )
+            if served is None:
+                continue
+            number = served.number
+            self._take_served(served)
+            if served.version <= version:  # the learner has begun again at a checkpoint
+                continue
             version = served.version
             self._reporter.served(served.sync_s)
             self._admission.publish(version)
+            if version == self._num_steps:
+                self._admission.extend(1)
             if self._evaluation_due(version):
                 self._last_evaluated = version
                 self._evaluations.append(tasks.create_task(self._evaluate(version)))
             await self._start_groups()
-        self._admission.extend(1)
-        await self._start_groups()
+            if version == self._num_steps:
+                self._last_version.set()
 
-    async def _wait_served(self, after: int) -> Served:
-        while True:
-            try:
-                served = await self._parts.weights.wait_served.remote(after, POLL_S)
-            except RayTaskError as error:
-                raise root_cause(error, "the weights actor failed") from None
-            if served is not None:
-                return served
+    def _take_served(self, served: Served) -> None:
+        self._pool.published(served.version)
+        for name, reason in served.lost.items():
+            self._pool.failed(name, reason)
+        for name in served.engines:
+            self._pool.loaded(name, served.version)
+
+    async def _load_newest(self, name: str) -> int | None:
+        call: Any = self._parts.weights.load_newest.remote(name)
+        limit = self._cluster.start_timeout_s + 2 * self._load_timeout_s
+        version: int | None = await answer(
+            call,
+            f"engine {name} to load the newest weights",
+            within=limit,
+            option="cluster.start_timeout_s and weights.timeout_s",
+        )
+        return version
 
     def _evaluation_due(self, version: int) -> bool:
         if not self._evaluator.prompts:
@@ -197,35 +315,31 @@ class Controller:
 
     async def _evaluate(self, version: int) -> None:
         requests, metrics = self._evaluator.start(version)
-        self._flow.dispatch(requests)
+        self._pool.dispatch(requests)
         self._reporter.evaluated(version, await metrics)
 
     def _report(self, report: StepReport) -> None:
-        self._last_report = time.monotonic()
         if report.step < self._num_steps:
             report.metrics |= {f"rows/skipped/{kind}": float(n) for kind, n in self._prompts.skip_counts.items()}
             self._reporter.trained(report)
         else:
             self._reporter.compared(report)
 
-    async def _watch_progress(self) -> None:
-        """Stops a run in which no step ends any more, and says what every part was doing."""
-        limit = self._cluster.step_timeout_s
-        while time.monotonic() - self._last_report < limit:
-            await asyncio.sleep(min(POLL_S, limit))
-        raise WaitTimeout(
-            f"no step has ended for cluster.step_timeout_s={limit:g} seconds; replay: "
-            f"{await self._parts.replay.describe.remote()}; outstanding tokens: {self._flow.outstanding}"
-        )
+    # Watching -----------------------------------------------------------------------------------------------------
 
+    async def _watch_engines(self) -> None:
+        limit = self._cluster.max_outage_s
+        while True:
+            await asyncio.sleep(min(POLL_S, limit / 4))
+            if self._pool.outage_s > limit:
+                engines = self._pool.describe()
+                await self.stop(
+                    EngineFailed(f"no engine has served for cluster.max_outage_s={limit:g} seconds: {engines}")
+                )
 
-async def follow_reports(batches: ActorHandle, report: Callable[[StepReport], None]) -> None:
-    """Hands on the reports of all steps, until the last one."""
-    ended = False
-    while not ended:
-        for entry in await batches.wait_completed.remote(POLL_S):
-            report(entry)
-            ended = ended or entry.last
+    def _notice(self, subject: str, message: str) -> None:
+        """The ledger keeps it; from there it comes to the terminal, with the news."""
+        self._parts.replay.note.remote("engine", subject, message)
 
 
 async def add_evaluated(
@@ -238,6 +352,10 @@ async def add_evaluated(
     for group in await groups:
         if group.group_id in group_ids:
             evaluator.add(group, by_group[group.group_id])
+
+
+def _cursor(group: Admitted) -> Cursor:
+    return Cursor(epoch=group.epoch, position=group.position)
 
 
 def _group_seed(seed: int, group_id: int) -> int:

@@ -11,7 +11,10 @@ RlpipeError
     ├── WeightsMismatch        an engine does not serve the weights that were published
     ├── EngineFailed           a rollout engine died or raised
     ├── RewardFailed           a reward failed whose config says ``fail: raise``
-    └── LearnerFailed          the learner group died or its steps went bad
+    ├── LearnerFailed          the learner group died too often, or its steps went bad
+    ├── Interrupted            Ctrl-C or SIGTERM: exit code 130 or 143
+    └── LedgerError            the ledger can't be read or written
+        └── LedgerLost         it stayed on another machine
 """
 
 
@@ -65,3 +68,19 @@ class RewardFailed(RunError):
 
 class LearnerFailed(RunError):
     """The learner group died, or too many of its steps in a row were not finite."""
+
+
+class LedgerError(RunError):
+    """The ledger can't be read or written; names the file."""
+
+
+class LedgerLost(LedgerError):
+    """The replay actor came up where the ledger is not; the run goes on from the copy in the last checkpoint."""
+
+
+class Interrupted(RunError):
+    """Somebody stopped the run, which has written a checkpoint."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -12,15 +12,15 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from rlpipe.actors.dataset import DatasetActor
-from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.dataset import DatasetActor, DatasetSetup
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.controller import Parts
 from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_started
-from rlpipe.prepare import ResumePoint, Run
+from rlpipe.prepare import ResumePoint, Run, ledger_path
 from rlpipe.scorer_pool import ScorerPool, Spawn
 
 ENGINE_CALLS = 4
@@ -94,16 +94,25 @@ def started_parts(run: Run) -> Iterator[Parts]:
     places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
     try:
         engines = {
-            name: start_actor(RolloutActor, need, name, reservation=places, max_concurrency=ENGINE_CALLS)
+            name: start_actor(RolloutActor, need, name, reservation=places, max_concurrency=ENGINE_CALLS, restarts=True)
             for name, need in needs.items()
         }
         pools = start_pools(run, places)
-        starts: dict[str, Any] = {
-            name: engine.start.remote(run.model, config.rollout, config.data.max_prompt_tokens)
-            for name, engine in engines.items()
-        }
+
+        def start_engine(name: str) -> ObjectRef:
+            call: Any = engines[name].start
+            ref: ObjectRef = call.remote(run.model, config.rollout, config.data.max_prompt_tokens)
+            return ref
+
+        starts = {name: start_engine(name) for name in engines}
         wait_started(starts | {name: ready for pool in pools for name, ready in pool.starts}, cluster.start_timeout_s)
-        yield Parts(engines=engines, pools=pools, replay=_start_replay(run), weights=_start_weights(config, engines))
+        yield Parts(
+            engines=engines,
+            start_engine=start_engine,
+            pools=pools,
+            replay=_start_replay(run),
+            weights=_start_weights(config, engines),
+        )
     finally:
         end_actors(actors_before)
         places.release()
@@ -125,28 +134,37 @@ def start_pools(run: Run, places: Reservation) -> list[ScorerPool]:
 
 def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
     """Starts the actor that serves supervised rows, and waits until it has opened them."""
-    config = run.config
-    need = Need(name="dataset")
-    dataset = start_actor(
-        DatasetActor, need, algorithm=config.algorithm, learner=config.learner, max_concurrency=ASYNC_CALLS
+    config, need = run.config, Need(name="dataset")
+    setup = DatasetSetup(
+        data=config.data,
+        model=run.model,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        seed=config.seed,
+        folder=os.getcwd(),
+        first_step=start.step,
+        cursor=start.cursor,
     )
-    started: ObjectRef = dataset.start.remote(config.data, run.model, config.seed, start.cursor, os.getcwd())
+    dataset = start_actor(DatasetActor, need, setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True)
+    started: ObjectRef = dataset.start.remote()
     wait_started({need.name: started}, config.cluster.start_timeout_s)
     return dataset
 
 
 def _start_replay(run: Run) -> ActorHandle:
     config = run.config
-    return start_actor(
-        ReplayActor,
-        Need(name="replay"),
+    setup = ReplaySetup(
+        path=ledger_path(config),
         algorithm=config.algorithm,
         learner=config.learner,
+        replay=config.replay,
+        ledger=config.ledger,
         rewards=dict(run.rewards),
-        max_staleness=config.replay.max_staleness,
         seed=config.seed,
         num_samples=config.tracking.log_completions,
-        max_concurrency=ASYNC_CALLS,
+    )
+    return start_actor(
+        ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True
     )
 
 
@@ -157,6 +175,8 @@ def _start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorH
         engines=dict(engines),
         timeout_s=config.weights.timeout_s,
         max_concurrency=ASYNC_CALLS,
+        restarts=True,
+        repeats_calls=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -21,12 +22,14 @@ from rlpipe import launch
 from rlpipe.actors.learner import LearnerSetup, make_trainer
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
-from rlpipe.controller import Controller, Parts, add_evaluated, follow_reports
+from rlpipe.controller import Controller, Parts, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
+from rlpipe.news import Follower
 from rlpipe.placement import Need, connect, end_actors, no_room
 from rlpipe.prepare import (
     ResumePoint,
@@ -38,16 +41,22 @@ from rlpipe.prepare import (
     open_output,
     prepare_run,
 )
+from rlpipe.replay.restore import RunStart
+from rlpipe.replay.store import OpenAccounts
 from rlpipe.reporting import Reporter, cut_notice
 from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.scoring.scorer import GroupScores
+from rlpipe.signals import stop_on_signals
 from rlpipe.tracking.completions import CompletionsLog
 from rlpipe.tracking.plot import plot_rewards
 from rlpipe.tracking.progress import open_progress
 from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.trackers import open_trackers
 from rlpipe.types import Prompt
+from rlpipe.waiting import get_answer
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -85,23 +94,23 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)
+        accounts = _open_accounts(run, start, parts)
+        for message in accounts.messages:
+            reporter.message(message)
         setup = _learner_setup(run, start, parts.replay, parts.weights)
 
         async def run_controller() -> None:
             controller = Controller(
                 parts,
-                algorithm=config.algorithm,
-                sampling=config.rollout.sampling,
-                cluster=config.cluster,
-                max_staleness=config.replay.max_staleness,
-                evaluate_every=config.data.held_out.every_steps,
-                seed=config.seed,
+                config,
                 prompts=prompts,
                 evaluator=_evaluator(run, held_out),
                 reporter=reporter,
-                start=start,
+                accounts=accounts,
+                first_step=start.step,
             )
-            await controller.run(_start_learner(config, setup))
+            with stop_on_signals(controller.stop):
+                await controller.run(_start_learner(config, setup))
 
         _run(run_controller())
     return {
@@ -120,10 +129,26 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
         setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:
+            follower = Follower(
+                batches, config.cluster, report=reporter.trained, message=reporter.message, first_step=start.step
+            )
+            stopped: list[RunError] = []
+
+            async def stop(reason: RunError) -> None:
+                stopped.append(reason)
+                reporter.message(f"stopping after this step, with a checkpoint: {reason}")
+                await follower.stop_learner()
+
             async with asyncio.TaskGroup() as tasks:
-                if start.step < config.algorithm.num_steps:
-                    tasks.create_task(follow_reports(batches, reporter.trained))
-                await _start_learner(config, setup)
+                endless = [tasks.create_task(follower.follow()), tasks.create_task(follower.watch())]
+                with stop_on_signals(stop):
+                    await _start_learner(config, setup)
+                    if start.step < config.algorithm.num_steps and not stopped:
+                        await follower.ended.wait()
+                for task in endless:
+                    task.cancel()
+            if stopped:
+                raise stopped[0]
 
         _run(run_learner())
     return {"tokens_per_second": reporter.tokens_per_second}
@@ -146,17 +171,52 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
 async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
     evaluator = _evaluator(run, prompts)
 
+    async def ignore(groups: ObjectRef, group_ids: GroupIds) -> None:
+        """Nothing is kept of an evaluation's tokens."""
+
+    async def version_on_disk(name: str) -> int:
+        return 0
+
     async def deliver(groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
         await add_evaluated(evaluator, groups, set(group_ids.values()), scores)
 
-    flow = GroupFlow(parts.engines, parts.pools, timeout_s=run.config.cluster.step_timeout_s, deliver=deliver)
+    flow = GroupFlow(parts.pools, generated=ignore, scored=deliver, num_generating=lambda: pool.num_groups)
+    pool = EnginePool(
+        parts.engines,
+        cluster=run.config.cluster,
+        start=parts.start_engine,
+        load_newest=version_on_disk,
+        collected=flow.collected,
+        notice=lambda _, message: logger.warning(message),
+    )
     requests, metrics = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(flow.run())
-        flow.dispatch(requests)
+        serving = tasks.create_task(pool.run())
+        for name in parts.engines:
+            pool.loaded(name, 0)
+        pool.dispatch(requests)
         await metrics
         serving.cancel()
     return metrics.result()
+
+
+def _open_accounts(run: Run, start: ResumePoint, parts: Parts) -> OpenAccounts:
+    """Has the replay actor open the ledger that belongs to where the run goes on."""
+    cluster = run.config.cluster
+    begin = RunStart(
+        config=to_tree(run.config),
+        changes_allowed=run.config.resume_changes == "allow",
+        step=start.step,
+        checkpoint=start.checkpoint,
+        run_id=start.run_id,
+    )
+    accounts: OpenAccounts = get_answer(
+        parts.replay.start.remote(begin),
+        "the replay actor to open the ledger",
+        within=cluster.start_timeout_s,
+        option="cluster.start_timeout_s",
+    )
+    return accounts
 
 
 def _evaluator(run: Run, prompts: Sequence[Prompt]) -> Evaluator:
@@ -183,7 +243,8 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
         resolved_config=to_tree(config),
         batches=batches,
         weights_actor=weights,
-        timeout_s=config.cluster.step_timeout_s,
+        call_timeout_s=config.cluster.call_timeout_s,
+        step_timeout_s=config.cluster.step_timeout_s,
     )
 
 
@@ -286,6 +347,8 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
     )
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions)
     reporter.start(config.algorithm.num_steps, start.step)
+    for message in start.messages:
+        reporter.message(message)
     try:
         yield reporter
     finally:

@@ -18,7 +18,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig
-from rlpipe.errors import ConfigError, RlpipeError, RunError, WaitTimeout
+from rlpipe.errors import ConfigError, RunError, WaitTimeout
+from rlpipe.waiting import root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +127,19 @@ def start_actor(
     reservation: Reservation | None = None,
     place: str | None = None,
     max_concurrency: int | None = None,
+    restarts: bool = False,
+    repeats_calls: bool = False,
     **kwargs: Any,
 ) -> ActorHandle:
-    """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``."""
+    """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``.
+
+    Where it ``restarts``, Ray puts another process in the place of a dead one; where it also ``repeats_calls``, that one
+    gets the calls which the dead one had not answered.
+    """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.
     options["enable_task_events"] = False
+    options |= {"max_restarts": -1 if restarts else 0, "max_task_retries": -1 if repeats_calls else 0}
     if need.resources:
         options["resources"] = dict(need.resources)
     if max_concurrency:
@@ -171,13 +179,6 @@ def end_actors(kept: Set[str]) -> None:
     deadline = time.monotonic() + END_TIMEOUT_S
     while ended & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def root_cause(error: RayTaskError, context: str) -> RlpipeError:
-    """rlpipe's own error out of a remote one; any other becomes a ``RunError`` with the remote traceback."""
-    if isinstance(error.cause, RlpipeError):
-        return error.cause
-    return RunError(f"{context}: {error}")
 
 
 def _readable(resources: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +14,16 @@ from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.imports import import_object
-from rlpipe.learner.checkpoint import list_checkpoints, read_extra, resolve_checkpoint
+from rlpipe.learner.checkpoint import (
+    list_checkpoints,
+    read_extra,
+    resolve_checkpoint,
+    set_damaged_aside,
+    set_newer_aside,
+)
+from rlpipe.replay.ledger import NAME as LEDGER
 from rlpipe.scoring.rewards import check_reward, load_reward, missing_columns
 from rlpipe.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 RewardLike = Callable[..., Any]
 
@@ -31,9 +35,11 @@ class ResumePoint:
     checkpoint: Path | None = None
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
-    pending: Sequence[Cursor] = ()
-    """Prompts that had been admitted but not trained."""
-    next_group_id: int = 0
+    """Of the rows of SFT; the prompts of RL have theirs in the ledger."""
+    run_id: str | None = None
+    """Which run wrote the checkpoint."""
+    messages: Sequence[str] = ()
+    """What people should know of it."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -148,26 +154,45 @@ def _num_positions(model: ModelConfig) -> int | None:
 
 
 def find_resume_point(config: Config) -> ResumePoint:
-    """Where ``resume`` says that the run goes on; refuses a checkpoint of a run with another meaning."""
-    folder = Path(config.output).absolute() / "checkpoints"
-    if config.resume == "never" and list_checkpoints(folder):
-        raise ConfigError(f"resume=never, but {folder} holds an earlier run: choose another output, or remove it")
+    """Where ``resume`` says that the run goes on; refuses a checkpoint of a run with another meaning.
+
+    Checkpoints that are not whole, or that lie behind an older one to go on from, are renamed.
+    """
+    output = Path(config.output).absolute()
+    folder = output / "checkpoints"
+    if config.resume == "never":
+        _check_is_new(output, list_checkpoints(folder), ledger_path(config))
+    damaged = set_damaged_aside(folder)
     checkpoint = resolve_checkpoint(config.resume, folder)
+    messages = [f"a checkpoint is damaged ({problem}); it now is {path}" for path, problem in damaged.items()]
     if checkpoint is None:
-        return ResumePoint()
+        return ResumePoint(messages=messages)
     step, extra = read_extra(checkpoint)
     changed = changed_options(extra["config"], to_tree(config))
-    if changed:
+    if changed and config.resume_changes == "refuse":
         raise ConfigError(
             f"{checkpoint} belongs to a run with other options ({'; '.join(changed)}): set them back, "
-            "or resume=never, or another output"
+            "or resume_changes=allow, or choose another output"
         )
-    place = extra["resume"].get("cursor", {})
-    logger.info("resuming from %s after step %d", checkpoint, step)
+    left = set_newer_aside(folder, step)
+    messages += [f"the run goes on from an older checkpoint; a newer one now is {path}" for path in left]
+    messages += [f"resuming from {checkpoint}, after step {step}"]
     return ResumePoint(
         checkpoint=checkpoint,
         step=step,
-        cursor=Cursor(epoch=place.get("epoch", 0), position=place.get("position", 0)),
-        pending=[Cursor(epoch=epoch, position=position) for epoch, position in extra["resume"].get("pending", [])],
-        next_group_id=place.get("next_group_id", 0),
+        cursor=Cursor(**extra["resume"]),
+        run_id=extra.get("run_id"),
+        messages=messages,
     )
+
+
+def ledger_path(config: Config) -> Path:
+    """Where the replay actor keeps the ledger, on its machine."""
+    if config.ledger.folder is None:
+        return Path(config.output).absolute() / LEDGER
+    return Path(config.ledger.folder).absolute() / config.name / LEDGER
+
+
+def _check_is_new(output: Path, checkpoints: Sequence[Path], ledger: Path) -> None:
+    if checkpoints or ledger.exists():
+        raise ConfigError(f"resume=never, but {output} holds an earlier run: choose another output, or remove it")

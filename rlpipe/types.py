@@ -116,6 +116,8 @@ class RolloutGroup:
     generate_s: float = 0.0
     """Seconds from the engine's receipt of the request to its last token."""
     score_s: float = 0.0
+    engine: str = ""
+    """Which one sampled it."""
     logged: dict[str, float] = field(default_factory=dict)
     """What reward functions gave to ``log_metric``, each the mean over the group."""
 

@@ -39,6 +39,7 @@ def pack_step(
     num_minibatches: int = 1,
     num_epochs: int = 1,
     seed: int = 0,
+    skip_zero_advantage: bool = False,
 ) -> list[TrainBatch]:
     """One ``TrainBatch`` for every rank; the rollouts' ``advantages`` must be set.
 
@@ -62,7 +63,9 @@ def pack_step(
         if shuffle:
             order = np.random.default_rng([seed, step, epoch]).permutation(order)
         for share in np.array_split(order, min(num_minibatches, len(rollouts))):
-            minibatch = _pack_minibatch([rollouts[index] for index in share], num_ranks, max_tokens)
+            minibatch = _pack_minibatch(
+                [rollouts[index] for index in share], num_ranks, max_tokens, skip_zero_advantage
+            )
             for rank, part in zip(ranks, minibatch, strict=True):
                 rank.append(part)
     return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
@@ -89,21 +92,30 @@ def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
             )
 
 
-def _pack_minibatch(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[MiniBatch]:
+def _pack_minibatch(
+    rollouts: list[Rollout], num_ranks: int, max_tokens: int, skip_zero_advantage: bool
+) -> list[MiniBatch]:
     """One part for every rank."""
+    num_sequences = len(rollouts)
+    num_loss_tokens = sum(rollout.num_loss_tokens for rollout in rollouts)
+    with_reference = rollouts[0].ref_logprobs is not None
+    if skip_zero_advantage:
+        rollouts = [rollout for rollout in rollouts if _has_gradient(rollout)]
     units = _make_units(rollouts, num_ranks, max_tokens)
     bins = [_fill_bins(share, max_tokens) for share in _share_out(units, num_ranks)]
     num_micro_batches = max(len(rank) for rank in bins)
-    with_reference = rollouts[0].ref_logprobs is not None
-    num_loss_tokens = sum(rollout.num_loss_tokens for rollout in rollouts)
     parts = []
     for rank in bins:
         micro_batches = [_join([rollouts[index] for index in members]) for members in rank]
         micro_batches += [_empty_micro_batch(with_reference) for _ in range(num_micro_batches - len(rank))]
         parts.append(
-            MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=len(rollouts))
+            MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
         )
     return parts
+
+
+def _has_gradient(rollout: Rollout) -> bool:
+    return rollout.advantages is not None and bool(rollout.advantages[rollout.loss_mask].any())
 
 
 def sequence_cost(num_tokens: int) -> float:

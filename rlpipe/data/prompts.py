@@ -40,6 +40,15 @@ class Cursor:
     position: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A row that a source passed over, because it can't be used."""
+
+    at: Cursor
+    prompt_id: int
+    reason: str
+
+
 class RowSource(Generic[Item]):
     """Rendered rows without end, each epoch in an order of its own that ``seed`` determines.
 
@@ -56,7 +65,12 @@ class RowSource(Generic[Item]):
         self._seed = seed
         self._shuffle = shuffle
         self._skipped: dict[int, SkippedRow] = {}
-        self.seek(Cursor())
+        self._order = self._epoch_order(0)
+        self._epoch = self._position = 0
+        self.last = Cursor()
+        """Where the item stands that ``next`` gave last."""
+        self.passed_over: list[Passed] = []
+        """The rows that it passed over on the way there."""
 
     def __len__(self) -> int:
         """Rows of an epoch, skipped ones included."""
@@ -87,21 +101,25 @@ class RowSource(Generic[Item]):
         """Goes to ``cursor``; raises ``DataError`` if the source is too short to have been there."""
         if cursor.epoch < 0 or not 0 <= cursor.position <= len(self):
             raise DataError(f"{self._rows.name} has {len(self)} rows for training, so {cursor} is not of this data")
+        if cursor.epoch != self._epoch:
+            self._order = self._epoch_order(cursor.epoch)
         self._epoch, self._position = cursor.epoch, cursor.position
-        self._order = self._epoch_order(cursor.epoch)
 
     def next(self) -> Item:
+        self.passed_over = []
         while True:
             if self._position == len(self._order):
                 self.seek(Cursor(epoch=self._epoch + 1))
+            self.last = self.cursor
             row = int(self._order[self._position])
             self._position += 1
-            if row in self._skipped:
-                continue
-            try:
-                return render_row(self._rows, row, self._epoch, self._render)
-            except UnusableRow as problem:
-                self._skip(row, problem)
+            if row not in self._skipped:
+                try:
+                    return render_row(self._rows, row, self._epoch, self._render)
+                except UnusableRow as problem:
+                    self._skip(row, problem)
+            skipped = self._skipped[row]
+            self.passed_over.append(Passed(at=self.last, prompt_id=row, reason=f"{skipped.kind}: {skipped.reason}"))
 
     def peek(self) -> Item:
         """The next item, which stays the next."""

@@ -20,7 +20,9 @@ from rlpipe.learner.step import Learner
 
 NAME = re.compile(r"step_(\d+)")
 RECORD = "learner.json"
-"""Written last; a folder without it is no checkpoint."""
+"""Written last, with the size of every other file; a folder without it, or with other sizes, is no checkpoint."""
+
+Add = Callable[[Path], Mapping[str, Any]]
 
 
 class Checkpoint(NamedTuple):
@@ -39,20 +41,25 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
 
-    def save(self, learner: Learner, *, step: int, extra: Mapping[str, Any]) -> Path:
+    def save(self, learner: Learner, *, step: int, extra: Mapping[str, Any], add: Add | None = None) -> Path:
         """Writes ``step_<step>`` and removes all but the newest ``keep``; ``extra`` must be JSON.
 
+        ``add`` is called on the first rank with the folder that is being written; what it returns joins ``extra``.
         Raises ``OSError`` if it can't be written; the checkpoints before are then still whole.
         """
         sharding = learner.policy.sharding
         target = self._folder / f"step_{step:06d}"
         temporary = writing_path(target)
         bad_steps = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
-        record = json.dumps({"step": step, **bad_steps, "extra": extra})
+
+        def complete() -> None:
+            own = {**extra, **(add(temporary) if add is not None else {})}
+            _complete(temporary, target, {"step": step, **bad_steps, "extra": own})
+
         _on_first_rank(sharding, lambda: begin_folder(target))
         try:
             write_state(learner, temporary)
-            _on_first_rank(sharding, lambda: _complete(temporary, target, record))
+            _on_first_rank(sharding, complete)
         except OSError:
             if sharding.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -69,6 +76,38 @@ class CheckpointStore:
         learner.num_bad_steps = record["num_bad_steps"]
         learner.bad_steps_in_row = record["bad_steps_in_row"]
         return Checkpoint(record["step"], record["extra"])
+
+
+def set_newer_aside(folder: Path, step: int) -> list[Path]:
+    """Renames the checkpoints after more than ``step`` steps, which a run leaves that goes on from an older one."""
+    moved = []
+    for path in list_checkpoints(folder):
+        if read_extra(path).step > step:
+            moved.append(path.rename(_free_name(path, "left")))
+    return moved
+
+
+def set_damaged_aside(folder: Path) -> dict[Path, str]:
+    """Renames the checkpoints that are not whole; answers their new names, with what is wrong."""
+    moved = {}
+    for path in _numbered(folder):
+        if (problem := damage(path)) is not None:
+            moved[path.rename(_free_name(path, "damaged"))] = problem
+    return moved
+
+
+def damage(path: Path) -> str | None:
+    """What is missing in a checkpoint, or None."""
+    try:
+        files: dict[str, int] = json.loads((path / RECORD).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return f"it has no whole {RECORD}"
+    for name, size in files.items():
+        file = path / name
+        there = file.stat().st_size if file.is_file() else None
+        if there != size:
+            return f"{name} has {there} of {size} bytes" if there is not None else f"{name} is missing"
+    return None
 
 
 def read_extra(path: Path) -> Checkpoint:
@@ -97,8 +136,17 @@ def latest(folder: Path) -> Path | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in the folder, by step."""
+    return [path for path in _numbered(folder) if damage(path) is None]
+
+
+def _numbered(folder: Path) -> list[Path]:
     found = {int(match[1]): path for path in folder.glob("step_*") if (match := NAME.fullmatch(path.name))}
-    return [found[step] for step in sorted(found) if (found[step] / RECORD).is_file()]
+    return [found[step] for step in sorted(found)]
+
+
+def _free_name(path: Path, suffix: str) -> Path:
+    names = (path.with_name(f"{path.name}.{suffix}{number or ''}") for number in range(1000))
+    return next(name for name in names if not name.exists())
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -108,10 +156,11 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / RECORD).read_text())
-    except (OSError, ValueError):
-        raise ConfigError(f"{path} is no whole checkpoint (it has no {RECORD}): give a step_... folder") from None
+    problem = damage(path)
+    if problem is not None:
+        raise ConfigError(f"{path} is no whole checkpoint ({problem}): give another step_... folder")
+    record: dict[str, Any] = json.loads((path / RECORD).read_text())
+    return record
 
 
 def _on_first_rank(sharding: Sharding, action: Callable[[], Any]) -> None:
@@ -126,9 +175,10 @@ def _on_first_rank(sharding: Sharding, action: Callable[[], Any]) -> None:
         raise failure or OSError("rank 0 can't write the checkpoint")
 
 
-def _complete(temporary: Path, target: Path, record: str) -> None:
+def _complete(temporary: Path, target: Path, record: dict[str, Any]) -> None:
+    files = {str(path.relative_to(temporary)): path.stat().st_size for path in temporary.rglob("*") if path.is_file()}
     with (temporary / RECORD).open("w") as file:
-        file.write(record)
+        file.write(json.dumps({**record, "files": files}))
         file.flush()
         os.fsync(file.fileno())
     complete_folder(temporary, target)

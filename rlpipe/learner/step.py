@@ -88,7 +88,7 @@ class Learner:
 
     def _update(self, mini_batch: MiniBatch, update: list[LearnerInputs]) -> tuple[float, MetricSums | None]:
         """One optimizer update; returns the gradient's norm before clipping, not finite if it was left out."""
-        if not mini_batch.num_loss_tokens:
+        if not mini_batch.num_loss_tokens or not mini_batch.micro_batches:
             return 0.0, None
         alone = self.policy.sharding.num_ranks == 1
         to_run = [inputs for inputs in update if not (alone and inputs.is_empty)]
@@ -160,7 +160,7 @@ class Learner:
     def _values(self, sums: MetricSums | None, *, num_updates: int) -> dict[str, float]:
         """The metrics over all ranks; the loss is the mean over the step's updates."""
         if sums is None:
-            return {}
+            return {"loss": 0.0}
         operations = (Reduce.SUM, Reduce.MIN, Reduce.MAX)
         reduce = self.policy.sharding.reduce
         sums.load(*(reduce(part, operation) for part, operation in zip(sums.state(), operations, strict=True)))

@@ -12,12 +12,21 @@ from __future__ import annotations
 class Admission:
     """Counts the groups of a run from admission to training."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, num_steps: int, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        num_steps: int,
+        first_step: int = 0,
+        num_admitted: int | None = None,
+    ) -> None:
+        """``num_admitted`` groups have a place already: by default those of the steps before ``first_step``."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._num_steps = num_steps
         self._version = first_step
-        self._admitted = first_step * groups_per_step
+        self._admitted = first_step * groups_per_step if num_admitted is None else num_admitted
 
     @property
     def version(self) -> int:

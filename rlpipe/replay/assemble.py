@@ -12,6 +12,9 @@ from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.types import FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
+NO_SPREAD = 1e-8
+"""Rewards whose standard deviation is less than this are the same."""
+
 
 def assemble_step(
     groups: Sequence[RolloutGroup],
@@ -21,10 +24,18 @@ def assemble_step(
     learner: LearnerConfig,
     reward_weights: Mapping[str, float],
     seed: int,
+    replayed: Sequence[RolloutGroup] = (),
+    skip_zero_advantage: bool = False,
 ) -> list[TrainBatch]:
-    """Sets the advantages of a step's rollouts and packs them; one batch a rank, each with the step's metrics."""
-    set_advantages(groups, algorithm, reward_weights)
-    rollouts = [rollout for group in groups for rollout in group]
+    """Sets the advantages of a step's rollouts and packs them; one batch a rank, each with the step's metrics.
+
+    ``replayed`` groups, of earlier steps, are trained beside ``groups``, which alone the rewards, lengths and staleness
+    are of. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators and left out of
+    the batch, as long as neither KL nor entropy gives them a gradient.
+    """
+    trained = [*groups, *replayed]
+    set_advantages(trained, algorithm, reward_weights)
+    rollouts = [rollout for group in trained for rollout in group]
     if algorithm.loss.mask_truncated:
         rollouts = [_without_loss(r) if r.status is RolloutStatus.TRUNCATED else r for r in rollouts]
     batches = pack_step(
@@ -35,11 +46,31 @@ def assemble_step(
         num_minibatches=algorithm.num_minibatches,
         num_epochs=algorithm.num_epochs_per_step,
         seed=seed + step,
+        skip_zero_advantage=skip_zero_advantage and not algorithm.loss.beta and not algorithm.loss.entropy_coef,
     )
-    metrics = step_metrics(groups, step)
+    metrics = {
+        **step_metrics(groups, step),
+        "num_tokens": float(sum(group.num_tokens for group in trained)),
+        "num_completion_tokens": float(sum(group.num_loss_tokens for group in trained)),
+        "groups/replayed": float(len(replayed)),
+        "groups/skipped": float(sum(map(_is_flat, trained)) if skip_zero_advantage else 0),
+    }
     for batch in batches:
         batch.metrics = metrics
     return batches
+
+
+def has_signal(group: RolloutGroup, combine: str) -> bool:
+    """Whether the group's rewards differ: their sum, or, where each is normalised first, any of them."""
+    columns = [[rollout.reward for rollout in group]]
+    if combine == "normalize_then_sum":
+        columns = [[rollout.rewards.get(name) for rollout in group] for name in group.rollouts[0].rewards]
+    return any(np.std(_known(column)) >= NO_SPREAD for column in columns)
+
+
+def _is_flat(group: RolloutGroup) -> bool:
+    """Whether all its advantages are 0."""
+    return not any(rollout.advantages is not None and rollout.advantages.any() for rollout in group)
 
 
 def _without_loss(rollout: Rollout) -> Rollout:
@@ -74,8 +105,6 @@ def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
         **reward_metrics(groups),
         **_length_metrics(rollouts),
         **_staleness_metrics(groups, step),
-        "num_tokens": float(sum(group.num_tokens for group in groups)),
-        "num_completion_tokens": float(sum(group.num_loss_tokens for group in groups)),
         "time/generate": float(np.mean([group.generate_s for group in groups])),
         "time/score": float(np.mean([group.score_s for group in groups])),
     }
@@ -89,7 +118,7 @@ def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     metrics = {
         "reward": float(np.mean(totals)),
         "reward_std": float(np.mean(spreads)),
-        "frac_reward_zero_std": float(np.mean([spread < 1e-8 for spread in spreads])),
+        "frac_reward_zero_std": float(np.mean([spread < NO_SPREAD for spread in spreads])),
     }
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         values = _known([rollout.rewards.get(name) for rollout in rollouts])

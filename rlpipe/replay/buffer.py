@@ -15,6 +15,11 @@ class Admitted:
     version: int
     epoch: int
     position: int
+    prompt_id: int
+    attempt: int = 0
+    """How many groups without reward variance it replaces."""
+    reroll: int = 0
+    """How often its prompt has been put back."""
 
 
 class ReplayBuffer:
@@ -55,6 +60,10 @@ class ReplayBuffer:
         for group_id in chosen:
             del self._admitted[group_id]
         return [self._scored.pop(group_id) for group_id in sorted(chosen)]
+
+    def holds(self, group_id: int) -> bool:
+        """Whether the group is scored and waits for a step."""
+        return group_id in self._scored
 
     @property
     def pending(self) -> list[Admitted]:

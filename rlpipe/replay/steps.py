@@ -1,8 +1,9 @@
-"""Where ranks wait for the batches of a step, and the controller for the reports of trained ones."""
+"""Where ranks wait for the batches of a step, and the controller for news of trained ones."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlpipe.types import RolloutGroup, TrainBatch
@@ -21,16 +22,18 @@ class StepReport:
 
 
 class StepBoard:
-    """Batches of the newest steps, one a rank, and the reports of those before; for one event loop.
+    """The batches of the newest steps, one a rank; for one event loop.
 
-    A step's batches stay until the step after the next is wanted, so that a slower rank still finds its own.
+    A step's batches stay until the step after the next is wanted, so that a slower rank still finds its own. Ranks may
+    begin again at an earlier step.
     """
 
     def __init__(self, *, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._wanted: int | None = None
         self._batches: dict[int, list[TrainBatch]] = {}
-        self._reports: list[StepReport] = []
+        self._newest = -1
+        self._ends_before: int | None = None
         self._changed = asyncio.Condition()
 
     @property
@@ -39,11 +42,11 @@ class StepBoard:
         return self._wanted
 
     def want(self, step: int) -> bool:
-        """Notes that a rank waits for ``step``, drops the batches that no rank can want any more; True if it is new."""
+        """Notes that a rank waits for ``step``, drops batches that no rank can want any more; True if it is new."""
         if step in self._batches or step == self._wanted:
             return False
         self._wanted = step
-        self._batches = {old: batches for old, batches in self._batches.items() if old >= step - 1}
+        self._batches = {old: batches for old, batches in self._batches.items() if old == step - 1}
         return True
 
     async def put(self, step: int, batches: list[TrainBatch]) -> None:
@@ -51,28 +54,35 @@ class StepBoard:
         assert len(batches) == self._num_ranks
         self._batches[step] = batches
         self._wanted = None
-        await self._notify()
+        await self.notify()
 
-    async def batch(self, step: int, rank: int) -> TrainBatch:
-        """The rank's share of the step, once it is there."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: step in self._batches)
+    async def stop(self) -> None:
+        """Hands out no further step; the one that some rank has begun, the others still get."""
+        self._ends_before = self._newest + 1
+        await self.notify()
+
+    async def batch(self, step: int, rank: int) -> TrainBatch | None:
+        """The rank's share of the step, once it is there; None if the run stops before it."""
+        await self.wait_for(lambda: step in self._batches or self._is_past_the_end(step))
+        if self._is_past_the_end(step):
+            return None
+        began_again = step < self._newest - 1
+        self._newest = step if began_again else max(step, self._newest)
         return self._batches[step][rank]
 
-    async def complete(self, report: StepReport) -> None:
-        self._reports.append(report)
-        await self._notify()
+    def _is_past_the_end(self, step: int) -> bool:
+        return self._ends_before is not None and step >= self._ends_before
 
-    async def wait_completed(self, timeout_s: float) -> list[StepReport]:
-        """Takes the reports that nobody has taken yet, as soon as there is one; none after ``timeout_s``."""
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Waits until something has changed such that ``condition`` holds; False after ``timeout_s``."""
         try:
             async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(lambda: bool(self._reports)), timeout_s)
+                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
         except TimeoutError:
-            return []
-        reports, self._reports = self._reports, []
-        return reports
+            return False
+        return True
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
+        """Lets those who wait look again."""
         async with self._changed:
             self._changed.notify_all()

@@ -10,25 +10,44 @@ from rlpipe.types import GroupRequest
 class Router:
     """Knows which engine works on which group, and how many tokens each engine may still have to draw."""
 
-    def __init__(self, engines: Sequence[str]) -> None:
+    def __init__(self, engines: Sequence[str] = ()) -> None:
         self._outstanding = dict.fromkeys(engines, 0)
-        self._assigned: dict[int, tuple[str, int]] = {}
+        self._assigned: dict[int, tuple[str, GroupRequest]] = {}
 
-    def assign(self, requests: Sequence[GroupRequest]) -> dict[str, list[GroupRequest]]:
-        """Spreads the requests; engines that get none are left out."""
+    def add(self, engine: str) -> None:
+        """An engine that works on nothing joins; one that is there already keeps its groups."""
+        self._outstanding.setdefault(engine, 0)
+
+    def remove(self, engine: str) -> list[GroupRequest]:
+        """An engine leaves; answers what it worked on."""
+        self._outstanding.pop(engine, None)
+        lost = [request for name, request in self._assigned.values() if name == engine]
+        for request in lost:
+            del self._assigned[request.group_id]
+        return lost
+
+    def assign(self, requests: Sequence[GroupRequest], among: Sequence[str]) -> dict[str, list[GroupRequest]]:
+        """Spreads the requests over some of the engines; those that get none are left out."""
         shares: dict[str, list[GroupRequest]] = {}
         for request in requests:
-            engine = min(self._outstanding, key=self._outstanding.__getitem__)
+            engine = min(among, key=self._outstanding.__getitem__)
             self._outstanding[engine] += request.outstanding_tokens
-            self._assigned[request.group_id] = (engine, request.outstanding_tokens)
+            self._assigned[request.group_id] = (engine, request)
             shares.setdefault(engine, []).append(request)
         return shares
 
-    def finish(self, group_id: int) -> None:
-        """Takes a finished group off its engine; an unknown id is ignored."""
-        engine, tokens = self._assigned.pop(group_id, (None, 0))
-        if engine is not None:
-            self._outstanding[engine] -= tokens
+    def finish(self, group_id: int) -> bool:
+        """Takes a finished group off its engine; False if no engine works on it."""
+        if group_id not in self._assigned:
+            return False
+        engine, request = self._assigned.pop(group_id)
+        self._outstanding[engine] -= request.outstanding_tokens
+        return True
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that some engine works on."""
+        return len(self._assigned)
 
     @property
     def outstanding(self) -> dict[str, int]:

@@ -25,9 +25,14 @@ FLOORS = [
     ("rlpipe.scoring", 4),
     ("rlpipe.replay", 4),
     ("rlpipe.tracking", 4),
+    ("rlpipe.health", 4),
+    ("rlpipe.waiting", 5),
     ("rlpipe.actors", 5),
     ("rlpipe.placement", 6),
     ("rlpipe.scorer_pool", 6),
+    ("rlpipe.engine_pool", 6),
+    ("rlpipe.news", 6),
+    ("rlpipe.signals", 6),
     ("rlpipe.flow", 6),
     ("rlpipe.evaluation", 6),
     ("rlpipe.reporting", 6),
@@ -42,7 +47,8 @@ FLOORS = [
     ("rlpipe", 7),
 ]
 FENCES = {
-    "ray": {"rlpipe.actors", "rlpipe.tracking.ray_metrics"} | {name for name, floor in FLOORS if floor == 6},
+    "ray": {"rlpipe.actors", "rlpipe.waiting", "rlpipe.tracking.ray_metrics"}
+    | {name for name, floor in FLOORS if floor == 6},
     "vllm": {"rlpipe.rollout.vllm_engine", "rlpipe.rollout.vllm_worker"},
     "deepspeed": {"rlpipe.learner.zero3"},
     "torch.distributed.fsdp": {"rlpipe.learner.fsdp2", "rlpipe.offload"},

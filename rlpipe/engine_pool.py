@@ -1,0 +1,210 @@
+"""Keeps the engines of a run at work: hands out requests, collects groups, and replaces engines that die or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlpipe.actors.rollout import Receipt
+from rlpipe.configs.schema import ClusterConfig
+from rlpipe.errors import EngineFailed, InputError
+from rlpipe.health import Fleet
+from rlpipe.rollout.router import Router
+from rlpipe.types import GroupRequest
+
+POLL_S = 5.0
+"""Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
+MAX_GROUPS_PER_COLLECT = 64
+
+Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
+"""Takes the reference to a list of groups, and their receipts."""
+LoadNewest = Callable[[str], Awaitable[int | None]]
+"""Has an engine load the newest version; answers which it serves now, or None if it could not."""
+
+
+class EngineDied(Exception):
+    """Ends the collecting from one engine; the message is the reason."""
+
+    def __init__(self, reason: str, *, process_lives: bool = True) -> None:
+        super().__init__(reason)
+        self.process_lives = process_lives
+
+
+class EnginePool:
+    """The engines behind one queue of requests; for one event loop.
+
+    What a dead engine worked on, the others do. Ray restarts it, or, where it hangs, it is killed first; it gets work
+    again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` says for how long.
+    Raises ``EngineFailed`` for an engine that dies again and again (``cluster.max_engine_failures``).
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, ActorHandle],
+        *,
+        cluster: ClusterConfig,
+        start: Callable[[str], ObjectRef],
+        load_newest: LoadNewest,
+        collected: Collected,
+        notice: Callable[[str, str], None],
+    ) -> None:
+        self._engines, self._cluster = engines, cluster
+        self._start, self._load_newest, self._collected, self._notice = start, load_newest, collected, notice
+        self._router = Router()
+        self._waiting: list[GroupRequest] = []
+        self._fleet = Fleet(
+            engines, suspect_after_s=cluster.suspect_after_s, dead_after_s=cluster.dead_after_s, clock=time.monotonic
+        )
+        self._deaths: dict[str, asyncio.Future[None]] = {}
+        for name in engines:
+            self._fleet.started(name)
+
+    @property
+    def outage_s(self) -> float:
+        return self._fleet.outage_s
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are being generated, or wait for an engine."""
+        return self._router.num_groups + len(self._waiting)
+
+    def describe(self) -> dict[str, Any]:
+        """Every engine's state and outstanding tokens, for error messages."""
+        return {"engines": self._fleet.describe(), "outstanding_tokens": self._router.outstanding}
+
+    def dispatch(self, requests: Sequence[GroupRequest]) -> None:
+        """Sends each request to the serving engine with the least outstanding tokens."""
+        serving = self._fleet.serving
+        if not serving:
+            self._waiting.extend(requests)
+            return
+        for name, share in self._router.assign(requests, serving).items():
+            self._engines[name].submit.remote(share)
+
+    def published(self, version: int) -> None:
+        """There is a new version."""
+        self._fleet.published(version)
+
+    def loaded(self, name: str, version: int) -> None:
+        """An engine serves a version, and is given work if that is the newest."""
+        self._fleet.loaded(name, version)
+        if name in self._fleet.serving:
+            self._router.add(name)
+            waiting, self._waiting = self._waiting, []
+            self.dispatch(waiting)
+
+    def failed(self, name: str, reason: str) -> None:
+        """An engine is of no use any more, although its process may live."""
+        if name in self._deaths and not self._deaths[name].done():
+            self._deaths[name].set_exception(EngineDied(reason))
+
+    async def run(self) -> None:
+        """Serves until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._engines:
+                tasks.create_task(self._serve(name, tasks))
+            while True:
+                await asyncio.sleep(min(1.0, self._cluster.suspect_after_s / 2))
+                for name in self._fleet.check():
+                    self.failed(
+                        name, f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
+                    )
+
+    async def _serve(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            death: EngineDied | None = await self._until_death(name, tasks)
+            while death is not None:
+                self._mourn(name, str(death))
+                death = await self._replace(name, death)
+
+    async def _until_death(self, name: str, tasks: asyncio.TaskGroup) -> EngineDied:
+        """Collects what the engine finishes; answers why it stopped to."""
+        death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._deaths[name] = death
+        collecting = asyncio.ensure_future(self._collect(name, tasks))
+        try:
+            await asyncio.wait((collecting, death), return_when=asyncio.FIRST_COMPLETED)
+            await (death if death.done() else collecting)
+        except EngineDied as died:
+            return died
+        finally:
+            collecting.cancel()
+            death.cancel()
+        raise AssertionError("collecting ends with the engine only")
+
+    async def _collect(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            call: Any = self._engines[name].collect.options(num_returns=2)
+            receipts_ref, groups = call.remote(min(POLL_S, self._cluster.suspect_after_s / 3), MAX_GROUPS_PER_COLLECT)
+            try:
+                receipts: Sequence[Receipt] = await receipts_ref
+            except RayTaskError as error:
+                raise EngineDied(_reason(error)) from None
+            except RayActorError as error:
+                raise EngineDied(_reason(error), process_lives=False) from None
+            self._fleet.answered(name, finished=bool(receipts))
+            fresh = [receipt for receipt in receipts if self._router.finish(receipt.group_id)]
+            assert len(fresh) == len(receipts), (
+                "a group that is given to another engine is never collected from the first"
+            )
+            if receipts:
+                tasks.create_task(self._hand_on(groups, receipts))
+
+    async def _hand_on(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
+        await self._collected(groups, receipts)
+
+    def _mourn(self, name: str, reason: str) -> None:
+        """Gives the dead engine's work to the others; raises ``EngineFailed`` if it has died too often."""
+        self._fleet.died(name, reason)
+        lost = self._router.remove(name)
+        failures, limit = self._fleet.failures_in_row(name), self._cluster.max_engine_failures
+        if failures > limit:
+            raise EngineFailed(
+                f"engine {name} died {failures} times without finishing a group (cluster.max_engine_failures={limit}); "
+                f"the last time: {reason}"
+            )
+        again = f"; its {len(lost)} groups are generated again" if lost else ""
+        self._notice(name, f"engine {name} died: {reason}{again}")
+        self.dispatch(lost)
+
+    async def _replace(self, name: str, death: EngineDied) -> EngineDied | None:
+        """Brings a new process up; answers why that failed, or None."""
+        self._fleet.restarting(name)
+        limit = self._cluster.start_timeout_s
+        if death.process_lives:
+            ray.kill(self._engines[name], no_restart=False)
+        try:
+            await asyncio.wait_for(_value(self._start(name)), limit)
+        except TimeoutError:
+            return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
+        except RayActorError as error:
+            return EngineDied(_reason(error), process_lives=False)
+        except RayTaskError as error:
+            if isinstance(error.cause, InputError):
+                raise error.cause from None
+            return EngineDied(_reason(error))
+        self._fleet.started(name)
+        version = await self._load_newest(name)
+        if version is None:
+            return EngineDied("it could not load the newest weights")
+        self.loaded(name, version)
+        self._notice(name, f"engine {name} serves again, version {version}")
+        return None
+
+
+def _reason(error: Exception) -> str:
+    """The last line of what Ray says, which names the cause."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0]
+
+
+async def _value(call: ObjectRef) -> Any:
+    return await call

@@ -1,0 +1,135 @@
+"""Which engines may be given work: a state machine for each, moved by what is heard of them and by time.
+
+    STARTING ──loaded──> HEALTHY <──answered── SUSPECT
+       ^  └──started──> STALE ─┘    └──silent──>┘  │
+       └───────────── DEAD <──died, or silent longer──┘
+
+A STALE engine runs, but has not loaded the present version yet. Times are in seconds, of any one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    STALE = "stale"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+ANSWERING = frozenset({EngineState.HEALTHY, EngineState.SUSPECT})
+"""States in which an engine owes answers."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    state: EngineState = EngineState.STARTING
+    heard_at: float = 0.0
+    version: int = -1
+    failures_in_row: int = 0
+    reason: str = ""
+
+
+class Fleet:
+    """The engines of a run. An engine that restarted serves nothing until it has loaded the newest version.
+
+    ``clock`` gives the time; every method that hears something of an engine reads it.
+    """
+
+    def __init__(
+        self, names: Iterable[str], *, suspect_after_s: float, dead_after_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._suspect_after_s, self._dead_after_s, self._clock = suspect_after_s, dead_after_s, clock
+        self._engines = {name: _Engine(heard_at=clock()) for name in names}
+        self._version = -1
+        self._none_since: float | None = clock()
+
+    @property
+    def serving(self) -> list[str]:
+        """The engines that may be given work."""
+        return [name for name, engine in self._engines.items() if engine.state is EngineState.HEALTHY]
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which no engine has been serving; 0 while one is."""
+        return 0.0 if self._none_since is None else self._clock() - self._none_since
+
+    def state(self, name: str) -> EngineState:
+        return self._engines[name].state
+
+    def failures_in_row(self, name: str) -> int:
+        """Deaths since it last finished something."""
+        return self._engines[name].failures_in_row
+
+    def published(self, version: int) -> None:
+        """There is a new version; engines that serve an older one go on, those that start now must load it."""
+        self._version = version
+
+    def started(self, name: str) -> None:
+        """It runs, and serves nothing yet."""
+        self._move(name, EngineState.STALE)
+
+    def loaded(self, name: str, version: int) -> None:
+        """It serves a version; a stale one becomes healthy if that is the newest."""
+        engine = self._engines[name]
+        engine.version = version
+        if engine.state in ANSWERING or version >= self._version:
+            self._move(name, EngineState.HEALTHY)
+
+    def answered(self, name: str, *, finished: bool = False) -> None:
+        """It was heard of, and has ``finished`` a group or not."""
+        engine = self._engines[name]
+        engine.heard_at = self._clock()
+        if finished:
+            engine.failures_in_row = 0
+        if engine.state is EngineState.SUSPECT:
+            self._move(name, EngineState.HEALTHY)
+
+    def died(self, name: str, reason: str) -> None:
+        engine = self._engines[name]
+        if engine.state is not EngineState.DEAD:
+            engine.failures_in_row += 1
+            engine.reason = reason
+            self._move(name, EngineState.DEAD)
+
+    def restarting(self, name: str) -> None:
+        """Another process takes its place."""
+        assert self._engines[name].state is EngineState.DEAD, "only a dead engine is replaced"
+        self._move(name, EngineState.STARTING)
+
+    def check(self) -> list[str]:
+        """Suspects engines that are silent; returns those that have been so for too long, which now are dead."""
+        now = self._clock()
+        lost = []
+        for name, engine in self._engines.items():
+            silent_s = now - engine.heard_at
+            if engine.state in ANSWERING and silent_s >= self._dead_after_s:
+                self.died(name, f"it has not answered for {silent_s:.0f} seconds (cluster.dead_after_s)")
+                lost.append(name)
+            elif engine.state is EngineState.HEALTHY and silent_s >= self._suspect_after_s:
+                self._move(name, EngineState.SUSPECT)
+        return lost
+
+    def describe(self) -> dict[str, str]:
+        """Every engine's state, for error messages."""
+        now = self._clock()
+        return {
+            name: f"{engine.state}, version {engine.version}, last heard of {now - engine.heard_at:.0f} s ago"
+            + (f", last died because {engine.reason}" if engine.reason else "")
+            for name, engine in self._engines.items()
+        }
+
+    def _move(self, name: str, state: EngineState) -> None:
+        engine = self._engines[name]
+        engine.state = state
+        if state is not EngineState.SUSPECT:
+            engine.heard_at = self._clock()
+        if self.serving:
+            self._none_since = None
+        elif self._none_since is None:
+            self._none_since = self._clock()

@@ -1,0 +1,426 @@
+"""The accounts of a run, in SQLite: what became of every prompt, and the groups that are still needed.
+
+A group is ADMITTED when its prompt is taken, GENERATED with its tokens, SCORED with its rewards, ASSIGNED once a step
+takes it, and TRAINED once a checkpoint at or past that step is whole; or DISCARDED, with a reason. One process writes,
+any number may read. Every method is one transaction, and doing it again changes nothing, so that a call whose answer
+was lost can be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.errors import LedgerError
+from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.records import pack_arrays, pack_record, unpack_group
+from rlpipe.replay.steps import StepReport
+from rlpipe.types import RolloutGroup
+
+NAME = "ledger.sqlite"
+SCHEMA_VERSION = 1
+COMPARED = "compared after the last step, not trained"
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, prompt_id INTEGER, attempt INTEGER, reroll INTEGER,
+    version INTEGER, state TEXT, step INTEGER, reason TEXT,
+    reward REAL, reward_std REAL, best_reward REAL, num_rollouts INTEGER, num_tokens INTEGER, num_loss_tokens INTEGER,
+    oldest_version INTEGER, engine TEXT, generate_s REAL, score_s REAL,
+    admitted_at REAL, generated_at REAL, scored_at REAL, assigned_at REAL, trained_at REAL);
+CREATE INDEX groups_by_state ON groups (state, step);
+CREATE INDEX groups_by_step ON groups (step);
+CREATE TABLE payloads (group_id INTEGER PRIMARY KEY, record TEXT, arrays BLOB);
+CREATE TABLE replays (group_id INTEGER PRIMARY KEY, step INTEGER);
+CREATE TABLE skipped (
+    epoch INTEGER, position INTEGER, prompt_id INTEGER, reason TEXT, PRIMARY KEY (epoch, position)) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, metrics TEXT, ended_at REAL, times INTEGER, last INTEGER);
+CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT, subject TEXT, message TEXT);
+"""
+
+
+class GroupState(StrEnum):
+    ADMITTED = "ADMITTED"
+    GENERATED = "GENERATED"
+    SCORED = "SCORED"
+    ASSIGNED = "ASSIGNED"
+    TRAINED = "TRAINED"
+    DISCARDED = "DISCARDED"
+
+
+UNFINISHED = (GroupState.ADMITTED, GroupState.GENERATED, GroupState.SCORED)
+"""States of groups that no step has taken yet."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Event:
+    """Something that people should know of: a death, a recovery, a checkpoint that could not be written."""
+
+    number: int
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    subject: str
+    message: str
+
+
+@dataclass(kw_only=True, slots=True)
+class StepGroups:
+    """What a step trains."""
+
+    fresh: list[RolloutGroup]
+    replayed: list[RolloutGroup] = field(default_factory=list)
+    """Groups that earlier steps have trained once."""
+
+
+class Ledger:
+    """Opens the ledger at ``path``, or makes it; raises ``LedgerError`` where it can't be read or written."""
+
+    def __init__(self, path: Path, *, keep_steps: int = 0, read_only: bool = False) -> None:
+        self.path = path
+        self._keep_steps = keep_steps
+        with self._errors():
+            self._connection = _connect(path, read_only=read_only)
+            if not read_only:
+                self._make_tables()
+            if self.get("schema") != SCHEMA_VERSION:
+                raise LedgerError(f"{path} is no ledger of this version of rlpipe (schema {self.get('schema')})")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # Accounts -----------------------------------------------------------------------------------------------------
+
+    def admit(self, groups: Iterable[Admitted], place: Cursor, passed: Iterable[Passed] = ()) -> None:
+        """Prompts are taken; the source stands at ``place`` behind them, having ``passed`` rows it can't use."""
+        now = time.time()
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO groups (group_id, epoch, position, prompt_id, attempt, reroll, version, state,"
+                " admitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (g.group_id, g.epoch, g.position, g.prompt_id, g.attempt, g.reroll, g.version, "ADMITTED", now)
+                    for g in groups
+                ],
+            )
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO skipped VALUES (?, ?, ?, ?)",
+                [(row.at.epoch, row.at.position, row.prompt_id, row.reason) for row in passed],
+            )
+            self._set(place=[place.epoch, place.position])
+
+    def generated(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keeps the tokens of groups that were admitted."""
+        now = time.time()
+        with self._transaction():
+            for group in groups:
+                row = (
+                    len(group),
+                    group.num_tokens,
+                    group.num_loss_tokens,
+                    group.oldest_version,
+                    group.engine,
+                    group.generate_s,
+                    now,
+                    group.group_id,
+                )
+                changed = self._connection.execute(
+                    "UPDATE groups SET state = 'GENERATED', num_rollouts = ?, num_tokens = ?, num_loss_tokens = ?,"
+                    " oldest_version = ?, engine = ?, generate_s = ?, generated_at = ?"
+                    " WHERE group_id = ? AND state = 'ADMITTED'",
+                    row,
+                )
+                if changed.rowcount:
+                    self._connection.execute(
+                        "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)",
+                        (group.group_id, pack_record(group), pack_arrays(group)),
+                    )
+
+    def scored(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keeps the rewards of groups that were generated."""
+        now = time.time()
+        with self._transaction():
+            for group in groups:
+                known = [rollout.reward for rollout in group if rollout.reward is not None]
+                statistics = (float(f(known)) if known else None for f in (np.mean, np.std, np.max))
+                changed = self._connection.execute(
+                    "UPDATE groups SET state = 'SCORED', reward = ?, reward_std = ?, best_reward = ?, score_s = ?,"
+                    " scored_at = ? WHERE group_id = ? AND state = 'GENERATED'",
+                    (*statistics, group.score_s, now, group.group_id),
+                )
+                if changed.rowcount:
+                    self._connection.execute(
+                        "UPDATE payloads SET record = ? WHERE group_id = ?", (pack_record(group), group.group_id)
+                    )
+
+    def discard(self, reasons: Mapping[int, str]) -> None:
+        """Groups that will never be trained."""
+        with self._transaction():
+            self._connection.executemany(
+                "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE group_id = ? AND step IS NULL",
+                [(reason, group_id) for group_id, reason in reasons.items()],
+            )
+            self._connection.executemany("DELETE FROM payloads WHERE group_id = ?", [(g,) for g in reasons])
+
+    def assign(self, step: int, groups: StepGroups) -> None:
+        """A step takes groups, whose advantages are known."""
+        now = time.time()
+        with self._transaction():
+            self._connection.executemany(
+                "UPDATE groups SET state = 'ASSIGNED', step = ?, assigned_at = ? WHERE group_id = ?",
+                [(step, now, group.group_id) for group in groups.fresh],
+            )
+            self._connection.executemany(
+                "UPDATE payloads SET record = ? WHERE group_id = ?",
+                [(pack_record(group), group.group_id) for group in groups.fresh],
+            )
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO replays VALUES (?, ?)", [(group.group_id, step) for group in groups.replayed]
+            )
+
+    def complete(self, report: StepReport) -> None:
+        """A step was trained, or, as the last one, compared."""
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, 1, ?) ON CONFLICT (step) DO UPDATE SET"
+                " metrics = excluded.metrics, ended_at = excluded.ended_at, times = times + 1, last = excluded.last",
+                (report.step, json.dumps(report.metrics), time.time(), report.last),
+            )
+            if report.last:
+                self._connection.execute(
+                    "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE step = ? AND state = 'ASSIGNED'",
+                    (COMPARED, report.step),
+                )
+
+    def checkpointed(self, step: int, *, kept: Collection[int] = ()) -> None:
+        """A checkpoint after ``step`` steps is whole; tokens of steps that are ``keep_steps`` older are dropped, but
+        for the groups in ``kept``."""
+        with self._transaction():
+            self._set(checkpoint_step=step)
+            self._connection.execute(
+                "UPDATE groups SET state = 'TRAINED', trained_at = ? WHERE state = 'ASSIGNED' AND step < ?",
+                (time.time(), step),
+            )
+            self._connection.execute(
+                "DELETE FROM payloads WHERE group_id IN"
+                " (SELECT group_id FROM groups WHERE state = 'TRAINED' AND step < ?)"
+                " AND group_id NOT IN (SELECT group_id FROM replays WHERE step >= ?)"
+                f" AND group_id NOT IN ({', '.join(map(str, kept))})",
+                (step - self._keep_steps, step - self._keep_steps),
+            )
+
+    def begin_again(self, step: int, num_steps: int) -> None:
+        """Training goes on behind ``step`` steps: later ones are trained again, on the same groups.
+
+        Groups that an end of the run, now moved, only compared, are of no step any more.
+        """
+        with self._transaction():
+            self._connection.execute("UPDATE steps SET ended_at = NULL, last = 0 WHERE step >= ?", (step,))
+            self._connection.execute(
+                "UPDATE groups SET step = NULL WHERE state = 'DISCARDED' AND step < ?", (num_steps,)
+            )
+
+    def note(self, kind: str, subject: str, message: str) -> None:
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO events (time, kind, subject, message) VALUES (?, ?, ?, ?)",
+                (time.time(), kind, subject, message),
+            )
+
+    # Settings -----------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> Any:
+        """A value of the run as a whole, or None."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            return None
+        found = self._rows("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0][0]) if found else None
+
+    def set(self, **values: Any) -> None:
+        with self._transaction():
+            self._set(**values)
+
+    @property
+    def place(self) -> Cursor:
+        """Where the prompt source stands."""
+        return Cursor(*(self.get("place") or (0, 0)))
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Steps of the newest checkpoint that the ledger knows to be whole."""
+        return self.get("checkpoint_step") or 0
+
+    # What is there ------------------------------------------------------------------------------------------------
+
+    def unfinished(self) -> list[tuple[Admitted, GroupState]]:
+        """The groups that no step has taken, in the order of their ids."""
+        groups = self._admitted(f"state IN ({', '.join(repr(state.value) for state in UNFINISHED)})")
+        states = dict(self._rows("SELECT group_id, state FROM groups"))
+        return [(group, GroupState(states[group.group_id])) for group in groups]
+
+    def load(self, group_ids: Iterable[int]) -> Iterator[RolloutGroup]:
+        """Those of the groups whose tokens are still there."""
+        for group_id in group_ids:
+            for record, arrays in self._rows("SELECT record, arrays FROM payloads WHERE group_id = ?", group_id):
+                yield unpack_group(group_id, record, arrays)
+
+    def groups_of(self, step: int) -> StepGroups | None:
+        """What a step took, or None if it has taken nothing yet."""
+        fresh = [row[0] for row in self._rows("SELECT group_id FROM groups WHERE step = ? ORDER BY group_id", step)]
+        if not fresh:
+            return None
+        replayed = [row[0] for row in self._rows("SELECT group_id FROM replays WHERE step = ? ORDER BY group_id", step)]
+        groups = StepGroups(fresh=list(self.load(fresh)), replayed=list(self.load(replayed)))
+        if len(groups.fresh) < len(fresh) or len(groups.replayed) < len(replayed):
+            raise LedgerError(
+                f"{self.path}: step {step} is to be trained again, but the tokens of its groups are dropped; "
+                f"set ledger.keep_steps, now {self._keep_steps}, higher in runs to come"
+            )
+        return groups
+
+    def newest_trained(self, count: int) -> list[int]:
+        """Groups with differing rewards that steps took last and that were not trained again, the oldest first."""
+        query = (
+            "SELECT group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
+            " AND group_id NOT IN (SELECT group_id FROM replays) ORDER BY step DESC, group_id DESC LIMIT ?"
+        )
+        return [row[0] for row in reversed(self._rows(query, count))]
+
+    def open_attempts(self) -> list[int]:
+        """Attempts that groups without reward variance have left open, because the run ended there."""
+        left: Counter[int] = Counter()
+        for attempt, count in self._rows(
+            "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE 'no reward variance%'"
+            " GROUP BY attempt"
+        ):
+            left[attempt] = count
+        for attempt, count in self._rows("SELECT attempt, count(*) FROM groups WHERE attempt > 0 GROUP BY attempt"):
+            left[attempt] -= count
+        return sorted(left.elements())
+
+    def fruitless(self, at_most: float) -> list[Admitted]:
+        """Groups of which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
+        return self._admitted(
+            "state NOT IN ('DISCARDED') AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups AS later"
+            " WHERE later.epoch = groups.epoch AND later.position = groups.position"
+            " AND later.reroll > groups.reroll)",
+            at_most,
+        )
+
+    def counts(self) -> dict[GroupState, int]:
+        """Groups in each state."""
+        return {GroupState(state): n for state, n in self._rows("SELECT state, count(*) FROM groups GROUP BY state")}
+
+    def num_places_taken(self) -> int:
+        """Groups that were admitted, and are in a step or can still come into one."""
+        return int(self._rows("SELECT count(*) FROM groups WHERE state != 'DISCARDED' OR step IS NOT NULL")[0][0])
+
+    def next_group_id(self) -> int:
+        return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
+
+    def reports(self, after: int) -> list[StepReport]:
+        """The steps that have ended behind ``after``."""
+        rows = self._rows(
+            "SELECT step, metrics, last FROM steps WHERE step > ? AND ended_at IS NOT NULL ORDER BY step", after
+        )
+        return [StepReport(step=step, metrics=json.loads(metrics), last=bool(last)) for step, metrics, last in rows]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that has ended, or -1."""
+        return int(self._rows("SELECT coalesce(max(step), -1) FROM steps WHERE ended_at IS NOT NULL")[0][0])
+
+    def events(self, after: int = 0) -> list[Event]:
+        rows = self._rows("SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id", after)
+        return [Event(number=row[0], time=row[1], kind=row[2], subject=row[3], message=row[4]) for row in rows]
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The answer to any question, for people who look at the run."""
+        with self._errors():
+            return self._rows(query, *values)
+
+    # Copies -------------------------------------------------------------------------------------------------------
+
+    def back_up(self, target: Path) -> None:
+        """Writes a consistent copy; may run on a thread of its own."""
+        with (
+            self._errors(),
+            closing(_connect(self.path, read_only=True)) as source,
+            closing(sqlite3.connect(target, isolation_level=None)) as copy,
+        ):
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")
+            copy.execute("VACUUM")
+
+    def _admitted(self, condition: str, *values: Any) -> list[Admitted]:
+        names = [entry.name for entry in fields(Admitted)]
+        rows = self._rows(f"SELECT {', '.join(names)} FROM groups WHERE {condition} ORDER BY group_id", *values)
+        return [Admitted(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def _make_tables(self) -> None:
+        with self._transaction():
+            if not self._rows("SELECT 1 FROM sqlite_master"):
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    self._connection.execute(statement)
+                self._set(schema=SCHEMA_VERSION)
+
+    def _set(self, **values: Any) -> None:
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in values.items()]
+        )
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                if self._connection.in_transaction:  # a full disk has ended it already
+                    self._connection.rollback()
+                raise
+            self._connection.execute("COMMIT")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger {self.path} can't be used: {error}") from error
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the file at ``path`` as a database, or None."""
+    try:
+        with closing(_connect(path, read_only=True)) as connection:
+            answer: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            connection.execute("SELECT count(*) FROM groups, meta").fetchone()
+    except sqlite3.Error as error:
+        return str(error)
+    return None if answer == "ok" else answer.splitlines()[-1]
+
+
+def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
+    does, and then the newest ones."""
+    if read_only:
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection

@@ -1,0 +1,236 @@
+"""Everything that the replay actor decides: which groups count, which a step trains, and what the ledger says of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, ReplayConfig, RewardConfig
+from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.replay.assemble import assemble_step, has_signal
+from rlpipe.replay.buffer import Admitted, ReplayBuffer
+from rlpipe.replay.ledger import GroupState, Ledger, StepGroups
+from rlpipe.replay.reuse import KeptGroups
+from rlpipe.replay.steps import StepReport
+from rlpipe.scoring.scorer import GroupScores, apply_scores
+from rlpipe.types import RolloutGroup, TrainBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What became of groups that were handed in."""
+
+    discarded: dict[int, str] = field(default_factory=dict)
+    """Group ids with the reasons; each leaves a place for another."""
+    attempts: list[int] = field(default_factory=list)
+    """For the groups among them that had no reward variance: the attempt that comes next."""
+    fruitless: list[Admitted] = field(default_factory=list)
+    """Groups that earned nothing, and whose prompts may be put back."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenAccounts:
+    """Where the accounts stand when a driver starts."""
+
+    place: Cursor
+    next_group_id: int
+    num_places_taken: int
+    unfinished: list[tuple[Admitted, GroupState]]
+    attempts: list[int]
+    """Attempts that groups without reward variance have left open."""
+    fruitless: list[Admitted]
+    last_event: int
+    messages: list[str]
+
+
+class ReplayStore:
+    """Groups from admission to training, for one run; every change is in the ledger before it is answered."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        algorithm: AlgorithmConfig,
+        learner: LearnerConfig,
+        replay: ReplayConfig,
+        rewards: Mapping[str, RewardConfig],
+        seed: int,
+        num_samples: int = 0,
+    ) -> None:
+        self.ledger = ledger
+        self._algorithm, self._learner, self._replay, self._rewards = algorithm, learner, replay, rewards
+        self._seed, self._num_samples = seed, num_samples
+        self._buffer = ReplayBuffer(groups_per_step=algorithm.groups_per_step, max_staleness=replay.max_staleness)
+        self._kept = KeptGroups(limit=replay.reuse_groups, combine=algorithm.combine)
+        self._generated: dict[int, RolloutGroup] = {}
+        self._entries: dict[int, Admitted] = {}
+        self._times: dict[int, tuple[float, float]] = {}
+        self._samples: dict[int, list[RolloutGroup]] = {}
+        self._num_discarded = ledger.counts().get(GroupState.DISCARDED, 0)
+        self._read_back()
+
+    def accounts(self, messages: list[str]) -> OpenAccounts:
+        """What a driver needs to know to go on, and ``messages`` for people."""
+        events = self.ledger.events()
+        return OpenAccounts(
+            place=self.ledger.place,
+            next_group_id=self.ledger.next_group_id(),
+            num_places_taken=self.ledger.num_places_taken(),
+            unfinished=self.ledger.unfinished(),
+            attempts=self.ledger.open_attempts(),
+            fruitless=self.ledger.fruitless(self._replay.reroll_below) if self._replay.reroll_after else [],
+            last_event=events[-1].number if events else 0,
+            messages=messages,
+        )
+
+    # Groups -------------------------------------------------------------------------------------------------------
+
+    def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed] = ()) -> None:
+        """Registers groups that are about to be generated; ``place`` is where the prompt source stands behind them."""
+        self.ledger.admit(groups, place, passed)
+        self._buffer.admit([group for group in groups if group.group_id not in self._entries])
+        self._entries.update((group.group_id, group) for group in groups)
+
+    def generated(self, groups: Iterable[RolloutGroup]) -> Outcome:
+        """Keeps the tokens of groups until their scores come."""
+        new = [group for group in groups if self._awaits(group.group_id) and group.group_id not in self._generated]
+        whole = [group for group in new if group.failure is None]
+        self.ledger.generated(whole)
+        self._generated.update((group.group_id, group) for group in whole)
+        now = time.monotonic()
+        self._times.update((group.group_id, (now, now)) for group in whole)
+        return self._discard({group.group_id: group.failure for group in new if group.failure is not None})
+
+    def scored(self, group_ids: Iterable[int], pools: Iterable[Sequence[GroupScores]]) -> Outcome:
+        """Combines what every pool said of groups that were generated, and discards those that can't be trained."""
+        scores: dict[int, list[GroupScores]] = {}
+        for entry in (entry for pool in pools for entry in pool):
+            scores.setdefault(entry.group_id, []).append(entry)
+        groups = [self._generated.pop(group_id) for group_id in group_ids if group_id in self._generated]
+        outcome = Outcome()
+        failed: dict[int, str] = {}
+        for group in groups:
+            apply_scores(group, scores.get(group.group_id, []), self._rewards)
+            if group.failure is not None:
+                failed[group.group_id] = group.failure
+            elif self._is_refilled(group):
+                attempt = self._entries[group.group_id].attempt + 1
+                failed[group.group_id] = f"no reward variance (attempt {attempt})"
+                outcome.attempts.append(attempt)
+            elif self._is_fruitless(group):
+                outcome.fruitless.append(self._entries[group.group_id])
+        kept = [group for group in groups if group.group_id not in failed]
+        self.ledger.scored(kept)
+        for group in kept:
+            self._buffer.add(group)
+            self._times[group.group_id] = (self._times[group.group_id][0], time.monotonic())
+        outcome.discarded = self._discard(failed).discarded
+        return outcome
+
+    def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
+        """Groups whose tokens are there, and whose scores are not."""
+        return [self._generated[group_id] for group_id in group_ids if group_id in self._generated]
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def batches(self, step: int) -> list[TrainBatch] | None:
+        """One batch for each rank, or None while the step can't be filled; the same ones whenever it is asked."""
+        groups = self.ledger.groups_of(step)
+        if groups is not None:
+            return self._assemble(step, groups)
+        fresh = self._buffer.take(step)
+        if fresh is None:
+            return None
+        groups = StepGroups(fresh=fresh, replayed=self._kept.stand_in_for(fresh))
+        batches = self._assemble(step, groups)
+        self.ledger.assign(step, groups)
+        self._kept.keep(fresh)
+        self._samples[step] = fresh[: self._num_samples]
+        for group in fresh:
+            del self._entries[group.group_id]
+            self._times.pop(group.group_id, None)
+        return batches
+
+    def reports(self, after: int) -> list[StepReport]:
+        """What became of the steps behind ``after``, with a few groups of each, as far as they are at hand."""
+        reports = self.ledger.reports(after)
+        for report in reports:
+            report.samples = self._samples.get(report.step, [])
+        for step in [step for step in self._samples if step <= after]:
+            del self._samples[step]
+        return reports
+
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint after ``step`` steps is whole."""
+        self.ledger.checkpointed(step, kept=self._kept.ids)
+
+    def describe(self) -> dict[str, int | list[int]]:
+        """Its state in a few numbers, for error messages."""
+        pending = self._buffer.pending
+        return {
+            "scored_groups": self._buffer.num_scored,
+            "groups_being_scored": len(self._generated),
+            "groups_being_generated": len(pending) - self._buffer.num_scored - len(self._generated),
+            "oldest_groups": [group.group_id for group in pending[:4]],
+            "discarded_groups": self._num_discarded,
+        }
+
+    def _read_back(self) -> None:
+        unfinished = self.ledger.unfinished()
+        self._entries = {group.group_id: group for group, _ in unfinished}
+        self._buffer.admit(list(self._entries.values()))
+        by_state = {state: [g.group_id for g, known in unfinished if known is state] for _, state in unfinished}
+        for group in self.ledger.load(by_state.get(GroupState.SCORED, ())):
+            self._buffer.add(group)
+        self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
+        self._times = dict.fromkeys(self._entries, (0.0, 0.0))
+        self._kept.keep(self.ledger.load(self.ledger.newest_trained(self._replay.reuse_groups)))
+
+    def _awaits(self, group_id: int) -> bool:
+        return group_id in self._entries and not self._buffer.holds(group_id)
+
+    def _discard(self, reasons: dict[int, str]) -> Outcome:
+        self.ledger.discard(reasons)
+        for group_id in reasons:
+            self._buffer.discard(group_id)
+            self._entries.pop(group_id, None)
+            self._times.pop(group_id, None)
+        self._num_discarded += len(reasons)
+        return Outcome(discarded=reasons)
+
+    def _is_refilled(self, group: RolloutGroup) -> bool:
+        attempt = self._entries[group.group_id].attempt
+        return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm.combine)
+
+    def _is_fruitless(self, group: RolloutGroup) -> bool:
+        if self._replay.reroll_after is None:
+            return False
+        return all(r.reward is not None and r.reward <= self._replay.reroll_below for r in group)
+
+    def _assemble(self, step: int, groups: StepGroups) -> list[TrainBatch]:
+        batches = assemble_step(
+            groups.fresh,
+            step=step,
+            algorithm=self._algorithm,
+            learner=self._learner,
+            reward_weights={name: reward.weight for name, reward in self._rewards.items()},
+            seed=self._seed,
+            replayed=groups.replayed,
+            skip_zero_advantage=self._replay.skip_zero_advantage and step < self._algorithm.num_steps,
+        )
+        metrics = {"groups/failed": float(self._num_discarded), **self._group_metrics(groups.fresh)}
+        for batch in batches:
+            batch.metrics = {**batch.metrics, **metrics}
+        return batches
+
+    def _group_metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """How many are prompts that were put back, and how many were scored while others were still generated."""
+        entries = [self._entries[group.group_id] for group in groups if group.group_id in self._entries]
+        times = [self._times[group.group_id] for group in groups if group.group_id in self._times]
+        last_generated = max((generated for generated, _ in times), default=0.0)
+        return {
+            "groups/rerolled": float(sum(entry.reroll > 0 for entry in entries)),
+            "groups/refilled": float(sum(entry.attempt > 0 for entry in entries)),
+            "groups/streamed": float(sum(scored < last_generated for _, scored in times)),
+        }

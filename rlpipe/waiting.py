@@ -1,0 +1,57 @@
+"""Waits for remote calls, never for ever: what does not come in time is named, with who owes it and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rlpipe.errors import RlpipeError, RunError, WaitTimeout
+
+
+async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:
+    """What a remote call answers.
+
+    ``what`` reads like "the replay actor to take 8 groups"; ``option`` is the setting that ``within`` comes from.
+    Raises ``WaitTimeout`` after ``within`` seconds, rlpipe's own error out of a remote one, and ``RunError`` if the
+    actor is gone for good.
+    """
+    try:
+        return await asyncio.wait_for(_value(call), within)
+    except TimeoutError:
+        raise late(what, within, option) from None
+    except RayTaskError as error:
+        raise root_cause(error, f"while waiting for {what}") from None
+    except RayActorError as error:
+        raise RunError(f"an actor died while the run waited for {what}: {error}") from None
+
+
+def get_answer(call: ObjectRef, what: str, *, within: float, option: str) -> Any:
+    """As ``answer``, where there is no event loop."""
+    try:
+        return ray.get(call, timeout=within)
+    except GetTimeoutError:
+        raise late(what, within, option) from None
+    except RayTaskError as error:
+        raise root_cause(error, f"while waiting for {what}") from None
+    except RayActorError as error:
+        raise RunError(f"an actor died while the run waited for {what}: {error}") from None
+
+
+def late(what: str, within: float, option: str) -> WaitTimeout:
+    return WaitTimeout(f"waited {within:g} seconds ({option}) for {what}; it has not answered")
+
+
+def root_cause(error: RayTaskError, context: str) -> RlpipeError:
+    """rlpipe's own error out of a remote one; any other becomes a ``RunError`` with the remote traceback."""
+    if isinstance(error.cause, RlpipeError):
+        return error.cause
+    return RunError(f"{context}: {error}")
+
+
+async def _value(call: ObjectRef | Awaitable[Any]) -> Any:
+    return await call
