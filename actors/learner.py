@@ -42,11 +42,11 @@ from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.ledger import NAME as LEDGER
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch, WeightsManifest
-from rlpipe.waiting import get_answer
+from rlpipe.waiting import describe_failure, get_answer
 from rlpipe.weights import BucketMemory
 
 POLL_S = 5.0
-"""Seconds between a rank's signs of life, and between the looks of one that waits for whether the weights actor is new."""
+"""Seconds between a rank's signs of life, and between its looks for a new weights actor while it waits."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -76,16 +76,11 @@ class ReportDeaths(UserCallback):
         self._batches, self._timeout_s = batches, timeout_s
 
     def after_exception(self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]) -> None:
-        causes = {rank: _last_line(error) for rank, error in sorted(worker_exceptions.items())}
+        causes = {rank: describe_failure(error) for rank, error in sorted(worker_exceptions.items())}
         ray.get(
             self._batches.learner_died.remote("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())),
             timeout=self._timeout_s,
         )
-
-
-def _last_line(error: Exception) -> str:
-    """Of a remote traceback, what was raised."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 class LearnerTrainer(TorchTrainer):

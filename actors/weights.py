@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from rlpipe.errors import InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
+from rlpipe.waiting import describe_failure
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,8 +33,9 @@ class Served:
 class WeightsActor:
     """Keeps the newest version in the object store; an engine whose digest differs stops the run."""
 
-    def __init__(self, *, engines: Mapping[str, ActorHandle], timeout_s: float) -> None:
-        self._engines, self._timeout_s = engines, timeout_s
+    def __init__(self, *, engines: Sequence[str], timeout_s: float) -> None:
+        self._engines = {name: ray.get_actor(name) for name in engines}
+        self._timeout_s = timeout_s
         self._enrolled = set(engines)
         self._life = 0
         self._newest: tuple[WeightsManifest, list[ObjectRef]] | None = None
@@ -128,7 +130,7 @@ class WeightsActor:
                 self._error = WeightsMismatch(
                     f"engine {name} could not load weights version {manifest.version}: {cause}"
                 )
-            return f"it could not load weights version {manifest.version}: {cause}"
+            return f"it could not load weights version {manifest.version}: {describe_failure(error)}"
         if digest != manifest.digest:
             self._error = WeightsMismatch(
                 f"engine {name} does not serve weights version {manifest.version}: "

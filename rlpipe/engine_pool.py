@@ -18,6 +18,7 @@ from rlpipe.errors import EngineFailed, InputError
 from rlpipe.health import Fleet
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
+from rlpipe.waiting import describe_failure
 
 POLL_S = 5.0
 """Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
@@ -146,9 +147,9 @@ class EnginePool:
             try:
                 receipts: Sequence[Receipt] = await receipts_ref
             except RayTaskError as error:
-                raise EngineDied(_reason(error)) from None
+                raise EngineDied(describe_failure(error)) from None
             except RayActorError as error:
-                raise EngineDied(_reason(error), process_lives=False) from None
+                raise EngineDied(describe_failure(error), process_lives=False) from None
             self._fleet.answered(name, finished=bool(receipts))
             fresh = [receipt for receipt in receipts if self._router.finish(receipt.group_id)]
             assert len(fresh) == len(receipts), (
@@ -185,11 +186,11 @@ class EnginePool:
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
         except RayActorError as error:
-            return EngineDied(_reason(error), process_lives=False)
+            return EngineDied(describe_failure(error), process_lives=False)
         except RayTaskError as error:
             if isinstance(error.cause, InputError):
                 raise error.cause from None
-            return EngineDied(_reason(error))
+            return EngineDied(describe_failure(error))
         self._fleet.started(name)
         version = await self._load_newest(name)
         if version is None:
@@ -197,13 +198,6 @@ class EnginePool:
         self.loaded(name, version)
         self._notice(name, f"engine {name} serves again, version {version}")
         return None
-
-
-def _reason(error: Exception) -> str:
-    """The last line of what Ray says, which names the cause."""
-    cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0]
 
 
 async def _value(call: ObjectRef) -> Any:

@@ -100,7 +100,8 @@ def started_parts(run: Run) -> Iterator[Parts]:
         pools = start_pools(run, places)
 
         def start_engine(name: str) -> ObjectRef:
-            call: Any = engines[name].start
+            # Repeated once, so that it waits for the new process where the old one is just ending.
+            call: Any = engines[name].start.options(max_task_retries=1)
             ref: ObjectRef = call.remote(run.model, config.rollout, config.data.max_prompt_tokens)
             return ref
 
@@ -172,7 +173,7 @@ def _start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorH
     return start_actor(
         WeightsActor,
         Need(name="weights"),
-        engines=dict(engines),
+        engines=list(engines),
         timeout_s=config.weights.timeout_s,
         max_concurrency=ASYNC_CALLS,
         restarts=True,

@@ -133,8 +133,8 @@ def start_actor(
 ) -> ActorHandle:
     """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``.
 
-    Where it ``restarts``, Ray puts another process in the place of a dead one; where it also ``repeats_calls``, that one
-    gets the calls which the dead one had not answered.
+    Where it ``restarts``, Ray puts another process in the place of a dead one; where it also ``repeats_calls``, that
+    one gets the calls which the dead one had not answered.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.

@@ -12,6 +12,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
 
+MAX_DETAIL = 200
+"""Characters of Ray's account of a death."""
+
 
 async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:
     """What a remote call answers.
@@ -22,6 +25,10 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
     """
     try:
         return await asyncio.wait_for(_value(call), within)
+    except asyncio.CancelledError:
+        if isinstance(call, ObjectRef):
+            ray.cancel(call, recursive=False)  # else Ray would repeat it on a new process once the actor is ended
+        raise
     except TimeoutError:
         raise late(what, within, option) from None
     except RayTaskError as error:
@@ -51,6 +58,17 @@ def root_cause(error: RayTaskError, context: str) -> RlpipeError:
     if isinstance(error.cause, RlpipeError):
         return error.cause
     return RunError(f"{context}: {error}")
+
+
+def describe_failure(error: Exception) -> str:
+    """One line on why a call failed: what was raised, or how the process ended, without Ray's general advice."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayActorError):
+        words = " ".join(str(cause).split()).split(" Some common causes include")[0]
+        detail = words.partition("Worker exit detail: ")[2] or words.partition("unavailable: ")[2] or words
+        return f"its process died or was killed ({detail.rstrip('.')[:MAX_DETAIL]})"
+    last = next((line.strip() for line in reversed(str(cause).splitlines()) if line.strip()), "")
+    return last if isinstance(error, RayTaskError) and cause is error else f"{type(cause).__name__}: {last}"
 
 
 async def _value(call: ObjectRef | Awaitable[Any]) -> Any:
