@@ -26,11 +26,13 @@ class Router:
             del self._assigned[request.group_id]
         return lost
 
-    def assign(self, requests: Sequence[GroupRequest], among: Sequence[str]) -> dict[str, list[GroupRequest]]:
-        """Spreads the requests over some of the engines; those that get none are left out."""
+    def assign(
+        self, requests: Sequence[GroupRequest], among: Sequence[str] | None = None
+    ) -> dict[str, list[GroupRequest]]:
+        """Spreads the requests over all engines, or some of them; those that get none are left out."""
         shares: dict[str, list[GroupRequest]] = {}
         for request in requests:
-            engine = min(among, key=self._outstanding.__getitem__)
+            engine = min(self._outstanding if among is None else among, key=self._outstanding.__getitem__)
             self._outstanding[engine] += request.outstanding_tokens
             self._assigned[request.group_id] = (engine, request)
             shares.setdefault(engine, []).append(request)

@@ -19,7 +19,7 @@ def group(group_id: int) -> RolloutGroup:
 
 
 def admitted(group_id: int, version: int) -> Admitted:
-    return Admitted(group_id=group_id, version=version, epoch=0, position=group_id)
+    return Admitted(group_id=group_id, version=version, epoch=0, position=group_id, prompt_id=group_id)
 
 
 @settings(max_examples=200, deadline=None)

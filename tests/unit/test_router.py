@@ -31,6 +31,17 @@ def test_groups_go_to_the_engine_with_the_least_outstanding_tokens() -> None:
 def test_a_group_is_taken_off_its_engine_once() -> None:
     router = Router(["a"])
     router.assign([request(0, 5)])
-    router.finish(0)
-    router.finish(0)
+    assert router.finish(0)
+    assert not router.finish(0)
     assert router.outstanding == {"a": 0}
+
+
+def test_what_an_engine_worked_on_is_handed_back_when_it_leaves() -> None:
+    router = Router(["a", "b"])
+    router.assign([request(0, 5), request(1, 5), request(2, 5)])
+    assert [lost.group_id for lost in router.remove("a")] == [0, 2]
+    assert router.outstanding == {"b": 5}
+    assert ids(router.assign([request(0, 5)])) == {"b": [0]}
+    router.add("a")
+    assert ids(router.assign([request(3, 1), request(4, 1)], among=["a"])) == {"a": [3, 4]}
+    assert router.num_groups == 4

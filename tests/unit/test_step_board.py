@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rlpipe.replay.steps import StepBoard, StepReport
+from rlpipe.replay.steps import StepBoard
 from rlpipe.types import TrainBatch
 
 
@@ -45,16 +45,30 @@ def test_a_step_that_was_served_is_not_wanted_again() -> None:
     assert not asyncio.run(scenario())
 
 
-def test_reports_are_handed_out_once() -> None:
-    async def scenario() -> tuple[list[int], list[int]]:
-        board = StepBoard(num_ranks=1)
-        waiting = asyncio.create_task(board.wait_completed(5.0))
+def test_after_a_stop_every_rank_ends_behind_the_same_step() -> None:
+    async def scenario() -> list[bool]:
+        board = StepBoard(num_ranks=2)
+        board.want(0)
+        await board.put(0, batches(0, 2))
+        first = await board.batch(0, 0)
+        early = asyncio.create_task(board.batch(1, 0))
         await asyncio.sleep(0)
-        await board.complete(StepReport(step=0, metrics={}))
-        first = await waiting
-        await board.complete(StepReport(step=1, metrics={}))
-        second = await board.wait_completed(5.0)
-        assert await board.wait_completed(0.01) == []
-        return [r.step for r in first], [r.step for r in second]
+        await board.stop()
+        answers = [first, await early, await board.batch(0, 1), await board.batch(1, 1)]
+        return [answer is not None for answer in answers]
 
-    assert asyncio.run(scenario()) == ([0], [1])
+    assert asyncio.run(scenario()) == [True, False, True, False]
+
+
+def test_ranks_may_begin_again_at_an_earlier_step() -> None:
+    async def scenario() -> list[int]:
+        board = StepBoard(num_ranks=1)
+        for step in (0, 1, 2, 3, 1, 2):
+            if board.want(step):
+                await board.put(step, batches(step, 1))
+            await board.batch(step, 0)
+        await board.stop()
+        assert await board.batch(3, 0) is None
+        return [board.wanted is None]
+
+    assert asyncio.run(scenario()) == [True]
