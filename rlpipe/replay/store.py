@@ -206,7 +206,8 @@ class ReplayStore:
     def _is_fruitless(self, group: RolloutGroup) -> bool:
         if self._replay.reroll_after is None:
             return False
-        return all(r.reward is not None and r.reward <= self._replay.reroll_below for r in group)
+        known = [rollout.reward for rollout in group if rollout.reward is not None]
+        return bool(known) and max(known) <= self._replay.reroll_below
 
     def _assemble(self, step: int, groups: StepGroups) -> list[TrainBatch]:
         batches = assemble_step(

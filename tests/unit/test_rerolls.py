@@ -1,0 +1,28 @@
+"""Prompts come back late, in order, and not all at once."""
+
+from replay_cases import admitted
+
+from rlpipe.replay.rerolls import Rerolls
+
+
+def ids(rerolls: Rerolls, version: int, at_most: int = 9) -> list[int]:
+    return [group.group_id for group in rerolls.take(version, at_most)]
+
+
+def test_a_prompt_comes_back_after_so_many_steps() -> None:
+    rerolls = Rerolls(after_steps=5, per_step=3)
+    rerolls.add(admitted(7, version=2))
+    assert ids(rerolls, 6) == []
+    assert ids(rerolls, 7) == [7]
+    assert ids(rerolls, 8) == []
+
+
+def test_at_most_so_many_come_back_in_a_step() -> None:
+    rerolls = Rerolls(after_steps=0, per_step=2)
+    for group_id in range(5):
+        rerolls.add(admitted(group_id))
+    assert ids(rerolls, 1, at_most=1) == [0]
+    assert ids(rerolls, 1) == [1]
+    assert ids(rerolls, 1) == []
+    assert ids(rerolls, 2) == [2, 3]
+    assert len(rerolls) == 1

@@ -1,0 +1,150 @@
+"""Which ledger a run goes on with, and that none is ever overwritten."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_cases import admit, bring, open_store
+
+from rlpipe.errors import ConfigError
+from rlpipe.replay.ledger import NAME, GroupState, Ledger
+from rlpipe.replay.restore import RunStart, open_ledger
+
+CONFIG: dict[str, Any] = {
+    "algorithm": {"num_steps": 100},
+    "learner": {"schedule": {"name": "constant"}},
+    "seed": 0,
+}
+
+
+def begin(path: Path, **settings: Any) -> tuple[Ledger, list[str]]:
+    return open_ledger(path, RunStart(**{"config": CONFIG, **settings}), keep_steps=10)
+
+
+def checkpoint(folder: Path, ledger: Ledger, step: int) -> Path:
+    """As the learner makes one: first the copy, then the ledger learns of it."""
+    path = folder / f"step_{step}"
+    path.mkdir()
+    ledger.back_up(path / NAME)
+    ledger.checkpointed(step)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / NAME
+
+
+def started(path: Path) -> Ledger:
+    """A ledger after one step, with a group that waits."""
+    ledger, messages = begin(path)
+    assert not messages
+    store = open_store(path.parent)
+    admit(store, 0, 1, 2)
+    for group_id in range(3):
+        bring(store, group_id, [1.0, 0.0])
+    store.batches(0)
+    store.ledger.close()
+    return ledger
+
+
+def test_a_new_run_gets_a_ledger_of_its_own(path: Path, tmp_path: Path) -> None:
+    one, _ = begin(path)
+    other, _ = begin(tmp_path / "other" / NAME)
+    assert one.get("run_id") != other.get("run_id")
+    assert one.get("config") == CONFIG
+
+
+def test_a_run_without_checkpoint_goes_on_with_its_ledger(path: Path) -> None:
+    run_id = started(path).get("run_id")
+    ledger, messages = begin(path)
+    assert (ledger.get("run_id"), messages) == (run_id, [])
+    assert ledger.counts() == {GroupState.ASSIGNED: 2, GroupState.SCORED: 1}
+
+
+def test_steps_of_the_checkpoint_are_trained_even_if_the_ledger_had_not_heard(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    begin(path, step=1, checkpoint=tmp_path, run_id=ledger.get("run_id"))
+    assert ledger.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+
+
+def test_an_older_checkpoint_brings_its_copy_back(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    old = checkpoint(tmp_path, ledger, 1)
+    ledger.checkpointed(5)
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=ledger.get("run_id"))
+    assert f"{path} goes on to step 5: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert restored.checkpoint_step == 1
+    assert Ledger(path.with_name("ledger-1.sqlite")).checkpoint_step == 5, "nothing is overwritten"
+
+
+def test_a_missing_ledger_comes_from_the_checkpoint(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    shutil.rmtree(path.parent)
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"the one in {old} takes its place" in message
+    assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+    assert [g.group_id for g in restored.load([2])] == [2]
+
+
+def damage_file(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4096 : 4096 * 3] = b"\xff" * 4096 * 2
+    path.write_bytes(content)
+
+
+def test_a_damaged_ledger_is_set_aside_for_the_copy(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    damage_file(path)
+    broken = path.read_bytes()
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"{path} is damaged (" in message
+    assert path.with_name("ledger-1.sqlite").read_bytes() == broken
+    assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+
+
+def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
+    started(path).close()
+    damage_file(path)
+    broken = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to go on from: choose"):
+        begin(path)
+    assert path.read_bytes() == broken
+
+
+def test_a_damaged_copy_is_refused_and_named(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    shutil.rmtree(path.parent)
+    damage_file(old / NAME)
+    with pytest.raises(ConfigError, match=rf"{old / NAME} can't take the place of .*; resume from another checkpoint"):
+        begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert not path.exists()
+
+
+def test_a_ledger_of_another_run_is_refused(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    with pytest.raises(ConfigError, match=r"belongs to another run .* than .*\(feed\): move one of them away"):
+        begin(path, step=1, checkpoint=tmp_path, run_id="feed")
+    assert Ledger(path).counts() == ledger.counts()
+
+
+def test_a_ledger_that_knows_a_lost_checkpoint_is_refused(path: Path) -> None:
+    started(path).checkpointed(1)
+    with pytest.raises(ConfigError, match="knows a checkpoint after 1 steps, but there is none beside it"):
+        begin(path)
+
+
+def test_other_options_are_refused_with_the_list(path: Path) -> None:
+    started(path)
+    other = {**CONFIG, "seed": 4}
+    with pytest.raises(ConfigError, match=r"with other options \(seed: 0 -> 4\): set them back, or resume_changes=all"):
+        begin(path, config=other)
+    ledger, _ = begin(path, config=other, changes_allowed=True)
+    assert ledger.get("config") == other
