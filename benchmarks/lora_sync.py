@@ -199,7 +199,7 @@ def main() -> None:
     ray.init(num_cpus=arguments.engines + 2, include_dashboard=False, log_to_driver=False)
     engines = start_engines(model, arguments.engines)
     weights = start_actor(
-        WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=ASYNC_CALLS
+        WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=60.0, max_concurrency=ASYNC_CALLS
     )
     publisher = start_actor(Publisher, Need(name="publisher"), model, engines, weights)
     adapter_mb = ray.get(publisher.adapter_bytes.remote()) / 1e6

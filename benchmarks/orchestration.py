@@ -10,25 +10,29 @@ import argparse
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import psutil
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import AlgorithmConfig, ClusterConfig, LearnerConfig, RewardConfig, SamplingConfig
+from rlpipe.configs.schema import AlgorithmConfig, Config, LearnerConfig, ReplayConfig, RewardConfig
+from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts
-from rlpipe.data.prompts import Cursor
+from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.evaluation import Evaluator
 from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.placement import Need, start_actor
-from rlpipe.prepare import ResumePoint
+from rlpipe.replay.ledger import NAME as LEDGER
+from rlpipe.replay.restore import RunStart
 from rlpipe.replay.steps import StepReport
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.scorer_pool import ScorerPool
@@ -140,6 +144,14 @@ class EndlessPrompts:
     def skip_counts(self) -> dict[str, int]:
         return {}
 
+    @property
+    def passed_over(self) -> list[Passed]:
+        return []
+
+    @property
+    def last(self) -> Cursor:
+        return Cursor(epoch=0, position=self._position - 1)
+
     def seek(self, cursor: Cursor) -> None:
         self._position = cursor.position
 
@@ -182,6 +194,9 @@ class MemoryReporter:
     def compared(self, report: StepReport) -> None:
         pass
 
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
     def discarded(self, group_id: int, reason: str) -> None:
         raise AssertionError(f"group {group_id} was lost: {reason}")
 
@@ -205,21 +220,25 @@ def train_at_once(replay: ActorHandle, weights: ActorHandle, num_steps: int) -> 
     bucket = ray.put(np.zeros(1024, np.uint8))
     for step in range(num_steps + 1):
         manifest = WeightsManifest(version=step, kind=WeightsKind.LORA, digest=DIGEST, num_buckets=1, num_bytes=1024)
-        weights.publish.remote(manifest, [bucket])
+        weights.publish.remote(manifest, [bucket], 1)
         batch = ray.get(replay.next_batch.remote(step, 0))
         replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics, last=step == num_steps))
 
 
-async def run(arguments: argparse.Namespace) -> MemoryReporter:
+async def run(arguments: argparse.Namespace, folder: Path) -> MemoryReporter:
     num_steps, warmup_steps = (
         groups // arguments.groups_per_step for groups in (arguments.groups, arguments.warmup_groups)
     )
-    algorithm = AlgorithmConfig(
+    config = Config()
+    config.algorithm = algorithm = AlgorithmConfig(
         num_steps=warmup_steps + num_steps,
         groups_per_step=arguments.groups_per_step,
         group_size=arguments.group_size,
     )
     tokens = 2 * arguments.group_size * (PROMPT_TOKENS + COMPLETION_TOKENS)
+    config.learner = LearnerConfig(max_tokens_per_microbatch=8 * tokens)
+    config.replay = ReplayConfig(max_staleness=arguments.max_staleness)
+    config.rollout.sampling.max_tokens = COMPLETION_TOKENS
     rewards = {"instant": RewardConfig(path="instant")}
     engines = {}
     for index in range(arguments.engines):
@@ -231,34 +250,37 @@ async def run(arguments: argparse.Namespace) -> MemoryReporter:
         actor = start_actor(InstantScoringActor, Need(name=name), name)
         return actor, actor.open.remote()
 
-    replay = start_actor(
-        ReplayActor,
-        Need(name="replay"),
+    setup = ReplaySetup(
+        path=folder / LEDGER,
         algorithm=algorithm,
-        learner=LearnerConfig(max_tokens_per_microbatch=8 * tokens),
+        learner=config.learner,
+        replay=config.replay,
+        ledger=config.ledger,
         rewards=rewards,
-        max_staleness=arguments.max_staleness,
         seed=0,
         num_samples=0,
-        max_concurrency=ASYNC_CALLS,
     )
+    replay = start_actor(ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS)
     weights = start_actor(
-        WeightsActor, Need(name="weights"), engines=engines, timeout_s=60.0, max_concurrency=ASYNC_CALLS
+        WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=60.0, max_concurrency=ASYNC_CALLS
     )
     pool = ScorerPool("scorer", rewards, size=arguments.scorers, spawn=spawn, start_timeout_s=60.0)
     reporter = MemoryReporter(num_steps, algorithm.groups_per_step, warmup_steps)
+    parts = Parts(
+        engines=engines,
+        start_engine=lambda name: engines[name].open.remote(),
+        pools=[pool],
+        replay=replay,
+        weights=weights,
+    )
     controller = Controller(
-        Parts(engines=engines, pools=[pool], replay=replay, weights=weights),
-        algorithm=algorithm,
-        sampling=SamplingConfig(max_tokens=COMPLETION_TOKENS),
-        cluster=ClusterConfig(step_timeout_s=60.0),
-        max_staleness=arguments.max_staleness,
-        evaluate_every=0,
-        seed=0,
+        parts,
+        config,
         prompts=EndlessPrompts(),
         evaluator=Evaluator([], rewards=rewards, correct_at=1.0, max_tokens=1),
         reporter=reporter,
-        start=ResumePoint(),
+        accounts=await replay.start.remote(RunStart(config=to_tree(config))),
+        first_step=0,
     )
     learner = asyncio.ensure_future(_value(train_at_once.remote(replay, weights, algorithm.num_steps)))
     await controller.run(learner)
@@ -280,7 +302,9 @@ def main() -> None:
     parser.add_argument("--scorers", type=int, default=2)
     arguments = parser.parse_args()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    reporter = asyncio.run(run(arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        reporter = asyncio.run(run(arguments, Path(folder)))
+        ray.shutdown()
     seconds = reporter.ended - reporter.started
     result = {
         "engines": arguments.engines,
@@ -289,7 +313,6 @@ def main() -> None:
         "groups_per_second": round(reporter.num_groups / seconds, 1),
         "rss_growth_mb": round(reporter.rss_mb[-1] - reporter.rss_mb[0], 1),
     }
-    ray.shutdown()
     print(json.dumps(result))
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -17,31 +16,34 @@ from engine_cases import Published, adapted, corrupted, publish_adapter, without
 from ray.actor import ActorHandle
 from run_cases import REWARDS_FILE, make_config
 
-from rlpipe import flow
-from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.errors import WeightsMismatch
 from rlpipe.evaluation import Evaluator
 from rlpipe.placement import Need, start_actor
-from rlpipe.prepare import ResumePoint
+from rlpipe.replay.restore import RunStart
 from rlpipe.replay.steps import StepReport
 from rlpipe.scorer_pool import ScorerPool
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 ENGINE = "canary-engine"
+POLL_S = 0.5
+SHORT_POLLS = f"cluster.suspect_after_s={3 * POLL_S}"
+"""Engines answer three times in this time."""
 REWARDS = {"digits": RewardConfig(path=f"{REWARDS_FILE}:digits")}
 
 
 @pytest.fixture(scope="module")
 def config(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     pytest.importorskip("vllm")
-    return make_config(tiny_policy, prompts_file, tmp_path_factory.mktemp("canary"), "rollout.engine=vllm")
+    return make_config(tiny_policy, prompts_file, tmp_path_factory.mktemp("canary"), "rollout.engine=vllm", SHORT_POLLS)
 
 
 @pytest.fixture(scope="module")
@@ -85,30 +87,25 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "POLL_S", 0.5)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_weights_stop_the_run(
-    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], case: str
+    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], case: str, tmp_path: Path
 ) -> None:
     damage, message = CASES[case]
     reporter = StepCounter()
     with pytest.RaisesGroup(WeightsMismatch, flatten_subgroups=True) as caught:
-        asyncio.run(run(config, engine, scorer, [versions[0], damage(versions)], reporter))
+        asyncio.run(run(config, engine, scorer, [versions[0], damage(versions)], reporter, tmp_path))
     assert re.search(message, str(caught.value.exceptions[0]))
     assert reporter.num_trained == 1  # the step before the wrong version is trained, none after it
 
 
 def test_right_weights_do_not_stop_the_run(
-    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published]
+    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], tmp_path: Path
 ) -> None:
     reporter = StepCounter()
     manifest = replace(versions[0][0], version=2)
     short = replace(config, algorithm=replace(config.algorithm, num_steps=2))
-    asyncio.run(run(short, engine, scorer, [*versions, (manifest, versions[0][1])], reporter))
+    asyncio.run(run(short, engine, scorer, [*versions, (manifest, versions[0][1])], reporter, tmp_path))
     assert reporter.num_trained == 2
 
 
@@ -127,6 +124,9 @@ class StepCounter:
     def compared(self, report: StepReport) -> None:
         pass
 
+    def message(self, text: str) -> None:
+        pass
+
     def discarded(self, group_id: int, reason: str) -> None:
         raise AssertionError(f"group {group_id} was lost: {reason}")
 
@@ -135,47 +135,48 @@ class StepCounter:
 def publish_only(replay: ActorHandle, weights: ActorHandle, versions: list[Published]) -> None:
     """A learner that publishes what it is given, one version after each batch."""
     for step, (manifest, buckets) in enumerate(versions):
-        ray.get(weights.publish.remote(manifest, [ray.put(bucket) for bucket in buckets]))
+        ray.get(weights.publish.remote(manifest, [ray.put(bucket) for bucket in buckets], 1))
         batch = ray.get(replay.next_batch.remote(step, 0))
         last = step == len(versions) - 1
         ray.get(replay.complete_step.remote(StepReport(step=step, metrics=batch.metrics, last=last)))
 
 
 async def run(
-    config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], reporter: StepCounter
+    config: Config,
+    engine: ActorHandle,
+    scorer: ActorHandle,
+    versions: list[Published],
+    reporter: StepCounter,
+    folder: Path,
 ) -> None:
     """The controller with its real parts, but for the learner."""
     engines = {ENGINE: engine}
-    replay = start_actor(
-        ReplayActor,
-        Need(name="canary-replay"),
+    setup = ReplaySetup(
+        path=folder / "ledger.sqlite",
         algorithm=config.algorithm,
         learner=config.learner,
+        replay=config.replay,
+        ledger=config.ledger,
         rewards=REWARDS,
-        max_staleness=0,
         seed=0,
         num_samples=0,
-        max_concurrency=100,
     )
+    replay = start_actor(ReplayActor, Need(name="canary-replay"), setup, max_concurrency=100)
     weights = start_actor(
-        WeightsActor, Need(name="canary-weights"), engines=engines, timeout_s=60.0, max_concurrency=100
+        WeightsActor, Need(name="canary-weights"), engines=list(engines), timeout_s=60.0, max_concurrency=100
     )
     pool = ScorerPool(
         "canary-scorer", REWARDS, size=1, spawn=lambda name, place: (scorer, ray.put(None)), start_timeout_s=60.0
     )
     prompts, _ = open_prompts(config.data, load_tokenizer(config.model), seed=0)
-    controller: Any = Controller(
-        Parts(engines=engines, pools=[pool], replay=replay, weights=weights),
-        algorithm=config.algorithm,
-        sampling=config.rollout.sampling,
-        cluster=config.cluster,
-        max_staleness=0,
-        evaluate_every=0,
-        seed=0,
+    controller = Controller(
+        Parts(engines=engines, start_engine=lambda name: ray.put(None), pools=[pool], replay=replay, weights=weights),
+        config,
         prompts=prompts,
         evaluator=Evaluator([], rewards=REWARDS, correct_at=1.0, max_tokens=1),
         reporter=reporter,  # type: ignore[arg-type]
-        start=ResumePoint(),
+        accounts=await replay.start.remote(RunStart(config=to_tree(config))),
+        first_step=0,
     )
     learner = publish_only.remote(replay, weights, versions)
     try:
@@ -185,7 +186,7 @@ async def run(
         ray.kill(replay)
         ray.kill(weights)
         # The engine outlives the run: a collect that still waits there would take the groups of the next one.
-        time.sleep(2 * flow.POLL_S)
+        time.sleep(2 * POLL_S)
 
 
 async def value(call: ray.ObjectRef) -> None:
