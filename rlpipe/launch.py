@@ -99,7 +99,7 @@ def started_parts(run: Run) -> Iterator[Parts]:
         }
         pools = start_pools(run, places)
         starts: dict[str, Any] = {
-            name: engine.start.remote(run.model, config.rollout, config.data.max_prompt_tokens)
+            name: engine.start.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             for name, engine in engines.items()
         }
         wait_started(starts | {name: ready for pool in pools for name, ready in pool.starts}, cluster.start_timeout_s)

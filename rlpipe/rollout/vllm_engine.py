@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
 from rlpipe.rollout.engine import num_threads
@@ -41,6 +41,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+_IN_FLIGHT_ADAPTER = 1
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -72,24 +73,32 @@ class _Running:
     request: GroupRequest
     received_s: float
     version: int
+    """The one that it began with."""
     adapter_id: int | None
 
 
 class VllmEngine:
     """``rlpipe.rollout.engine.Engine`` on vLLM.
 
-    A LoRA version is an adapter with an id of its own: running sequences keep the one they began with, and it is
-    removed with its last sequence. Full weights are replaced in place once nothing runs. Of several engines in one
-    process none works any more after the first of them is stopped.
+    With ``weights.on_update=wait`` a LoRA version is an adapter with an id of its own: running sequences keep the one
+    they began with, and it is removed with its last sequence. Full weights are replaced in place once nothing runs.
+    With ``inflight`` both are replaced in place between two steps, and running sequences go on; what is theirs in the
+    KV cache stays as older versions computed it. No other sequence reads it, in either way.
+
+    Of several engines in one process none works any more after the first of them is stopped.
     """
 
-    def __init__(self, name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
+    ) -> None:
         self._name = name
         self._kind = WeightsKind.LORA if model.adapter.kind == "lora" else WeightsKind.FULL
+        self._in_flight = weights.on_update == "inflight"
         self._sampling = sampling_args(rollout.sampling)
         self._waiting: deque[tuple[GroupRequest, float]] = deque()
         self._running: dict[str, _Running] = {}
-        self._failed: list[RolloutGroup] = []
+        self._ready: list[RolloutGroup] = []
+        """What the next step returns."""
         self._num_sequences = 0
         self._num_requests = 0
         self._holding = False
@@ -98,14 +107,17 @@ class VllmEngine:
         self._num_loads = 0
         self._num_tokens, self._busy_s = 0, 0.0
 
-        self._llm = _open_llm(engine_args(model, rollout, max_prompt_tokens), rollout)
+        self._llm = _open_llm(engine_args(model, rollout, weights, max_prompt_tokens), rollout)
+        client: Any = self._llm.engine_core
+        self._core = client.engine_core
+        self._llm.set_weight_version(str(self._version))
         self._llm.collective_rpc("prepare_serving")
         if model.adapter.path is not None:
             self._load_first(*pack_adapter(model.adapter.path, getattr(torch, model.dtype)))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._failed or self._running) or self._next_eligible() is not None
+        return bool(self._ready or self._running) or self._next_eligible() is not None
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         now = time.perf_counter()
@@ -114,17 +126,22 @@ class VllmEngine:
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()
         self._start_requests()
-        groups, self._failed = self._failed, []
         if self._running:
-            outputs = self._llm.step()
-            groups += [self._finish(output) for output in outputs if isinstance(output, RequestOutput)]
+            self._advance()
             self._busy_s += time.perf_counter() - start
+        groups, self._ready = self._ready, []
         return groups
 
     def prepare_load(self, manifest: WeightsManifest) -> bool:
-        if self._kind is WeightsKind.FULL:
-            self._holding = True
-            return not self._running
+        if self._kind is WeightsKind.LORA and not self._in_flight:
+            return self._has_free_slot()
+        running = self._running.values()
+        must_finish = [one for one in running if not self._in_flight or not self._can_go_on(one, manifest.version)]
+        # Full weights that do not fit are found out when some of them are replaced already.
+        self._holding = bool(must_finish) or self._kind is WeightsKind.FULL
+        return not must_finish
+
+    def _has_free_slot(self) -> bool:
         kept = {running.adapter_id for running in self._running.values()} - {None}
         if self._adapter is not None:
             kept.add(self._adapter.lora_int_id)
@@ -135,8 +152,14 @@ class VllmEngine:
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         if manifest.kind is not self._kind:
             raise ModelError(f"engine {self._name} takes {self._kind} weights, got {manifest.kind}")
+        if self._in_flight:
+            self._deliver_sampled()
+        self._num_loads += 1
         digest = self._load_adapter(manifest, buckets) if self._kind is WeightsKind.LORA else self._load_full(buckets)
         self._version, self._digest, self._holding = manifest.version, digest, False
+        self._llm.set_weight_version(str(manifest.version))
+        if self._in_flight:
+            self._renew_cache_keys()
         return digest
 
     def health(self) -> EngineHealth:
@@ -169,7 +192,7 @@ class VllmEngine:
             try:
                 self._start(request, received_s)
             except (ValueError, VLLMValidationError) as error:
-                self._failed.append(failed_group(request, f"vllm refused the request: {_reason(error)}"))
+                self._ready.append(failed_group(request, f"vllm refused the request: {_reason(error)}"))
 
     def _start(self, request: GroupRequest, received_s: float) -> None:
         request_id = str(self._num_requests)
@@ -183,49 +206,79 @@ class VllmEngine:
             skip_clone=True,
             **self._sampling,
         )
-        prompt = tokens_input(request.prompt.token_ids.tolist())
+        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=self._cache_salt)
         self._llm.add_request(request_id, prompt, params, lora_request=self._adapter)
         adapter_id = self._adapter.lora_int_id if self._adapter else None
         self._running[request_id] = _Running(request, received_s, self._version, adapter_id)
         self._num_requests += 1
         self._num_sequences += request.group_size
 
+    def _advance(self) -> None:
+        self._ready += [self._finish(output) for output in self._llm.step() if isinstance(output, RequestOutput)]
+
     def _finish(self, output: RequestOutput) -> RolloutGroup:
         running = self._running.pop(output.request_id)
         request = running.request
         self._num_sequences -= request.group_size
         self._drop_unused(running.adapter_id)
-        samples = [_sample(completion, running.version) for completion in output.outputs]
+        samples = [_sample(completion, self._policy_versions(completion, running)) for completion in output.outputs]
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
         samples *= request.group_size // len(samples)
         return build_group(request, samples, time.perf_counter() - running.received_s)
 
+    def _policy_versions(self, completion: CompletionOutput, running: _Running) -> list[int]:
+        if not self._in_flight:
+            return [running.version] * len(completion.token_ids)
+        spans = completion.weight_versions or []
+        return [int(span.version) for span in spans for _ in range(span.start, span.end)]
+
+    def _can_go_on(self, running: _Running, version: int) -> bool:
+        """Whether the version may draw the rest of a sequence; one that began without an adapter has no slot for it."""
+        has_slot = self._kind is WeightsKind.FULL or running.adapter_id is not None
+        return has_slot and running.request.min_version <= version
+
+    def _deliver_sampled(self) -> None:
+        """Takes the tokens that are sampled but not yet delivered: vLLM labels them with the version of that moment."""
+        self._llm.sleep(level=0, mode="keep")
+        while self._core.batch_queue:
+            self._advance()
+        self._llm.wake_up(tags=["scheduling"])
+
+    @property
+    def _cache_salt(self) -> str:
+        """Part of the prefix cache's key, so that no version reads what another one computed."""
+        return f"load-{self._num_loads}"
+
+    def _renew_cache_keys(self) -> None:
+        """Lets the sequences that were handed to vLLM but do not run yet begin with the new version."""
+        for request in self._core.scheduler.requests.values():
+            if request.num_computed_tokens == 0:
+                request.cache_salt = self._cache_salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
     def _load_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         bucket = adapter_bucket(manifest, buckets)
-        self._num_loads += 1
-        adapter_id = self._num_loads
+        adapter_id = _IN_FLIGHT_ADAPTER if self._in_flight else self._num_loads
         try:
             digests = self._llm.collective_rpc("serve_adapter", args=(bucket, manifest.adapter_config, adapter_id))
             if len(set(digests)) != 1:
                 raise WeightsMismatch(f"the ranks of engine {self._name} serve different adapters: {digests}")
         except BaseException:
-            self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
+            if not self._in_flight:
+                self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
             raise
         previous = self._adapter
-        # The name is part of the prefix cache's key, so that no version reads what another one computed.
-        name = f"policy-{manifest.version}-load-{adapter_id}"
-        self._adapter = LoRARequest(name, adapter_id, "/only-in-memory")
+        self._adapter = LoRARequest(f"policy-{adapter_id}", adapter_id, "/only-in-memory")
         if previous is not None:
             self._drop_unused(previous.lora_int_id)
         return digests[0]
 
     def _load_full(self, buckets: Buckets) -> str:
-        assert not self._running, "full weights are loaded only when nothing runs"
         self._llm.collective_rpc("begin_full_load")
         for bucket in buckets:
             self._llm.collective_rpc("load_full_bucket", args=(bucket,))
         sums = self._llm.collective_rpc("finish_full_load")
-        self._llm.reset_prefix_cache()
         return digest_of_sums(merge_sums(sums))
 
     def _load_first(self, manifest: WeightsManifest, buckets: Buckets) -> None:
@@ -239,17 +292,19 @@ class VllmEngine:
             self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
 
 
-def _sample(completion: CompletionOutput, version: int) -> Sample:
+def _sample(completion: CompletionOutput, policy_versions: list[int]) -> Sample:
     assert isinstance(completion.logprobs, FlatLogprobs), "requests ask for flat log-probabilities"
     return Sample(
         token_ids=completion.token_ids,
         logprobs=completion.logprobs.logprobs,
-        version=version,
+        policy_versions=policy_versions,
         finish_reason=completion.finish_reason or "abort",
     )
 
 
-def engine_args(model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: int) -> dict[str, Any]:
+def engine_args(
+    model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int
+) -> dict[str, Any]:
     """vLLM's ``EngineArgs`` for a config, ``rollout.engine_args`` among them.
 
     Raises ``ConfigError`` if one of these is unknown to vLLM, or set by another option.
@@ -276,7 +331,8 @@ def engine_args(model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: i
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
     if model.adapter.kind == "lora":
-        args |= {"enable_lora": True, "max_loras": 3, "max_lora_rank": _lora_rank(model.adapter.r)}
+        max_loras = 1 if weights.on_update == "inflight" else 3
+        args |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": _lora_rank(model.adapter.r)}
         args["lora_target_modules"] = _target_suffixes(model)
     return args | dict(rollout.engine_args)
 
