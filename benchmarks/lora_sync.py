@@ -24,7 +24,14 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig
+from rlpipe.configs.schema import (
+    AdapterConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
 from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights

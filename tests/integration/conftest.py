@@ -44,7 +44,11 @@ def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
     engines: list[Engine] = []
 
     def open_one(kind: str = "lora", on_update: str = "wait", **options: Any) -> Engine:
-        name, model, rollout = f"engine-{len(engines)}", model_config(tiny_policy, kind), rollout_config("vllm", **options)
+        name, model, rollout = (
+            f"engine-{len(engines)}",
+            model_config(tiny_policy, kind),
+            rollout_config("vllm", **options),
+        )
         engines.append(open_engine(name, model, rollout, WeightsConfig(on_update=on_update), max_prompt_tokens=256))
         return engines[-1]
 
