@@ -261,8 +261,8 @@ def check_lengths(config: Config) -> Iterator[str]:
 def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:
     if weights.on_update == "inflight" and replay.max_staleness == 0:
         yield (
-            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight when an "
-            "update comes; set replay.max_staleness=1 or more, or wait"
+            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight when "
+            "an update comes; set replay.max_staleness=1 or more, or wait"
         )
 
 
