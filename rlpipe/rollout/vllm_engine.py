@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
-from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
+from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
 from rlpipe.rollout.engine import num_threads
 from rlpipe.rollout.vllm_options import describe_refusal, engine_args, sampling_args
@@ -241,10 +241,15 @@ class VllmEngine:
         return digests[0]
 
     def _load_full(self, buckets: Buckets) -> str:
-        self._llm.collective_rpc("begin_full_load")
-        for bucket in buckets:
-            self._llm.collective_rpc("load_full_bucket", args=(bucket,))
-        sums = self._llm.collective_rpc("finish_full_load")
+        try:
+            self._llm.collective_rpc("begin_full_load")
+            for bucket in buckets:
+                self._llm.collective_rpc("load_full_bucket", args=(bucket,))
+            sums = self._llm.collective_rpc("finish_full_load")
+        except ModelError as error:
+            if self._running:
+                raise EngineFailed(f"engine {self._name} samples with parts of two versions: {error}") from error
+            raise
         return digest_of_sums(merge_sums(sums))
 
     def _load_first(self, manifest: WeightsManifest, buckets: Buckets) -> None:

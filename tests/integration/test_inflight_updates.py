@@ -28,7 +28,7 @@ from engine_cases import (
 )
 from torch import nn
 
-from rlpipe.errors import ModelError
+from rlpipe.errors import EngineFailed, ModelError
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import GroupRequest, Rollout, RolloutGroup
 
@@ -210,6 +210,20 @@ def test_an_adapter_that_does_not_fit_leaves_the_one_that_is_served(lora_trainer
     groups = drain(lora_trainer.engine)
     assert versions(groups) == {1}
     assert lora_trainer.difference(groups) < 1e-4
+
+
+def test_full_weights_that_do_not_fit_end_the_engine_that_samples_with_them(
+    open_vllm: OpenVllm, tiny_policy: Path
+) -> None:
+    trainer = Trainer(open_vllm("none", "inflight", sampling=ENDLESS), tiny_policy, "none")
+    incomplete = without(trainer.make(1), "model.norm")
+    with pytest.raises(ModelError, match=r"were not published: model\.norm\.weight"):
+        load(trainer.engine, incomplete)
+    trainer.publish(1)
+    trainer.engine.submit([long_request(0)])
+    steps(trainer.engine, 3)
+    with pytest.raises(EngineFailed, match=r"parts of two versions: .*model\.norm\.weight"):
+        load(trainer.engine, incomplete)
 
 
 @pytest.mark.parametrize("kind", ["lora", "none"])
