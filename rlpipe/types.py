@@ -100,17 +100,13 @@ class Rollout:
     @property
     def oldest_version(self) -> int:
         """The version that drew its oldest token, or ``NO_VERSION`` if none was drawn."""
-        return min(self._drawn_versions, default=NO_VERSION)
+        drawn = self.policy_versions[self.loss_mask]
+        return int(drawn.min()) if len(drawn) else NO_VERSION
 
     @property
     def newest_version(self) -> int:
         """The version that drew its newest token, or ``NO_VERSION`` if none was drawn."""
-        return max(self._drawn_versions, default=NO_VERSION)
-
-    @property
-    def _drawn_versions(self) -> list[int]:
-        versions: list[int] = np.unique(self.policy_versions[self.loss_mask]).tolist()
-        return versions
+        return int(self.policy_versions[self.loss_mask].max(initial=NO_VERSION))
 
 
 @dataclass(kw_only=True, slots=True)
