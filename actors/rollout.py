@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig
+from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
 from rlpipe.rollout.engine import open_engine
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
@@ -26,10 +26,10 @@ class RolloutActor:
         self._name = name
         self._thread: EngineThread | None = None
 
-    def start(self, model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: int) -> None:
+    def start(self, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int) -> None:
         """Loads the model; takes seconds to minutes."""
         self._thread = EngineThread(
-            self._name, lambda: open_engine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+            self._name, lambda: open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
         )
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:

@@ -24,7 +24,14 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.configs.schema import (
+    AdapterConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
 from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
@@ -55,7 +62,7 @@ def spread(seconds: Sequence[float]) -> tuple[float, float]:
 class PathRolloutActor(RolloutActor):
     """The rollout actor, with an engine that also loads adapters by path."""
 
-    def start(self, model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: int) -> None:
+    def start(self, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int) -> None:
         from rlpipe.rollout.vllm_engine import VllmEngine
 
         class PathEngine(VllmEngine):
@@ -77,7 +84,7 @@ class PathRolloutActor(RolloutActor):
                 return manifest.digest
 
         self._thread = EngineThread(
-            self._name, lambda: PathEngine(self._name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+            self._name, lambda: PathEngine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
         )
 
     def load(self, manifest: WeightsManifest, timeout_s: float, *buckets: ByteArray) -> str:
@@ -161,7 +168,7 @@ def start_engines(model: ModelConfig, count: int) -> dict[str, ActorHandle]:
     for index in range(count):
         need = Need(name=f"rollout-{index}")
         engines[need.name] = start_actor(PathRolloutActor, need, need.name, max_concurrency=ENGINE_CALLS)
-    ray.get([engine.start.remote(model, rollout, 32) for engine in engines.values()])
+    ray.get([engine.start.remote(model, rollout, WeightsConfig(), 32) for engine in engines.values()])
     return engines
 
 

@@ -13,10 +13,12 @@ from rlpipe.configs.schema import (
     LearnerConfig,
     ModelConfig,
     OptimizerConfig,
+    ReplayConfig,
     RolloutConfig,
     SamplingConfig,
     ScoringConfig,
     TrackingConfig,
+    WeightsConfig,
 )
 from rlpipe.errors import ConfigError
 
@@ -64,6 +66,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_rollout(config.rollout)
         yield from check_sampling(config.rollout)
         yield from check_lengths(config)
+        yield from check_updates(config.weights, config.replay)
     yield from check_rewards(config.scoring)
     yield from check_tracking(config.tracking)
 
@@ -252,6 +255,14 @@ def check_lengths(config: Config) -> Iterator[str]:
         yield (
             f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {parts}; set "
             f"{prompt + completion} or more"
+        )
+
+
+def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:
+    if weights.on_update == "inflight" and replay.max_staleness == 0:
+        yield (
+            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight when "
+            "an update comes; set replay.max_staleness=1 or more, or wait"
         )
 
 

@@ -42,6 +42,8 @@ SYNONYMS = {
     "output_dir": "output",
     "reward_funcs": "scoring.rewards",
     "async_level": "replay.max_staleness",
+    "in_flight_weight_updates": "weights.on_update",
+    "partial_rollout": "weights.on_update",
 }
 """What other libraries call our options."""
 

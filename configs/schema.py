@@ -311,7 +311,11 @@ class LearnerConfig(Freezable):
 @dataclass(kw_only=True)
 class WeightsConfig(Freezable):
     transport: str = option("object_store", "How weights reach the engines.", choices=("object_store",))
-    on_update: str = option("wait", "Running sequences finish on the version they began with.", choices=("wait",))
+    on_update: str = option(
+        "wait",
+        "Running sequences finish on the version they began with, or go on with the new one (vllm).",
+        choices=("wait", "inflight"),
+    )
     bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10)
     timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
 
-from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig
 from rlpipe.data.chat import PromptRenderer, load_tokenizer
 from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.errors import DataError, EngineFailed, InputError
@@ -80,7 +80,7 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
     tokenizer = load_tokenizer(model)
     rendered = render_prompts(prompts, tokenizer, request)
     longest = max(len(prompt.token_ids) for prompt in rendered)
-    engine = open_engine("generate", model, rollout_config(request), max_prompt_tokens=longest)
+    engine = open_engine("generate", model, rollout_config(request), WeightsConfig(), max_prompt_tokens=longest)
     try:
         engine.submit([group_request(prompt, request) for prompt in rendered])
         for text, group in zip(prompts, finished_in_order(engine, len(prompts)), strict=True):

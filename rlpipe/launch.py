@@ -102,7 +102,7 @@ def started_parts(run: Run) -> Iterator[Parts]:
         def start_engine(name: str) -> ObjectRef:
             # Repeated once, so that it waits for the new process where the old one is just ending.
             call: Any = engines[name].start.options(max_task_retries=1)
-            ref: ObjectRef = call.remote(run.model, config.rollout, config.data.max_prompt_tokens)
+            ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
 
         starts = {name: start_engine(name) for name in engines}

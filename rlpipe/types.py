@@ -103,6 +103,11 @@ class Rollout:
         drawn = self.policy_versions[self.loss_mask]
         return int(drawn.min()) if len(drawn) else NO_VERSION
 
+    @property
+    def newest_version(self) -> int:
+        """The version that drew its newest token, or ``NO_VERSION`` if none was drawn."""
+        return int(self.policy_versions[self.loss_mask].max(initial=NO_VERSION))
+
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:

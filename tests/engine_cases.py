@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlpipe.configs.schema import AdapterConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.rollout.engine import Engine
@@ -27,6 +28,7 @@ from rlpipe.types import (
 from rlpipe.weights import encode, pack_weights, unpack
 
 Published = tuple[WeightsManifest, list[ByteArray]]
+OpenVllm = Callable[..., Engine]
 
 
 def model_config(folder: Path, kind: str = "lora", **adapter: Any) -> ModelConfig:
@@ -142,6 +144,22 @@ def forward_logprobs(policy: nn.Module, rollout: Rollout, temperature: float) ->
     token_ids = torch.from_numpy(rollout.token_ids).long()
     logprobs = (policy(token_ids[None]).logits[0].float() / temperature).log_softmax(-1)
     return logprobs[:-1].gather(1, token_ids[1:, None])[:, 0].numpy()[rollout.loss_mask[1:]]
+
+
+@torch.no_grad()
+def mixed_logprobs(policies: Mapping[int, nn.Module], rollout: Rollout, temperature: float) -> NDArray[np.float32]:
+    """Log-probs of the drawn tokens, each of its own version, which finds in the KV cache what older ones computed."""
+    token_ids = torch.from_numpy(rollout.token_ids).long()
+    drawn = rollout.policy_versions[rollout.loss_mask].tolist()
+    # A token is drawn from what its predecessor computes; the prompt is computed with the first one.
+    computed_by = drawn[:1] * (len(token_ids) - len(drawn) - 1) + drawn
+    cache, logits, start = DynamicCache(), [], 0
+    for version, run in groupby(computed_by):
+        end = start + len(list(run))
+        logits.append(policies[version](token_ids[None, start:end], past_key_values=cache, use_cache=True).logits[0])
+        start = end
+    logprobs = (torch.cat(logits).float() / temperature).log_softmax(-1)
+    return logprobs.gather(1, token_ids[1:, None])[:, 0].numpy()[rollout.loss_mask[1:]]
 
 
 def largest_difference(policy: nn.Module, groups: Iterable[RolloutGroup], temperature: float) -> float:

@@ -151,4 +151,9 @@ def _length_statistics(prefix: str, lengths: np.ndarray) -> dict[str, float]:
 
 def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
     staleness = [step - group.oldest_version for group in groups]
-    return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}
+    mixed = [rollout.oldest_version < rollout.newest_version for group in groups for rollout in group]
+    return {
+        "staleness/mean": float(np.mean(staleness)),
+        "staleness/max": float(np.max(staleness)),
+        "staleness/mixed_ratio": float(np.mean(mixed)),
+    }

@@ -18,7 +18,7 @@ class Sample:
 
     token_ids: Sequence[int]  # [C]
     logprobs: Sequence[float]  # [C], of the distribution that each token was drawn from
-    version: int
+    policy_versions: Sequence[int]  # [C], that drew each token
     finish_reason: str
     """stop (an end token or a stop string), length, or what else ended it."""
 
@@ -32,7 +32,7 @@ def build_rollout(request: GroupRequest, sample_index: int, sample: Sample) -> R
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     logprobs[num_prompt:] = sample.logprobs
     policy_versions = np.full(len(token_ids), NO_VERSION, dtype=np.int32)
-    policy_versions[num_prompt:] = sample.version
+    policy_versions[num_prompt:] = sample.policy_versions
     return Rollout(
         group_id=request.group_id,
         sample_index=sample_index,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig
+from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
 from rlpipe.errors import ConfigError
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
@@ -18,8 +18,9 @@ class Engine(Protocol):
     """Samples groups; driven by one thread, which calls ``step`` as long as ``has_work``.
 
     Version 0 is the model as it lies on the disk, with ``model.adapter.path`` where that is set. A request waits
-    inside the engine until a version of at least its ``min_version`` is loaded; a sequence finishes on the version
-    that it began with.
+    inside the engine until a version of at least its ``min_version`` is loaded. With ``weights.on_update=wait`` a
+    sequence finishes on the version that it began with, with ``inflight`` it goes on with every version that is
+    loaded. A version may be older than the one before it.
     """
 
     @property
@@ -68,7 +69,9 @@ def num_threads(rollout: RolloutConfig) -> int:
     return rollout.num_threads or max(1, int(rollout.num_cpus))
 
 
-def open_engine(name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> Engine:
+def open_engine(
+    name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
+) -> Engine:
     """Loads the model into the engine of the config.
 
     Args:
@@ -85,7 +88,7 @@ def open_engine(name: str, model: ModelConfig, rollout: RolloutConfig, *, max_pr
     if engine == "vllm":
         from rlpipe.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)
+        return VllmEngine(name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
     from rlpipe.rollout.hf_engine import HfEngine
 
     return HfEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)

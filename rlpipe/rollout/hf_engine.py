@@ -49,8 +49,8 @@ _ADAPTER_KEYS = (
 class HfEngine:
     """``rlpipe.rollout.engine.Engine`` on transformers: one ``step`` samples a whole batch of waiting groups.
 
-    Between two steps nothing runs, so weights are replaced in place. ``rollout.engine_args`` knows
-    ``max_batch_size``, the most sequences of a batch.
+    Between two steps nothing runs, so weights are replaced in place, whatever ``weights.on_update`` says.
+    ``rollout.engine_args`` knows ``max_batch_size``, the most sequences of a batch.
     """
 
     def __init__(self, name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> None:
@@ -181,7 +181,7 @@ class HfEngine:
             Sample(
                 token_ids=drawn[row][:length],
                 logprobs=logprobs[row][:length],
-                version=self._version,
+                policy_versions=[self._version] * length,
                 finish_reason=reason,
             )
             for row, (length, reason) in enumerate(zip(ending.lengths, ending.reasons, strict=True))

@@ -55,13 +55,18 @@ class WeightsExtension:
                     setattr(module, "cpu_linear", nn.functional.linear)  # noqa: B010
 
     def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
-        """Loads and activates an adapter, and answers the digest of what its slot in every layer now holds."""
+        """Loads and activates an adapter, and answers the digest of what its slot in every layer now holds.
+
+        One of the same id is replaced in place: sequences that run on it go on with the new one.
+        """
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
         tensors = unpack(bucket)
         check_dtype(tensors, _lora_dtype(manager))
         if self._layout is None or not self._layout.fits(tensors, adapter_config):
             self._layout = AdapterLayout(manager, tensors, adapter_config)
-        manager.add_adapter(self._layout.build(tensors, adapter_id))
+        adapter = self._layout.build(tensors, adapter_id)
+        manager.remove_adapter(adapter_id)
+        manager.add_adapter(adapter)
         manager.activate_adapter(adapter_id)
         names = self._layout.peft_names
         served = {names[module]: pair for module, pair in _served_pairs(manager, adapter_id)}

@@ -92,7 +92,7 @@ class _Call:
 
 
 def _trainer_state(group: RolloutGroup, num_steps: int) -> TrainerState:
-    newest = max((int(r.policy_versions.max(initial=NO_VERSION)) for r in group), default=NO_VERSION)
+    newest = max((rollout.newest_version for rollout in group), default=NO_VERSION)
     return TrainerState(global_step=max(newest, 0), max_steps=num_steps, epoch=float(group.prompt.epoch))
 
 

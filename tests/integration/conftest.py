@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from engine_cases import OpenVllm, model_config, rollout_config
 from run_cases import SIX_STEPS, make_config
 
 import rlpipe
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy
 
 NUM_ROWS = 24
@@ -32,6 +36,25 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of width 64 in fp32; vLLM's CPU attention wants heads of at least 32."""
     folder = tmp_path_factory.mktemp("policy")
     return make_tiny_policy(folder, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=96)
+
+
+@pytest.fixture(scope="module")
+def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
+    """Opens engines that all live until the module's last test: one that stops ends the others in its process."""
+    engines: list[Engine] = []
+
+    def open_one(kind: str = "lora", on_update: str = "wait", **options: Any) -> Engine:
+        name, model, rollout = (
+            f"engine-{len(engines)}",
+            model_config(tiny_policy, kind),
+            rollout_config("vllm", **options),
+        )
+        engines.append(open_engine(name, model, rollout, WeightsConfig(on_update=on_update), max_prompt_tokens=256))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.stop()
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def config(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_fact
 def engine(config: Config) -> Iterator[ActorHandle]:
     """One vLLM engine for all cases: a case ends before anything waits in it."""
     actor = start_actor(RolloutActor, Need(name=ENGINE), ENGINE, max_concurrency=16)
-    ray.get(actor.start.remote(config.model, config.rollout, config.data.max_prompt_tokens))
+    ray.get(actor.start.remote(config.model, config.rollout, config.weights, config.data.max_prompt_tokens))
     yield actor
     ray.kill(actor)
 

@@ -44,6 +44,7 @@ STEP_METRICS = {
     "sampling/importance_ratio/max",
     "staleness/mean",
     "staleness/max",
+    "staleness/mixed_ratio",
     "groups/failed",
     "rows/skipped/held_out",
     "rows/skipped/too_long",
@@ -157,6 +158,41 @@ def test_asynchronous_run_on_two_engines(
         for mask, versions in zip(group["masked"], group["versions"], strict=True):
             assert all((version >= 0) == drawn for version, drawn in zip(versions, mask, strict=True))
     assert max(max(versions) for group in groups for versions in group["versions"]) > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("model", [[], ["model=full", "model.dtype=float32"]], ids=["lora", "full"])
+def test_rollouts_go_on_with_new_weights_while_they_are_sampled(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, model: list[str]
+) -> None:
+    pytest.importorskip("vllm")
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    config = make_config(
+        tiny_policy,
+        prompts_file,
+        tmp_path / "run",
+        "rollout.engine=vllm",
+        "rollout.sampling.max_tokens=400",
+        "rollout.sampling.extra={ignore_eos: true}",
+        "replay=async",
+        "weights.on_update=inflight",
+        "algorithm.num_steps=6",
+        "learner.optimizer.lr=1e-3",
+        f"scoring.rewards.witness={{path: '{REWARDS_FILE}:witness', weight: 0, kwargs: {{folder: '{seen}'}}}}",
+        *model,
+    )
+    summary = rlpipe.train(config)
+
+    steps = trained_steps(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["staleness/max"] <= 1 for row in steps)
+    assert max(row["staleness/mixed_ratio"] for row in steps) > 0
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    groups = [row for file in seen.glob("*.jsonl") for row in read_jsonl(file)]
+    drawn = [[v for v in versions if v >= 0] for group in groups for versions in group["versions"]]
+    assert all(len(versions) == 400 and versions == sorted(versions) for versions in drawn)
+    assert any(len(set(versions)) > 1 for versions in drawn)
 
 
 class EngineWatch:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_cases import (
+    OpenVllm,
     adapted,
     corrupted,
     drain,
@@ -25,6 +25,7 @@ from engine_cases import (
     without,
 )
 
+from rlpipe.configs.schema import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
@@ -35,37 +36,12 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(
-        tmp_path_factory.mktemp("policy"),
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        intermediate_size=96,
-    )
+def path(tiny_policy: Path) -> Path:
+    return tiny_policy
 
 
 def open_hf(path: Path, kind: str = "lora") -> Engine:
-    return open_engine("hf-0", model_config(path, kind), rollout_config("hf"), max_prompt_tokens=256)
-
-
-OpenVllm = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def open_vllm(path: Path) -> Iterator[OpenVllm]:
-    """Opens engines that all live until the last test: one that stops ends vLLM for the whole process."""
-    engines = []
-
-    def open_one(kind: str = "lora", **options: Any) -> Engine:
-        config = rollout_config("vllm", **options)
-        engines.append(open_engine(f"engine-{len(engines)}", model_config(path, kind), config, max_prompt_tokens=256))
-        return engines[-1]
-
-    yield open_one
-    for engine in engines:
-        engine.stop()
+    return open_engine("hf-0", model_config(path, kind), rollout_config("hf"), WeightsConfig(), max_prompt_tokens=256)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +184,30 @@ def test_full_weights_are_loaded_in_place_after_running_sequences(full_engine: E
     assert [versions([group]) for group in groups] == [{1}, {2}]
     assert largest_difference(first, groups[:1], 1.0) < 1e-4
     assert largest_difference(second, groups[1:], 1.0) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_a_version_may_be_older_than_the_one_before(
+    lora_engine: Engine, full_engine: Engine, path: Path, kind: str
+) -> None:
+    engine = lora_engine if kind == "lora" else full_engine
+    make, publish = (adapted, publish_adapter) if kind == "lora" else (retrained, publish_full)
+    policies = {version: make(path, seed=version) for version in (12, 11)}
+    load(engine, publish(policies[12], 12))
+    engine.submit([long_request(0, min_version=12), long_request(1)])
+    step_until_started(engine)
+    groups = []
+    published = publish(policies[11], 11)
+    while not engine.prepare_load(published[0]):
+        groups += engine.step()
+    assert engine.load(*published) == published[0].digest
+    engine.submit([long_request(2, min_version=11), long_request(3, min_version=12)])
+    groups = sorted(groups + drain(engine), key=lambda group: group.group_id)
+    assert [versions([group]) for group in groups] == [{12}, {12}, {11}]
+    for group, version in zip(groups, (12, 12, 11), strict=True):
+        assert largest_difference(policies[version], [group], 1.0) < 1e-4
+    load(engine, publish(policies[12], 12))
+    assert versions(drain(engine)) == {12}
 
 
 def test_damaged_full_weights_are_seen(full_engine: Engine, path: Path) -> None:

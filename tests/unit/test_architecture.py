@@ -49,7 +49,7 @@ FLOORS = [
 FENCES = {
     "ray": {"rlpipe.actors", "rlpipe.waiting", "rlpipe.tracking.ray_metrics"}
     | {name for name, floor in FLOORS if floor == 6},
-    "vllm": {"rlpipe.rollout.vllm_engine", "rlpipe.rollout.vllm_worker"},
+    "vllm": {"rlpipe.rollout.vllm_engine", "rlpipe.rollout.vllm_options", "rlpipe.rollout.vllm_worker"},
     "deepspeed": {"rlpipe.learner.zero3"},
     "torch.distributed.fsdp": {"rlpipe.learner.fsdp2", "rlpipe.offload"},
 }

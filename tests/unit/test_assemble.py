@@ -55,7 +55,14 @@ def test_metrics_of_a_step() -> None:
     assert metrics["completions/max_length"] == 4
     assert metrics["completions/clipped_ratio"] == 0.25
     assert metrics["completions/terminated/max_length"] == 3
-    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)
+    assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed_ratio"]) == (1.0, 2.0, 0.0)
+
+
+def test_a_rollout_of_several_versions_is_as_stale_as_its_oldest_token() -> None:
+    groups = [group(0, [1.0, 0.0], version=3), group(1, [1.0, 1.0], version=2)]
+    groups[0].rollouts[1].policy_versions[2] = 1
+    metrics = step_metrics(groups, step=3)
+    assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed_ratio"]) == (1.5, 2.0, 0.25)
 
 
 def test_what_rewards_log_is_averaged_over_the_groups_that_have_it() -> None:

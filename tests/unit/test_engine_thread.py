@@ -50,7 +50,7 @@ class FakeEngine:
         self.waiting = [r for r in self.waiting if r.min_version > self.version]
         if any(r.group_id == self.fail_on for r in ready):
             raise RuntimeError("out of memory")
-        sample = Sample(token_ids=[5], logprobs=[-1.0], version=self.version, finish_reason="stop")
+        sample = Sample(token_ids=[5], logprobs=[-1.0], policy_versions=[self.version], finish_reason="stop")
         return [build_group(r, [sample] * r.group_size, 0.0) for r in ready]
 
     def prepare_load(self, manifest: WeightsManifest) -> bool:

@@ -38,7 +38,9 @@ class EchoEngine:
         if self.fails:
             return [failed_group(request, "the prompt is too long")]
         echo = request.prompt.token_ids[-request.max_tokens :].tolist()
-        sample = Sample(token_ids=echo, logprobs=[-0.5] * len(echo), version=0, finish_reason="length")
+        sample = Sample(
+            token_ids=echo, logprobs=[-0.5] * len(echo), policy_versions=[0] * len(echo), finish_reason="length"
+        )
         return [build_group(request, [sample] * request.group_size, 0.0)]
 
     def stop(self) -> None:

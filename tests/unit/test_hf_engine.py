@@ -25,6 +25,7 @@ from engine_cases import (
     without,
 )
 
+from rlpipe.configs.schema import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.rollout.engine import Engine, open_engine, resolve_engine
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
@@ -52,7 +53,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_hf(path: Path, kind: str = "lora", *, adapter: dict[str, Any] | None = None, **options: Any) -> Engine:
     model = model_config(path, kind, **(adapter or {}))
-    return open_engine("engine-0", model, rollout_config("hf", **options), max_prompt_tokens=16)
+    weights = WeightsConfig(on_update=options.pop("on_update", "wait"))
+    return open_engine("engine-0", model, rollout_config("hf", **options), weights, max_prompt_tokens=16)
 
 
 def test_engines_are_resolved_without_loading_them() -> None:
@@ -159,6 +161,23 @@ def test_requests_wait_for_their_version(path: Path) -> None:
     assert not engine.has_work
     load(engine, publish_adapter(adapted(path, seed=1), 2))
     assert versions(drain(engine)) == {2}
+
+
+@pytest.mark.parametrize("on_update", ["wait", "inflight"])
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_a_version_may_be_older_than_the_one_before(path: Path, kind: str, on_update: str) -> None:
+    engine = open_hf(path, kind, on_update=on_update)
+    make, publish = (adapted, publish_adapter) if kind == "lora" else (retrained, publish_full)
+    policies = {version: make(path, seed=version) for version in (3, 2)}
+    for version, policy in policies.items():
+        published = publish(policy, version)
+        assert load(engine, published) == published[0].digest
+    groups = sample(engine, [request(0, min_version=2), request(1, min_version=3)])
+    assert [group.group_id for group in groups] == [0]
+    assert versions(groups) == {2}
+    assert largest_difference(policies[2], groups, 1.0) < 1e-5
+    load(engine, publish(policies[3], 3))
+    assert versions(drain(engine)) == {3}
 
 
 def test_stop_strings_and_stop_ids_end_a_completion_with_their_token(path: Path) -> None:
