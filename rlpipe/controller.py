@@ -117,6 +117,7 @@ class Controller:
         self._stop_reason: RunError | None = None
         self._last_version = asyncio.Event()
         self._follower = Follower(
+            "replay",
             parts.replay,
             config.cluster,
             report=self._report,
@@ -150,7 +151,7 @@ class Controller:
         """Has the learner write a checkpoint after the step that it is in; ``run`` then raises the reason."""
         if self._stop_reason is None:
             self._stop_reason = reason
-            self._reporter.message(f"stopping after this step, with a checkpoint: {reason}")
+            self._reporter.message(f"ending with a checkpoint after this step: {reason}")
             await self._follower.stop_learner()
 
     # Admission ----------------------------------------------------------------------------------------------------

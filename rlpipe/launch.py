@@ -100,8 +100,8 @@ def started_parts(run: Run) -> Iterator[Parts]:
         pools = start_pools(run, places)
 
         def start_engine(name: str) -> ObjectRef:
-            # Repeated once, so that it waits for the new process where the old one is just ending.
-            call: Any = engines[name].start.options(max_task_retries=1)
+            # Repeated, so that it waits for the new process where the old one is just ending.
+            call: Any = engines[name].start.options(max_task_retries=3)
             ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
 

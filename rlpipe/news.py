@@ -19,10 +19,11 @@ POLL_S = 10.0
 
 
 class Follower:
-    """Hands on the reports and messages of one run; for one event loop."""
+    """Hands on the reports and messages of one run, from the actor of that name; for one event loop."""
 
     def __init__(
         self,
+        name: str,
         batches: ActorHandle,
         cluster: ClusterConfig,
         *,
@@ -31,7 +32,7 @@ class Follower:
         first_step: int,
         last_event: int = 0,
     ) -> None:
-        self._batches, self._cluster = batches, cluster
+        self._name, self._batches, self._cluster = name, batches, cluster
         self._report, self._message = report, message
         self._last_step, self._last_event = first_step - 1, last_event
         self.ended = asyncio.Event()
@@ -70,7 +71,6 @@ class Follower:
         await self.ask(self._batches.stop.remote(), "the learner to be stopped")
 
     async def ask(self, call: Any, what: str, *, more_s: float = 0.0) -> Any:
-        """What the replay or dataset actor answers; raises ``WaitTimeout`` after ``cluster.call_timeout_s``."""
-        limit = self._cluster.call_timeout_s
-        actor = "the replay (in SFT: dataset) actor"
-        return await answer(call, f"{what} from {actor}", within=limit + more_s, option="cluster.call_timeout_s")
+        """What the actor answers; raises ``WaitTimeout`` after ``cluster.call_timeout_s``, and ``more_s``."""
+        limit = self._cluster.call_timeout_s + more_s
+        return await answer(call, f"{what} from the {self._name} actor", within=limit, option="cluster.call_timeout_s")

@@ -130,13 +130,18 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
         async def run_learner() -> None:
             follower = Follower(
-                batches, config.cluster, report=reporter.trained, message=reporter.message, first_step=start.step
+                "dataset",
+                batches,
+                config.cluster,
+                report=reporter.trained,
+                message=reporter.message,
+                first_step=start.step,
             )
             stopped: list[RunError] = []
 
             async def stop(reason: RunError) -> None:
                 stopped.append(reason)
-                reporter.message(f"stopping after this step, with a checkpoint: {reason}")
+                reporter.message(f"ending with a checkpoint after this step: {reason}")
                 await follower.stop_learner()
 
             async with asyncio.TaskGroup() as tasks:

@@ -31,7 +31,8 @@ def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[Non
         if stopping:
             main.cancel()
             return
-        reason = Interrupted(f"{number.name}; the same command goes on from the checkpoint", STOPPING[number])
+        message = f"stopped by {number.name}; the same command goes on from the checkpoint"
+        reason = Interrupted(message, STOPPING[number])
         stopping.append(asyncio.ensure_future(stop(reason)))
 
     earlier = {number: signal.getsignal(number) for number in STOPPING}
