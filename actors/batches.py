@@ -15,6 +15,9 @@ from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepBoard, StepReport
 from rlpipe.types import TrainBatch
 
+SILENT_AFTER_S = 12.0
+"""Seconds without a sign of life, which ranks give every five."""
+
 
 @dataclass(kw_only=True, slots=True)
 class News:
@@ -64,12 +67,15 @@ class BatchActor(ABC):
     async def learner_died(self, cause: str) -> None:
         """Counts a death of the learner group; beyond ``learner.max_failures`` without a new step the run stops."""
         self._failures_in_row += 1
+        if silent := self._silent_ranks():
+            cause = f"{cause}; {silent}"
         self._beats.clear()
         deaths, limit = self._failures_in_row, self._learner.max_failures
         if deaths > limit:
             await self.fail(
                 LearnerFailed(
-                    f"the learner group died {deaths} times without a new step (learner.max_failures): {cause}"
+                    f"the learner group died {deaths} time{'s' * (deaths > 1)} without a new step "
+                    f"(learner.max_failures): {cause}"
                 )
             )
         else:
@@ -116,6 +122,14 @@ class BatchActor(ABC):
                 for rank, (beat, step) in sorted(self._beats.items())
             },
         }
+
+    def _silent_ranks(self) -> str:
+        now = time.monotonic()
+        return ", ".join(
+            f"rank {rank} was last heard of {now - beat:.0f} s ago, in step {step}"
+            for rank, (beat, step) in sorted(self._beats.items())
+            if now - beat > SILENT_AFTER_S
+        )
 
     async def _fill(self) -> None:
         """Hands out the wanted step if it can be filled."""

@@ -109,7 +109,7 @@ def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: floa
         scaling_config=ScalingConfig(
             num_workers=learner.num_ranks, use_gpu=learner.num_gpus > 0, resources_per_worker=per_rank
         ),
-        torch_config=TorchConfig(timeout_s=max(1, int(setup.step_timeout_s))),
+        torch_config=TorchConfig(timeout_s=max(1, int(learner.collective_timeout_s))),
         run_config=RunConfig(
             name=run_name,
             storage_path=str(setup.output / "ray_train"),

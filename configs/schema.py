@@ -303,6 +303,9 @@ class LearnerConfig(Freezable):
     max_bad_steps: int = option(
         3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
     )
+    collective_timeout_s: float = option(
+        1800.0, "Seconds that ranks wait for each other, before the group begins again.", above=0
+    )
     max_failures: int = option(
         3, "Deaths of a rank without a new step in between, before the run stops; each restarts the group.", minimum=0
     )

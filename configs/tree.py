@@ -46,6 +46,7 @@ FREE_ON_RESUME = (
     "learner.fsdp",
     "learner.max_bad_steps",
     "learner.max_failures",
+    "learner.collective_timeout_s",
     "replay.streaming",
     "ledger",
     "weights",

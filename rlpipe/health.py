@@ -47,7 +47,8 @@ class Fleet:
         self._suspect_after_s, self._dead_after_s, self._clock = suspect_after_s, dead_after_s, clock
         self._engines = {name: _Engine(heard_at=clock()) for name in names}
         self._version = -1
-        self._none_since: float | None = clock()
+        self._has_served = False
+        self._none_since: float | None = None
 
     @property
     def serving(self) -> list[str]:
@@ -56,7 +57,7 @@ class Fleet:
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which no engine has been serving; 0 while one is."""
+        """Seconds since the last engine stopped to serve; 0 while one does, and before the first one has."""
         return 0.0 if self._none_since is None else self._clock() - self._none_since
 
     def state(self, name: str) -> EngineState:
@@ -130,6 +131,6 @@ class Fleet:
         if state is not EngineState.SUSPECT:
             engine.heard_at = self._clock()
         if self.serving:
-            self._none_since = None
-        elif self._none_since is None:
+            self._has_served, self._none_since = True, None
+        elif self._has_served and self._none_since is None:
             self._none_since = self._clock()

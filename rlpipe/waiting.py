@@ -63,8 +63,8 @@ def root_cause(error: RayTaskError, context: str) -> RlpipeError:
 def describe_failure(error: Exception) -> str:
     """One line on why a call failed: what was raised, or how the process ended, without Ray's general advice."""
     cause = getattr(error, "cause", None) or error
-    if isinstance(cause, RayActorError):
-        words = " ".join(str(cause).split()).split(" Some common causes include")[0]
+    words = " ".join(str(cause).split()).split(" Some common causes include")[0]
+    if isinstance(cause, RayActorError) or "Worker exit detail: " in words:  # Ray Train wraps these
         detail = words.partition("Worker exit detail: ")[2] or words.partition("unavailable: ")[2] or words
         return f"its process died or was killed ({detail.rstrip('.')[:MAX_DETAIL]})"
     last = next((line.strip() for line in reversed(str(cause).splitlines()) if line.strip()), "")

@@ -112,6 +112,13 @@ def test_an_outage_lasts_from_the_last_one_that_served(fleet: Fleet, clock: Cloc
     assert fleet.outage_s == 0
 
 
+def test_before_the_first_version_there_is_no_outage(clock: Clock) -> None:
+    fleet = Fleet(["a"], suspect_after_s=10, dead_after_s=30, clock=clock)
+    fleet.started("a")
+    clock.now = 1000
+    assert fleet.outage_s == 0
+
+
 def test_only_the_dead_are_replaced(fleet: Fleet) -> None:
     with pytest.raises(AssertionError):
         fleet.restarting("a")

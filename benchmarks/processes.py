@@ -1,0 +1,27 @@
+"""The processes of a run on this machine, by what they do, so that benchmarks and tests can end or freeze them."""
+
+from __future__ import annotations
+
+import psutil
+
+TITLES = {
+    "rollout": "ray::RolloutActor",
+    "scorer": "ray::ScoringActor",
+    "replay": "ray::ReplayActor",
+    "weights": "ray::WeightsActor",
+    "dataset": "ray::DatasetActor",
+    "learner": "ray::RayTrainWorker",
+}
+"""How Ray names the processes of each kind."""
+
+
+def find_processes(kind: str, root: int | None = None) -> list[int]:
+    """Process ids of a kind, oldest first, among the descendants of ``root`` (this process)."""
+    found = []
+    for process in psutil.Process(root).children(recursive=True):
+        try:
+            if " ".join(process.cmdline()).startswith(TITLES[kind]):
+                found.append((process.create_time(), process.pid))
+        except psutil.Error:  # it has just ended
+            continue
+    return [pid for _, pid in sorted(found)]
