@@ -16,7 +16,7 @@ import torch
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
-from rlpipe.rollout.engine import num_threads
+from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_threads
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights import BASE_DIGEST, adapter_bucket, digest_of_sums, merge_sums, pack_adapter
 
@@ -272,7 +272,7 @@ def engine_args(model: ModelConfig, rollout: RolloutConfig, max_prompt_tokens: i
     if current_platform.is_cpu():
         # Seeded requests fail with chunked prefill: CPU generators can't be set back.
         args |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": 256}
+        args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
     if model.adapter.kind == "lora":
