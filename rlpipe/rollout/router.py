@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heapreplace
 
 from rlpipe.types import GroupRequest
 
 
 class Router:
-    """Knows which engine works on which group, and how many tokens each engine may still have to draw.
-
-    Of engines with equally many tokens the first one of ``engines`` is taken. A request costs O(log engines).
-    """
+    """Knows which engine works on which group, and how many tokens each engine may still have to draw."""
 
     def __init__(self, engines: Sequence[str]) -> None:
-        self._engines = list(engines)
-        self._tokens = [0] * len(self._engines)
-        self._assigned: dict[int, tuple[int, int]] = {}
-        self._heap: list[tuple[int, int]] = []
-        """Tokens and place of every engine; entries whose tokens are no longer the engine's are passed over."""
-        self._rebuild()
+        self._outstanding = dict.fromkeys(engines, 0)
+        self._assigned: dict[int, tuple[str, int]] = {}
 
     def assign(self, requests: Sequence[GroupRequest]) -> dict[str, list[GroupRequest]]:
-        """Spreads the requests; engines that get none are left out."""
+        """Spreads the requests; engines that get none are left out. Of engines with equally many the first is taken."""
         shares: dict[str, list[GroupRequest]] = {}
+        least_first = [(tokens, place, engine) for place, (engine, tokens) in enumerate(self._outstanding.items())]
+        heapify(least_first)
         for request in requests:
-            place, cost = self._least_busy(), request.outstanding_tokens
-            self._tokens[place] += cost
-            heapreplace(self._heap, (self._tokens[place], place))
-            self._assigned[request.group_id] = (place, cost)
-            shares.setdefault(self._engines[place], []).append(request)
+            tokens, place, engine = least_first[0]
+            heapreplace(least_first, (tokens + request.outstanding_tokens, place, engine))
+            self._outstanding[engine] += request.outstanding_tokens
+            self._assigned[request.group_id] = (engine, request.outstanding_tokens)
+            shares.setdefault(engine, []).append(request)
         return shares
 
     def finish(self, group_id: int) -> None:
         """Takes a finished group off its engine; an unknown id is ignored."""
-        if group_id not in self._assigned:
-            return
-        place, cost = self._assigned.pop(group_id)
-        self._tokens[place] -= cost
-        heappush(self._heap, (self._tokens[place], place))
-        if len(self._heap) > 8 * len(self._engines):
-            self._rebuild()
+        engine, tokens = self._assigned.pop(group_id, (None, 0))
+        if engine is not None:
+            self._outstanding[engine] -= tokens
 
     @property
     def outstanding(self) -> dict[str, int]:
         """Outstanding tokens by engine."""
-        return dict(zip(self._engines, self._tokens, strict=True))
+        return dict(self._outstanding)
 
     def groups_of(self, engine: str) -> list[int]:
         """Ids of the groups that an engine works on."""
-        return [group_id for group_id, (place, _) in self._assigned.items() if self._engines[place] == engine]
-
-    def _least_busy(self) -> int:
-        """The engine at the top of the heap, once entries that are out of date are gone from there."""
-        while self._heap[0][0] != self._tokens[self._heap[0][1]]:
-            heappop(self._heap)
-        return self._heap[0][1]
-
-    def _rebuild(self) -> None:
-        self._heap = [(tokens, place) for place, tokens in enumerate(self._tokens)]
-        heapify(self._heap)
+        return [group_id for group_id, (name, _) in self._assigned.items() if name == engine]
