@@ -75,16 +75,16 @@ def empirical(seconds: Sequence[float], text: str) -> Distribution:
 
 def _from_numbers(kind: str, numbers: Sequence[float]) -> tuple[Sampler, float] | None:
     """How to draw, and the mean; None where the kind is unknown, or the numbers are not its own."""
-    match kind, *numbers:
-        case "constant", seconds:
+    match kind, numbers:
+        case "constant", [seconds]:
             return (lambda generator, n: np.full(n, seconds)), seconds
-        case "uniform", low, high if low <= high:
+        case "uniform", [low, high] if low <= high:
             return (lambda generator, n: generator.uniform(low, high, n)), (low + high) / 2
-        case "exponential", mean:
+        case "exponential", [mean]:
             return (lambda generator, n: generator.exponential(mean, n)), mean
-        case "lognormal", mean, sigma if mean > 0:
-            median = mean * math.exp(-(sigma**2) / 2)
-            return (lambda generator, n: generator.lognormal(math.log(median), sigma, n)), mean
+        case "lognormal", [mean, sigma] if mean > 0:
+            log_median = math.log(mean) - sigma**2 / 2
+            return (lambda generator, n: generator.lognormal(log_median, sigma, n)), mean
     return None
 
 
