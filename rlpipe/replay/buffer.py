@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from rlpipe.types import RolloutGroup
@@ -33,7 +33,7 @@ class ReplayBuffer:
         self._admitted: dict[int, Admitted] = {}
         self._scored: dict[int, RolloutGroup] = {}
         self._num_admitted: Counter[int] = Counter()  # by version, as the next
-        self._num_scored: Counter[int] = Counter()
+        self._scored_ids: defaultdict[int, set[int]] = defaultdict(set)
 
     def admit(self, groups: list[Admitted]) -> None:
         self._admitted.update((group.group_id, group) for group in groups)
@@ -46,7 +46,7 @@ class ReplayBuffer:
         if group.group_id in self._scored:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._scored[group.group_id] = group
-        self._num_scored[self._admitted[group.group_id].version] += 1
+        self._scored_ids[self._admitted[group.group_id].version].add(group.group_id)
 
     def discard(self, group_id: int) -> None:
         """Forgets a group that will never be trained."""
@@ -57,7 +57,9 @@ class ReplayBuffer:
         """Removes and returns the groups of a step, in the order of their ids; None while the step must wait."""
         if len(self._scored) < self._groups_per_step or not self._may_fill(step):
             return None
-        chosen = sorted(self._scored, key=self._urgency)[: self._groups_per_step]
+        chosen: list[int] = []
+        for version in sorted(self._scored_ids):
+            chosen += sorted(self._scored_ids[version])[: self._groups_per_step - len(chosen)]
         groups = [self._scored[group_id] for group_id in sorted(chosen)]
         for group_id in chosen:
             self._remove(group_id)
@@ -72,14 +74,11 @@ class ReplayBuffer:
     def num_scored(self) -> int:
         return len(self._scored)
 
-    def _urgency(self, group_id: int) -> tuple[int, int]:
-        return self._admitted[group_id].version, group_id
-
     def _may_fill(self, step: int) -> bool:
         """Whether the groups that are left behind if the step takes the most urgent ones can meet their deadlines."""
         still_to_choose, left_behind = self._groups_per_step, 0
         for version in sorted(self._num_admitted):
-            chosen = min(self._num_scored[version], still_to_choose)
+            chosen = min(len(self._scored_ids[version]), still_to_choose)
             left = self._num_admitted[version] - chosen
             still_to_choose -= chosen
             left_behind += left
@@ -90,7 +89,7 @@ class ReplayBuffer:
     def _remove(self, group_id: int) -> None:
         version = self._admitted.pop(group_id).version
         self._num_admitted[version] -= 1
-        if self._scored.pop(group_id, None) is not None:
-            self._num_scored[version] -= 1
+        self._scored.pop(group_id, None)
+        self._scored_ids[version].discard(group_id)
         if not self._num_admitted[version]:
-            del self._num_admitted[version], self._num_scored[version]
+            del self._num_admitted[version], self._scored_ids[version]
