@@ -10,7 +10,7 @@ from rlpipe.simulation.figures import throughput
 from rlpipe.simulation.setup import Setup
 from rlpipe.simulation.simulator import History, simulate
 
-MAX_GROUPS = 200_000
+MAX_GROUPS = 100_000
 """Groups of each of the simulations that are compared."""
 
 

@@ -87,13 +87,12 @@ class SimulatedEngine:
         self._since = now
 
     def _start_groups(self) -> None:
-        running, num_before = self._running, len(self._running)
-        if self._on_drained is None:
+        if self._waiting and self._on_drained is None:
+            running, num_before = self._running, len(self._running)
             while self._waiting and len(running) < self._groups_at_once:
                 group = self._waiting.popleft()
                 group.started_at, group.version = self._clock.now, self._version
                 heappush(running, (self._work_s + group.work_s, group.group_id, group))
-        if len(running) > num_before:
             self._levels.running.change(len(running) - num_before)
             if not num_before:
                 self._levels.busy.change(1)
