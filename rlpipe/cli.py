@@ -32,7 +32,7 @@ DIST is a distribution of seconds:
   empirical:FILE        drawn from the numbers in a text file, one a line
 
 examples:
-  rlpipe simulate experiment=gsm8k_8gpu --generate lognormal:20,0.5 --score constant:0.2 --train constant:40 --minutes 60
+  rlpipe simulate experiment=gsm8k --generate lognormal:20,0.5 --score constant:0.2 --train constant:40 --minutes 60
   rlpipe simulate --from outputs/quickstart --engines 4
 """
 
