@@ -30,15 +30,15 @@ from rlpipe.configs.validate import validate
 from rlpipe.errors import ConfigError, DataError
 
 
-def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None) -> Config:
+def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None, need_files: bool = True) -> Config:
     """The validated, frozen config of a run.
 
     ``overrides`` are Hydra's: ``algorithm=dapo`` chooses a group's file, ``algorithm.loss.clip_high=0.28`` sets an
     option, ``~scoring.rewards.length`` removes an entry. ``file`` is a YAML file with options, and with a ``defaults``
     list of group choices where wanted; the overrides have the last word. Raises ``InputError`` if anything in them is
-    unknown, of the wrong type, missing or contradictory.
+    unknown, of the wrong type, missing or contradictory, or, with ``need_files``, names a file that is not here.
     """
-    return build_config(compose_tree(overrides, file=file))
+    return build_config(compose_tree(overrides, file=file), need_files=need_files)
 
 
 def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = None) -> DictConfig:
@@ -60,7 +60,7 @@ def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = Non
     return tree
 
 
-def build_config(tree: DictConfig) -> Config:
+def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
     """The ``Config`` of a complete tree: interpolations resolved, validated, frozen."""
     try:
         check_required(OmegaConf.missing_keys(tree))
@@ -68,7 +68,7 @@ def build_config(tree: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
     assert isinstance(config, Config)
-    validate(config)
+    validate(config, need_files=need_files)
     config.freeze()
     return config
 

@@ -16,17 +16,19 @@ from rlpipe.configs.schema import Config, Freezable
 from rlpipe.errors import ConfigError, InputError
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, *, need_files: bool = True) -> None:
     """Raises the first problem of the config, an ``InputError`` of one line that names the option and the fix.
 
     Rewards may still be missing, since Python callers hand them to ``rlpipe.train``; see ``require_rewards``.
     """
-    for problem in find_problems(config):
+    for problem in find_problems(config, need_files=need_files):
         raise problem
 
 
-def find_problems(config: Config) -> Iterator[InputError]:
-    yield from chain(find_out_of_range(config), find_contradictions(config), find_missing_files(config))
+def find_problems(config: Config, *, need_files: bool) -> Iterator[InputError]:
+    yield from chain(find_out_of_range(config), find_contradictions(config))
+    if need_files:
+        yield from find_missing_files(config)
 
 
 def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:

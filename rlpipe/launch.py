@@ -22,6 +22,7 @@ from rlpipe.controller import Parts
 from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_started
 from rlpipe.prepare import ResumePoint, Run, ledger_path
 from rlpipe.scorer_pool import ScorerPool, Spawn
+from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
 
 ENGINE_CALLS = 4
 """Calls that a rollout actor answers at one time: a waiting collect, a load, a submission, a health check."""
@@ -57,17 +58,13 @@ def learner_needs(config: Config) -> list[Need]:
 
 
 def pools_of(config: Config, rewards: Mapping[str, RewardConfig]) -> dict[str, tuple[dict[str, RewardConfig], Need]]:
-    """The rewards of each scoring pool and what one of its processes needs; rewards without processes of their own
-    share one pool."""
+    """The rewards of each scoring pool and what one of its processes needs."""
     remedy = "lower scoring.num_processes or the rewards' num_processes, num_cpus or num_gpus"
-    shared = {name: reward for name, reward in rewards.items() if reward.num_processes is None}
     pools = {}
-    if shared:
-        pools["scorer"] = (shared, Need(name="scorer", num_cpus=config.scoring.num_cpus, remedy=remedy))
-    for name, reward in rewards.items():
-        if reward.num_processes is not None:
-            need = Need(name=f"reward-{name}", num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, remedy=remedy)
-            pools[need.name] = ({name: reward}, need)
+    for pool, members in split_rewards(rewards).items():
+        own = next(iter(members.values()))
+        cpus, gpus = (config.scoring.num_cpus, 0.0) if pool == SHARED_POOL else (own.num_cpus, own.num_gpus)
+        pools[pool] = (members, Need(name=pool, num_cpus=cpus, num_gpus=gpus, remedy=remedy))
     return pools
 
 
@@ -75,14 +72,8 @@ def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Ne
     return [
         replace(need, name=f"{need.name}-{index}")
         for members, need in pools_of(config, rewards).values()
-        for index in range(pool_size(config, members))
+        for index in range(pool_size(config.scoring, members))
     ]
-
-
-def pool_size(config: Config, members: Mapping[str, RewardConfig]) -> int:
-    """Processes of the pool that scores ``members``."""
-    own = next(iter(members.values())).num_processes
-    return config.scoring.num_processes if own is None else own
 
 
 @contextmanager
@@ -125,7 +116,7 @@ def start_pools(run: Run, places: Reservation) -> list[ScorerPool]:
         ScorerPool(
             name,
             members,
-            size=pool_size(run.config, members),
+            size=pool_size(run.config.scoring, members),
             spawn=_spawner(run, members, need, places),
             start_timeout_s=run.config.cluster.start_timeout_s,
         )

@@ -15,13 +15,10 @@ from ray.exceptions import RayActorError
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import WaitTimeout
+from rlpipe.scoring.pools import split_calls
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
-
-MAX_GROUPS_PER_CALL = 32
-"""Groups of one call, so that a slow reward still spreads over the pool."""
-
 
 Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
 """Starts an actor of a name, in the place of a name; returns it with the reference that says when it is ready."""
@@ -60,10 +57,8 @@ class ScorerPool:
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
-        indices = list(group_ids)
-        share = min(max(1, -(-len(indices) // self._size)), MAX_GROUPS_PER_CALL)
-        chunks = [indices[start : start + share] for start in range(0, len(indices), share)]
-        parts = await asyncio.gather(*(self._score_chunk(groups, chunk, group_ids) for chunk in chunks))
+        calls = split_calls(list(group_ids), self._size)
+        parts = await asyncio.gather(*(self._score_chunk(groups, chunk, group_ids) for chunk in calls))
         return [scores for part in parts for scores in part]
 
     async def _score_chunk(

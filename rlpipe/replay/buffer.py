@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from rlpipe.types import RolloutGroup
@@ -27,7 +28,8 @@ class ReplayBuffer:
 
     A group of version v must be trained by step v + ``max_staleness``. A step waits until it can be filled such that
     all groups left behind, finished or not, can still meet their deadlines: for every later step there must be no
-    more groups due by then than the steps until then can take.
+    more groups due by then than the steps until then can take. Whether it must wait is decided on the number of
+    groups of each version, since it is asked after every group.
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
@@ -35,9 +37,12 @@ class ReplayBuffer:
         self._max_staleness = max_staleness
         self._admitted: dict[int, Admitted] = {}
         self._scored: dict[int, RolloutGroup] = {}
+        self._num_admitted: Counter[int] = Counter()  # by version, as the next
+        self._scored_ids: defaultdict[int, set[int]] = defaultdict(set)
 
     def admit(self, groups: list[Admitted]) -> None:
         self._admitted.update((group.group_id, group) for group in groups)
+        self._num_admitted.update(group.version for group in groups)
 
     def add(self, group: RolloutGroup) -> None:
         """Stores a scored group; raises ``ValueError`` if it was never admitted, or is here already."""
@@ -46,20 +51,24 @@ class ReplayBuffer:
         if group.group_id in self._scored:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._scored[group.group_id] = group
+        self._scored_ids[self._admitted[group.group_id].version].add(group.group_id)
 
     def discard(self, group_id: int) -> None:
         """Forgets a group that will never be trained."""
-        self._admitted.pop(group_id, None)
-        self._scored.pop(group_id, None)
+        if group_id in self._admitted:
+            self._remove(group_id)
 
     def take(self, step: int) -> list[RolloutGroup] | None:
         """Removes and returns the groups of a step, in the order of their ids; None while the step must wait."""
-        chosen = sorted(self._scored, key=self._urgency)[: self._groups_per_step]
-        if len(chosen) < self._groups_per_step or not self._feasible_without(set(chosen), step):
+        if len(self._scored) < self._groups_per_step or not self._may_fill(step):
             return None
+        chosen: list[int] = []
+        for version in sorted(self._scored_ids):
+            chosen += sorted(self._scored_ids[version])[: self._groups_per_step - len(chosen)]
+        groups = [self._scored[group_id] for group_id in sorted(chosen)]
         for group_id in chosen:
-            del self._admitted[group_id]
-        return [self._scored.pop(group_id) for group_id in sorted(chosen)]
+            self._remove(group_id)
+        return groups
 
     def holds(self, group_id: int) -> bool:
         """Whether the group is scored and waits for a step."""
@@ -74,10 +83,22 @@ class ReplayBuffer:
     def num_scored(self) -> int:
         return len(self._scored)
 
-    def _urgency(self, group_id: int) -> tuple[int, int]:
-        return self._admitted[group_id].version, group_id
+    def _may_fill(self, step: int) -> bool:
+        """Whether the groups that are left behind if the step takes the most urgent ones can meet their deadlines."""
+        still_to_choose, left_behind = self._groups_per_step, 0
+        for version in sorted(self._num_admitted):
+            chosen = min(len(self._scored_ids[version]), still_to_choose)
+            left = self._num_admitted[version] - chosen
+            still_to_choose -= chosen
+            left_behind += left
+            if left and left_behind > (version + self._max_staleness - step) * self._groups_per_step:
+                return False
+        return True
 
-    def _feasible_without(self, chosen: set[int], step: int) -> bool:
-        versions = sorted(group.version for group in self._admitted.values() if group.group_id not in chosen)
-        due_within = (version + self._max_staleness - step for version in versions)
-        return all(count <= steps * self._groups_per_step for count, steps in enumerate(due_within, start=1))
+    def _remove(self, group_id: int) -> None:
+        version = self._admitted.pop(group_id).version
+        self._num_admitted[version] -= 1
+        self._scored.pop(group_id, None)
+        self._scored_ids[version].discard(group_id)
+        if not self._num_admitted[version]:
+            del self._num_admitted[version], self._scored_ids[version]

@@ -14,6 +14,10 @@ from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, Weig
 logger = logging.getLogger(__name__)
 
 
+DEFAULT_SEQUENCES = 256
+"""Sequences that an engine runs at one time, where ``rollout.engine_args`` does not say."""
+
+
 class Engine(Protocol):
     """Samples groups; driven by one thread, which calls ``step`` as long as ``has_work``.
 

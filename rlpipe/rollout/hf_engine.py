@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group
-from rlpipe.rollout.engine import num_threads
+from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_threads
 from rlpipe.rollout.hf_sampling import Ending, Sampler
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights import (
@@ -35,7 +35,6 @@ from rlpipe.weights import (
     unpack,
 )
 
-_DEFAULT_BATCH_SIZE = 256
 _OWN_SAMPLING_ARGS = {
     "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length",
     "stop_strings", "eos_token_id", "pad_token_id", "num_return_sequences", "num_beams", "use_cache",
@@ -59,7 +58,7 @@ class HfEngine:
         self._name = name
         self._kind = WeightsKind.LORA if model.adapter.kind == "lora" else WeightsKind.FULL
         self._sampling = rollout.sampling
-        self._batch_size: int = rollout.engine_args.get("max_batch_size", _DEFAULT_BATCH_SIZE)
+        self._batch_size: int = rollout.engine_args.get("max_batch_size", DEFAULT_SEQUENCES)
         self._max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
         self._waiting: list[tuple[GroupRequest, float]] = []
         self._version, self._digest = 0, BASE_DIGEST

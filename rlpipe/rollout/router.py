@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 from rlpipe.types import GroupRequest
 
@@ -29,10 +30,17 @@ class Router:
     def assign(
         self, requests: Sequence[GroupRequest], among: Sequence[str] | None = None
     ) -> dict[str, list[GroupRequest]]:
-        """Spreads the requests over all engines, or some of them; those that get none are left out."""
+        """Spreads the requests over all engines, or some of them; those that get none are left out.
+
+        Of engines with equally many tokens the first is taken.
+        """
         shares: dict[str, list[GroupRequest]] = {}
+        engines = self._outstanding if among is None else among
+        least_first = [(self._outstanding[engine], place, engine) for place, engine in enumerate(engines)]
+        heapify(least_first)
         for request in requests:
-            engine = min(self._outstanding if among is None else among, key=self._outstanding.__getitem__)
+            tokens, place, engine = least_first[0]
+            heapreplace(least_first, (tokens + request.outstanding_tokens, place, engine))
             self._outstanding[engine] += request.outstanding_tokens
             self._assigned[request.group_id] = (engine, request)
             shares.setdefault(engine, []).append(request)

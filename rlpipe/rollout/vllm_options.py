@@ -11,6 +11,7 @@ import torch
 
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig
 from rlpipe.errors import ConfigError
+from rlpipe.rollout.engine import DEFAULT_SEQUENCES
 
 # vLLM reads these when it is imported.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -78,7 +79,7 @@ def engine_args(
     if current_platform.is_cpu():
         # Seeded requests fail with chunked prefill: CPU generators can't be set back.
         args |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": 256}
+        args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
     if model.adapter.kind == "lora":

@@ -24,6 +24,7 @@ FLOORS = [
     ("rlpipe.learner", 4),
     ("rlpipe.scoring", 4),
     ("rlpipe.replay", 4),
+    ("rlpipe.simulation", 4),
     ("rlpipe.tracking", 4),
     ("rlpipe.health", 4),
     ("rlpipe.waiting", 5),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from rlpipe import cli
 from rlpipe.errors import ConfigError, InputError, RunError
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
+TIMES = ("--generate", "constant:2", "--train", "constant:1")
 HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}"
 
 
@@ -35,7 +37,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return streams.err
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "config", "generate"])
+@pytest.mark.parametrize("command", ["", "train", "eval", "config", "simulate", "generate"])
 def test_help_is_light(command: str) -> None:
     output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
     assert "usage: rlpipe" in output
@@ -116,6 +118,16 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         ([], "required: COMMAND"),
         (["config", "--docs", "nothing"], "there is no option under nothing"),
         (["config", "--groups", "nothing"], "there is no config group nothing"),
+        (
+            ["simulate", *BASE, "--generate", "normal:1", "--train", "constant:1"],
+            "--generate: 'normal:1' is no distrib",
+        ),
+        (["simulate", *BASE, "--train", "constant:1"], "--generate is required"),
+        (["simulate", *BASE, "--generate", "empirical:nowhere.txt", "--train", "constant:1"], "nowhere.txt: can't be"),
+        (["simulate", *BASE, *TIMES, "--engines", "0"], "'0' is not an integer of at least 1"),
+        (["simulate", *BASE, *TIMES, "--slowdown", "0.5"], "'0.5' is not a number of at least 1"),
+        (["simulate", *BASE, *TIMES, "algorithm.group_sizes=3"], "did you mean algorithm.group_size?"),
+        (["simulate", *BASE, "--from", "nowhere"], "--from takes the folder of a run"),
         (["generate", "hello"], "required: --model"),
         (["generate", "--model", "m", "--num", "0", "hello"], "'0' is not an integer of at least 1"),
         (["generate", "--model", "m", "--temperature", "hot", "hello"], "'hot' is not a number of at least 0"),
@@ -126,6 +138,30 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in fails(arguments, capsys)
+
+
+def test_simulate_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    # Two engines with 4 places each: 16 groups of a step take 4 s, and are scored at once.
+    arguments = ["simulate", *BASE, *TIMES, "--engines", "2", "--places", "4", "--score", "constant:0.5"]
+    arguments += ["algorithm.groups_per_step=16", "scoring.num_processes=16"]
+    assert cli.main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "5.5 s a step" in table
+    assert "%  one more engine" in table
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps_per_second"] == pytest.approx(1 / (4 + 0.5 + 1))
+    assert found["setup"]["num_engines"] == 2
+
+
+def test_simulate_needs_none_of_the_files_that_the_config_names(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = [
+        "model.path=/nowhere/policy",
+        "data.path=/nowhere/rows.jsonl",
+        "scoring.rewards.right.path=/nowhere/r.py:f",
+    ]
+    assert cli.main(["simulate", *missing, *TIMES]) == 0
+    assert "steps/s" in capsys.readouterr().out
 
 
 def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

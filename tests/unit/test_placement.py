@@ -4,8 +4,9 @@ import pytest
 
 from rlpipe.configs.schema import Config, RewardConfig, ScoringConfig
 from rlpipe.errors import ConfigError
-from rlpipe.launch import pool_size, pools_of
+from rlpipe.launch import pools_of
 from rlpipe.placement import Need, check_fit
+from rlpipe.scoring.pools import pool_size
 
 
 def test_a_run_that_fits_passes() -> None:
@@ -38,5 +39,5 @@ def test_rewards_share_a_pool_unless_they_ask_for_processes() -> None:
         "scorer": ["right", "short"],
         "reward-judge": ["judge"],
     }
-    assert [pool_size(config, members) for members, _ in pools.values()] == [2, 3]
+    assert [pool_size(config.scoring, members) for members, _ in pools.values()] == [2, 3]
     assert pools["reward-judge"][1].num_gpus == 0.5

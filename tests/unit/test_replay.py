@@ -101,3 +101,50 @@ def test_unknown_and_repeated_groups_are_refused() -> None:
 def test_admission_beyond_the_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="5 groups were admitted where 4 may be"):
         Admission(groups_per_step=4, max_staleness=0, num_steps=1).admit(5)
+
+
+def taken_by_the_rule(
+    groups: list[Admitted], scored: set[int], *, step: int, groups_per_step: int, max_staleness: int
+) -> list[int] | None:
+    """The ids that a step takes: the scored groups of the oldest versions, if all others can still be in time."""
+    urgency = {entry.group_id: (entry.version, entry.group_id) for entry in groups}
+    chosen = sorted(scored, key=urgency.__getitem__)[:groups_per_step]
+    versions = sorted(entry.version for entry in groups if entry.group_id not in chosen)
+    in_time = all(
+        count <= (version + max_staleness - step) * groups_per_step for count, version in enumerate(versions, start=1)
+    )
+    return sorted(chosen) if len(chosen) == groups_per_step and in_time else None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 4))
+def test_a_step_takes_what_the_rule_says_of_every_group(seed: int, groups_per_step: int, max_staleness: int) -> None:
+    random = Random(seed)
+    buffer = ReplayBuffer(groups_per_step=groups_per_step, max_staleness=max_staleness)
+    scored: set[int] = set()
+    next_id = step = 0
+    for _ in range(60):
+        flying = [entry.group_id for entry in buffer.pending if entry.group_id not in scored]
+        match random.choice(["admit", "add", "add", "discard", "take", "step"]):
+            case "admit":
+                new = [admitted(next_id + offset, random.randint(0, step)) for offset in range(random.randint(0, 4))]
+                buffer.admit(new)
+                next_id += len(new)
+            case "add" if flying:
+                finished = random.choice(flying)
+                buffer.add(group(finished))
+                scored.add(finished)
+            case "discard" if next_id:
+                gone = random.randrange(next_id)
+                buffer.discard(gone)
+                scored.discard(gone)
+            case "step":
+                step += 1
+            case _:
+                expected = taken_by_the_rule(
+                    buffer.pending, scored, step=step, groups_per_step=groups_per_step, max_staleness=max_staleness
+                )
+                taken = buffer.take(step)
+                assert (None if taken is None else [entry.group_id for entry in taken]) == expected
+                scored -= set(expected or [])
+        assert buffer.num_scored == len(scored)

@@ -1,6 +1,10 @@
 """Groups go to the engine with the least outstanding tokens."""
 
+from random import Random
+
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest, Prompt
@@ -45,3 +49,22 @@ def test_what_an_engine_worked_on_is_handed_back_when_it_leaves() -> None:
     router.add("a")
     assert ids(router.assign([request(3, 1), request(4, 1)], among=["a"])) == {"a": [3, 4]}
     assert router.num_groups == 4
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5))
+def test_every_request_goes_to_the_first_engine_of_those_with_the_least(seed: int, num_engines: int) -> None:
+    random = Random(seed)
+    names = [f"engine-{index}" for index in range(num_engines)]
+    router, tokens, engine_of = Router(names), dict.fromkeys(names, 0), dict[int, tuple[str, int]]()
+    for group_id in range(200):
+        if engine_of and random.random() < 0.6:
+            finished = random.choice(sorted(engine_of))
+            engine, cost = engine_of.pop(finished)
+            tokens[engine] -= cost
+            router.finish(finished)
+        cost = random.choice([0, 1, 1, 5])
+        least = min(tokens, key=tokens.__getitem__)
+        assert ids(router.assign([request(group_id, cost)])) == {least: [group_id]}
+        engine_of[group_id] = (least, cost)
+        tokens[least] += cost
+        assert router.outstanding == tokens

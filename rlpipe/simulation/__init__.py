@@ -1,0 +1,1 @@
+"""Runs admission, routing and replay in virtual time, against given times of generation, scoring and training."""
