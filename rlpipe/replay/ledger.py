@@ -351,6 +351,16 @@ class Ledger:
         with self._errors():
             return self._rows(query, *values)
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Inside, every answer is as of one moment, whatever is written meanwhile."""
+        with self._errors():
+            self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.rollback()
+
     # Copies -------------------------------------------------------------------------------------------------------
 
     def back_up(self, target: Path) -> None:
