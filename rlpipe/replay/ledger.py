@@ -257,6 +257,12 @@ class Ledger:
         with self._transaction():
             self._set(**values)
 
+    def change_config(self, config: Mapping[str, Any]) -> None:
+        """Steps that have taken no group yet are trained with other options than those before them."""
+        first = self._rows("SELECT coalesce(max(step) + 1, 0) FROM groups")[0][0]
+        earlier = [*(self.get("earlier_configs") or []), {"steps": first, "config": self.get("config")}]
+        self.set(config=config, earlier_configs=earlier)
+
     @property
     def place(self) -> Cursor:
         """Where the prompt source stands."""
