@@ -109,7 +109,9 @@ class Run:
         return outcome
 
     def fill(self, step: int) -> None:
-        """Admits and brings groups until the step can be taken, and one more that stays in flight."""
+        """Brings groups until the step can be taken, and admits one more, unless the step was taken before."""
+        if self.ledger.groups_of(step) is not None:
+            return
         while self.store.batches(step) is None:
             unfinished = self.ledger.unfinished()
             admitted = [entry for entry, state in unfinished if state is GroupState.ADMITTED]
