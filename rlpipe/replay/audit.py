@@ -10,9 +10,11 @@ from typing import Any
 from rlpipe.errors import DataError
 from rlpipe.replay.checks import CHECKS, TABLES, Check
 from rlpipe.replay.ledger import Ledger
+from rlpipe.replay.query import has_ended
 
 MAX_KEPT = 1000
 """Contradictions of one check that are kept as text; all are counted."""
+MAX_SHOWN = 20
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,15 +59,19 @@ def audit(ledger: Ledger) -> Audit:
     """Raises ``DataError`` if the ledger does not say which config its run has."""
     values = _values(ledger)
     return Audit(
-        finished=_is_finished(ledger),
+        finished=has_ended(ledger),
         num_steps=ledger.rows("SELECT count(*) FROM steps WHERE ended_at IS NOT NULL AND NOT last")[0][0],
         checkpoint_step=ledger.checkpoint_step,
         repeated_steps=dict(ledger.rows("SELECT step, times FROM steps WHERE times > 1 AND NOT last ORDER BY step")),
         prompts=_prompts(ledger),
         put_back=_counts(ledger, "SELECT state, count(*) FROM groups WHERE reroll > 0 GROUP BY state"),
         discarded=_counts(ledger, "SELECT reason, count(*) FROM groups WHERE state = 'DISCARDED' GROUP BY reason"),
-        skipped=_counts(ledger, "SELECT substr(reason, 1, instr(reason || ':', ':') - 1), count(*) FROM skipped GROUP BY 1"),
-        replayed=ledger.rows("SELECT count(*) FROM replays WHERE step NOT IN (SELECT step FROM steps WHERE last)")[0][0],
+        skipped=_counts(
+            ledger, "SELECT substr(reason, 1, instr(reason || ':', ':') - 1), count(*) FROM skipped GROUP BY 1"
+        ),
+        replayed=ledger.rows("SELECT count(*) FROM replays WHERE step NOT IN (SELECT step FROM steps WHERE last)")[0][
+            0
+        ],
         events=_counts(ledger, "SELECT kind, count(*) FROM events GROUP BY kind"),
         findings=[_ask(ledger, check, values) for check in CHECKS],
     )
@@ -92,10 +98,6 @@ def _counts(ledger: Ledger, query: str) -> dict[str, int]:
     return dict(sorted(((str(key), count) for key, count in ledger.rows(query)), key=lambda item: -item[1]))
 
 
-def _is_finished(ledger: Ledger) -> bool:
-    return bool(ledger.rows("SELECT 1 FROM steps WHERE last AND ended_at IS NOT NULL"))
-
-
 def _values(ledger: Ledger) -> tuple[Any, ...]:
     """What the checks compare with, in the order of ``TABLES``."""
     eras = list(_eras(ledger))
@@ -117,7 +119,7 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
         ledger.place.position,
         ledger.get("num_rows") if one_data else None,
         ledger.checkpoint_step,
-        _is_finished(ledger),
+        has_ended(ledger),
         max(tree["replay"]["refill_attempts"] for tree in trees),
         one_data,
         json.dumps(limits),
@@ -133,3 +135,41 @@ def _eras(ledger: Ledger) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         yield first, earlier["steps"], earlier["config"]
         first = earlier["steps"]
     yield first, 2**62, config
+
+
+def describe(result: Audit) -> Iterator[str]:
+    """The sums and the checks, as lines of text."""
+    state = "a finished run" if result.finished else "a run that has not ended"
+    yield f"{state}: {result.num_steps:,} steps trained, the newest checkpoint after {result.checkpoint_step:,}"
+    again = len(result.repeated_steps)
+    if again:
+        times = sum(result.repeated_steps.values()) - again
+        listed = _listed(result.repeated_steps)
+        yield f"{again:,} steps were trained again after a crash, {times:,} times in all: {listed}"
+    yield ""
+    yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was taken yet'}"
+    if result.put_back:
+        yield f"put back   {sum(result.put_back.values()):,}: {_sums(result.put_back)}"
+    if result.replayed:
+        yield f"replayed   {result.replayed:,}"
+    for title, counts in (("discarded", result.discarded), ("skipped", result.skipped), ("events", result.events)):
+        if counts:
+            yield f"{title:<9}  {sum(counts.values()):,}"
+        yield from (f"{count:>13,}  {reason}" for reason, count in list(counts.items())[:MAX_SHOWN])
+        if len(counts) > MAX_SHOWN:
+            yield f"{'':13}  and {len(counts) - MAX_SHOWN:,} other reasons"
+    yield ""
+    for finding in result.findings:
+        yield f"{'FAILS' if finding.num_contradictions else 'ok':<5}  {finding.claim}"
+        yield from (f"         {text}" for text in finding.contradictions[:MAX_SHOWN])
+        if finding.num_contradictions > MAX_SHOWN:
+            yield f"         and {finding.num_contradictions - MAX_SHOWN:,} more"
+
+
+def _sums(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def _listed(steps: Mapping[int, int]) -> str:
+    shown = ", ".join(str(step) for step in list(steps)[:MAX_SHOWN])
+    return shown if len(steps) <= MAX_SHOWN else f"{shown}, ..."

@@ -1,4 +1,4 @@
-"""What must hold in the accounts of a run, each with the question that a ledger answers with whatever contradicts it."""
+"""What must hold in the accounts of a run, and the questions that a ledger answers with whatever contradicts it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The accounts of sound runs add up, and every check notices what breaks it."""
 
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -146,13 +147,25 @@ BROKEN = [
     (10, ["UPDATE meta SET value = '8' WHERE key = 'checkpoint_step'"], "step 7: 0 of 2"),
     (11, ["UPDATE groups SET version = 0 WHERE group_id = 7"], "group 7 of version 0 in step 3, at most 1 later"),
     (11, ["UPDATE groups SET version = 4 WHERE group_id = 7"], "group 7 of version 4 in step 3, at most 1 later"),
-    (12, ["UPDATE groups SET oldest_version = 1 WHERE group_id = 7"], "group 7 of version 2: a token of version 1, step 3"),
-    (12, ["UPDATE groups SET oldest_version = 5 WHERE group_id = 7"], "group 7 of version 2: a token of version 5, step 3"),
+    (
+        12,
+        ["UPDATE groups SET oldest_version = 1 WHERE group_id = 7"],
+        "group 7 of version 2: a token of version 1, step 3",
+    ),
+    (
+        12,
+        ["UPDATE groups SET oldest_version = 5 WHERE group_id = 7"],
+        "group 7 of version 2: a token of version 5, step 3",
+    ),
     (13, ["UPDATE replays SET step = 2 WHERE group_id = 6"], "group 6, TRAINED in step 2, again in step 2"),
     (13, ["INSERT INTO replays VALUES (1, 4)"], "group 1, DISCARDED, again in step 4"),
     (13, ["INSERT INTO replays VALUES (99, 4)"], "group 99, unknown, again in step 4"),
     (13, ["INSERT INTO replays VALUES (0, 5)"], "step 5: 1 groups again, at most 0"),
-    (13, ["UPDATE meta SET value = replace(value, 'reuse_groups\": 2', 'reuse_groups\": 0')"], "step 3: 1 groups again"),
+    (
+        13,
+        ["UPDATE meta SET value = replace(value, 'reuse_groups\": 2', 'reuse_groups\": 0')"],
+        "step 3: 1 groups again",
+    ),
     (14, ["UPDATE groups SET attempt = 2 WHERE group_id = 2"], "group 2: attempt 2 of 1"),
     (14, ["UPDATE groups SET attempt = 1 WHERE group_id = 0"], "attempt 1: 4 groups, of which 3 replace another"),
     (15, ["UPDATE groups SET state = 'ADMITTED', reason = NULL WHERE group_id = 10"], "group 10 is ADMITTED"),
@@ -160,11 +173,19 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("check", "statements", "contradiction"), BROKEN)
-def test_every_check_notices(tmp_path: Path, check: int, statements: list[str], contradiction: str) -> None:
-    run = Run(tmp_path)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = Run(tmp_path_factory.mktemp("run"))
     run.train_all()
     run.ledger.close()
+    return run.ledger.path
+
+
+@pytest.mark.parametrize(("check", "statements", "contradiction"), BROKEN)
+def test_every_check_notices(
+    finished: Path, tmp_path: Path, check: int, statements: list[str], contradiction: str
+) -> None:
+    shutil.copyfile(finished, tmp_path / NAME)
     change(tmp_path, *statements)
     assert any(text.startswith(contradiction) for text in problems(tmp_path)[CLAIMS[check]])
 
@@ -197,7 +218,9 @@ def test_a_lost_group_is_found_among_many(tmp_path: Path) -> None:
         " n / 2, 'TRAINED', n / 2, n / 2, 1.0 FROM n",
     )
     assert problems(tmp_path) == {}
-    change(tmp_path, "DELETE FROM groups WHERE group_id = 123456", "UPDATE groups SET version = -9 WHERE group_id < 2000")
+    change(
+        tmp_path, "DELETE FROM groups WHERE group_id = 123456", "UPDATE groups SET version = -9 WHERE group_id < 2000"
+    )
     findings = {finding.claim: finding for finding in audited(tmp_path).problems}
     assert findings[CLAIMS[0]].contradictions == ["epoch 17, position 4456"]
     assert findings[CLAIMS[10]].contradictions == ["step 61728: 1 of 2"]
