@@ -7,11 +7,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlpipe.errors import InputError, RlpipeError
+from rlpipe.errors import DataError, InputError, RlpipeError, RunError
+
+if TYPE_CHECKING:
+    from rlpipe.inspect import Question
 
 INTERRUPTED = 130
 
@@ -35,6 +40,16 @@ examples:
   rlpipe simulate experiment=gsm8k --generate lognormal:20,0.5 --score constant:0.2 --train constant:40 --minutes 60
   rlpipe simulate --from outputs/quickstart --engines 4
 """
+RUN_HELP = "the output folder of a run, one of its checkpoints, or a ledger.sqlite"
+INSPECT_EXAMPLES = """\
+examples:
+  rlpipe inspect outputs/run --step 10-12 --sort reward
+  rlpipe inspect outputs/run --state DISCARDED --limit 0
+  rlpipe inspect outputs/run --group 96
+  rlpipe inspect outputs/run --follow
+"""
+NUM_SHOWN = 20
+GROUP_FILTERS = ("reward", "state", "epoch", "prompt_id", "sort", "reverse")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +191,79 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     print(result.to_json() if arguments.json else result.to_text())
 
 
+def run_audit(arguments: argparse.Namespace) -> None:
+    from rlpipe.replay.audit import audit, describe
+    from rlpipe.replay.ledger import damage
+    from rlpipe.replay.location import find_ledger, reading
+
+    path = find_ledger(Path(arguments.run))
+    if (problem := damage(path)) is not None:
+        raise DataError(f"the ledger {path} is damaged: {problem}")
+    with reading(path) as ledger:
+        result = audit(ledger)
+    print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
+    if result.problems:
+        claims = "; ".join(finding.claim for finding in result.problems)
+        raise RunError(f"the accounts in {path} do not add up: it does not hold that {claims}")
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    from rlpipe.inspect import follow, inspect, inspect_group
+
+    run, as_json = Path(arguments.run), arguments.json
+    if arguments.group is not None:
+        refuse(arguments, "shows one group whole", "--group", [*GROUP_FILTERS, "step", "limit", "subjects", "follow"])
+        inspect_group(run, arguments.group, as_json=as_json)
+    elif arguments.follow:
+        with suppress(KeyboardInterrupt):  # how people leave it
+            follow(run, make_question(arguments), as_json=as_json)
+    else:
+        inspect(run, make_question(arguments), as_json=as_json)
+
+
+def make_question(arguments: argparse.Namespace) -> Question:
+    """What the arguments ask of a ledger; raises ``InputError`` where they do not fit together."""
+    from rlpipe.inspect import Question
+    from rlpipe.replay.ledger import GroupState
+    from rlpipe.replay.query import SORT_KEYS, GroupFilter
+
+    subjects = arguments.subjects or (["groups", "steps", "events"] if arguments.follow else ["groups"])
+    if "groups" not in subjects:
+        refuse(arguments, "show no groups", " and ".join(f"--{name}" for name in subjects), GROUP_FILTERS)
+    sort = arguments.sort or "id"
+    states = [name.upper() for text in arguments.state or () for name in text.split(",")]
+    for state in states:
+        check_choice("--state", state, list(GroupState))
+    check_choice("--sort", sort, list(SORT_KEYS))
+    first_step, last_step = arguments.step or (None, None)
+    least_reward, most_reward = arguments.reward or (None, None)
+    wanted = GroupFilter(
+        first_step=first_step,
+        last_step=last_step,
+        least_reward=least_reward,
+        most_reward=most_reward,
+        states=tuple(states),
+        epoch=arguments.epoch,
+        prompt_id=arguments.prompt_id,
+    )
+    default_limit = 0 if arguments.follow else NUM_SHOWN
+    limit = default_limit if arguments.limit is None else arguments.limit or None
+    return Question(subjects=tuple(subjects), wanted=wanted, sort=sort, ascending=arguments.reverse, limit=limit)
+
+
+def check_choice(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InputError(f"{option}: there is no {value}; it is one of {', '.join(known)}")
+
+
+def refuse(arguments: argparse.Namespace, why: str, because: str, others: Sequence[str]) -> None:
+    """Raises ``InputError`` if one of the ``others`` is given, which have no effect then."""
+    for name in others:
+        if getattr(arguments, name):
+            option = "--groups, --steps and --events" if name == "subjects" else f"--{name.replace('_', '-')}"
+            raise InputError(f"{because} {why}: leave out {option}")
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Reports a wrong argument in one line, without the usage."""
 
@@ -190,8 +278,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for text in rest:
         if text.startswith("-"):
             parser.error(f"there is no option {text} (settings of a run are written key=value)")
-    positional = arguments.prompts if arguments.command is run_generate else arguments.overrides
-    positional.extend(rest)
+    if rest and arguments.command in (run_audit, run_inspect):
+        parser.error(f"one run at a time, not also {rest[0]}")
+    if rest:
+        positional = arguments.prompts if arguments.command is run_generate else arguments.overrides
+        positional.extend(rest)
     return arguments
 
 
@@ -215,10 +306,64 @@ def make_parser() -> OneLineParser:
     add_simulate_arguments(
         add_command(commands, "simulate", run_simulate, "simulate a run in virtual time", epilog=SIMULATE_NOTES)
     )
+    audited = add_command(commands, "audit", run_audit, "check that every prompt of a run is accounted for")
+    audited.add_argument("run", metavar="RUN", help=RUN_HELP)
+    audited.add_argument("--json", action="store_true", help="print one JSON object")
+    add_inspect_arguments(
+        add_command(commands, "inspect", run_inspect, "look at the groups of a run", epilog=INSPECT_EXAMPLES)
+    )
     add_generate_arguments(
         add_command(commands, "generate", run_generate, "sample from a policy and adapter, without Ray")
     )
     return parser
+
+
+def add_inspect_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--group", type=at_least(int, 0), metavar="ID", help="one group whole, with its completions")
+    for subject, summary in (
+        ("groups", "the groups (default)"),
+        ("steps", "the steps that were trained"),
+        ("events", "deaths, recoveries and other events"),
+    ):
+        parser.add_argument(f"--{subject}", dest="subjects", action="append_const", const=subject, help=summary)
+    parser.add_argument("--step", type=span(int, "-"), metavar="N or A-B", help="groups of these steps, from 0")
+    parser.add_argument(
+        "--reward",
+        type=span(float, ".."),
+        metavar="A..B",
+        help="groups with such a mean reward; A.. and ..B are open, --reward=-1..0 begins below 0",
+    )
+    parser.add_argument("--state", action="append", metavar="STATE", help="groups in this state, or several: A,B")
+    parser.add_argument("--epoch", type=at_least(int, 0), metavar="N", help="groups of this epoch, from 0")
+    parser.add_argument("--prompt-id", type=at_least(int, 0), metavar="ROW", help="groups of this row, from 0")
+    parser.add_argument(
+        "--sort",
+        metavar="KEY",
+        help="id (default), step, prompt, reward, std, best, staleness, tokens, generate or score; the largest first",
+    )
+    parser.add_argument("--reverse", action="store_true", help="the smallest first")
+    parser.add_argument("--limit", type=at_least(int, 0), metavar="N", help=f"rows shown ({NUM_SHOWN}); 0: all")
+    parser.add_argument("--follow", action="store_true", help="go on with what comes, until the run has ended")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+
+def span(kind: type[int] | type[float], between: str) -> Callable[[str], tuple[Any, Any]]:
+    """Parses one value, or two bounds, either of which may be left out."""
+
+    def parse(text: str) -> tuple[Any, Any]:
+        first, found, last = text.partition(between)
+        try:
+            lower, upper = (kind(bound) if bound else None for bound in (first, last if found else first))
+        except ValueError:
+            lower = upper = None
+        if lower is None and upper is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number, or bounds such as 1{between}3")
+        if lower is not None and upper is not None and lower > upper:
+            raise argparse.ArgumentTypeError(f"{text!r} ends before it begins")
+        return lower, upper
+
+    return parse
 
 
 def add_command(

@@ -20,7 +20,8 @@ from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.controller import Parts
 from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_started
-from rlpipe.prepare import ResumePoint, Run, ledger_path
+from rlpipe.prepare import ResumePoint, Run
+from rlpipe.replay.location import ledger_path
 from rlpipe.scorer_pool import ScorerPool, Spawn
 from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
 
@@ -146,7 +147,7 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
 def _start_replay(run: Run) -> ActorHandle:
     config = run.config
     setup = ReplaySetup(
-        path=ledger_path(config),
+        path=ledger_path(run.output, config.name, config.ledger.folder),
         algorithm=config.algorithm,
         learner=config.learner,
         replay=config.replay,

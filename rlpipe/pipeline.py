@@ -94,7 +94,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)
-        accounts = _open_accounts(run, start, parts)
+        accounts = _open_accounts(run, start, parts, num_rows=len(prompts))
         for message in accounts.messages:
             reporter.message(message)
         setup = _learner_setup(run, start, parts.replay, parts.weights)
@@ -205,7 +205,7 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     return metrics.result()
 
 
-def _open_accounts(run: Run, start: ResumePoint, parts: Parts) -> OpenAccounts:
+def _open_accounts(run: Run, start: ResumePoint, parts: Parts, *, num_rows: int) -> OpenAccounts:
     """Has the replay actor open the ledger that belongs to where the run goes on."""
     cluster = run.config.cluster
     begin = RunStart(
@@ -214,6 +214,7 @@ def _open_accounts(run: Run, start: ResumePoint, parts: Parts) -> OpenAccounts:
         step=start.step,
         checkpoint=start.checkpoint,
         run_id=start.run_id,
+        num_rows=num_rows,
     )
     accounts: OpenAccounts = get_answer(
         parts.replay.start.remote(begin),

@@ -21,7 +21,7 @@ from rlpipe.learner.checkpoint import (
     set_damaged_aside,
     set_newer_aside,
 )
-from rlpipe.replay.ledger import NAME as LEDGER
+from rlpipe.replay.location import ledger_path
 from rlpipe.scoring.rewards import check_reward, load_reward, missing_columns
 from rlpipe.types import Prompt
 
@@ -161,7 +161,8 @@ def find_resume_point(config: Config) -> ResumePoint:
     output = Path(config.output).absolute()
     folder = output / "checkpoints"
     if config.resume == "never":
-        _check_is_new(output, list_checkpoints(folder), ledger_path(config))
+        ledger = ledger_path(output, config.name, config.ledger.folder)
+        _check_is_new(output, list_checkpoints(folder), ledger)
     damaged = set_damaged_aside(folder)
     checkpoint = resolve_checkpoint(config.resume, folder)
     messages = [f"a checkpoint is damaged ({problem}); it now is {path}" for path, problem in damaged.items()]
@@ -184,13 +185,6 @@ def find_resume_point(config: Config) -> ResumePoint:
         run_id=extra.get("run_id"),
         messages=messages,
     )
-
-
-def ledger_path(config: Config) -> Path:
-    """Where the replay actor keeps the ledger, on its machine."""
-    if config.ledger.folder is None:
-        return Path(config.output).absolute() / LEDGER
-    return Path(config.ledger.folder).absolute() / config.name / LEDGER
 
 
 def _check_is_new(output: Path, checkpoints: Sequence[Path], ledger: Path) -> None:

@@ -32,7 +32,7 @@ MAX_LOGGED_SKIPS = 50
 """Skipped rows that a source logs one by one; all are in ``skipped``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Cursor:
     """Where a source stands: the next entry of the epoch's order."""
 

@@ -119,7 +119,8 @@ class Ledger:
                 "INSERT OR IGNORE INTO skipped VALUES (?, ?, ?, ?)",
                 [(row.at.epoch, row.at.position, row.prompt_id, row.reason) for row in passed],
             )
-            self._set(place=[place.epoch, place.position])
+            if self.place < place:  # calls may be repeated, and arrive in any order
+                self._set(place=[place.epoch, place.position])
 
     def generated(self, groups: Iterable[RolloutGroup]) -> None:
         """Keeps the tokens of groups that were admitted."""
@@ -195,7 +196,8 @@ class Ledger:
         with self._transaction():
             self._connection.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, 1, ?) ON CONFLICT (step) DO UPDATE SET"
-                " metrics = excluded.metrics, ended_at = excluded.ended_at, times = times + 1, last = excluded.last",
+                " metrics = excluded.metrics, ended_at = excluded.ended_at, last = excluded.last,"
+                " times = times + (ended_at IS NULL OR metrics != excluded.metrics)",  # not where a call is repeated
                 (report.step, json.dumps(report.metrics), time.time(), report.last),
             )
             if report.last:
@@ -231,6 +233,9 @@ class Ledger:
             self._connection.execute(
                 "UPDATE groups SET step = NULL WHERE state = 'DISCARDED' AND step < ?", (num_steps,)
             )
+            self._connection.execute(
+                "DELETE FROM replays WHERE NOT EXISTS (SELECT 1 FROM groups WHERE groups.step = replays.step)"
+            )
 
     def note(self, kind: str, subject: str, message: str) -> None:
         with self._transaction():
@@ -251,6 +256,12 @@ class Ledger:
     def set(self, **values: Any) -> None:
         with self._transaction():
             self._set(**values)
+
+    def change_config(self, config: Mapping[str, Any]) -> None:
+        """Steps that have taken no group yet are trained with other options than those before them."""
+        first = self._rows("SELECT coalesce(max(step) + 1, 0) FROM groups")[0][0]
+        earlier = [*(self.get("earlier_configs") or []), {"steps": first, "config": self.get("config")}]
+        self.set(config=config, earlier_configs=earlier)
 
     @property
     def place(self) -> Cursor:
@@ -350,6 +361,16 @@ class Ledger:
         """The answer to any question, for people who look at the run."""
         with self._errors():
             return self._rows(query, *values)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Inside, every answer is as of one moment, whatever is written meanwhile."""
+        with self._errors():
+            self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.rollback()
 
     # Copies -------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ class RunStart:
     checkpoint: Path | None = None
     run_id: str | None = None
     """Which run wrote the checkpoint."""
+    num_rows: int | None = None
+    """Rows of an epoch, skipped ones included."""
 
 
 def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger, list[str]]:
@@ -46,11 +48,13 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     ledger = Ledger(path, keep_steps=keep_steps)
     if ledger.get("run_id") is None:
         ledger.set(run_id=uuid4().hex, config=start.config)
-    _check_owner(ledger, start)
-    ledger.set(config=start.config)
+    changed = _check_owner(ledger, start)
     if start.step > ledger.checkpoint_step:
         ledger.checkpointed(start.step)
     ledger.begin_again(start.step, start.config["algorithm"]["num_steps"])
+    if changed:
+        ledger.change_config(start.config)
+    ledger.set(config=start.config, num_rows=start.num_rows)
     return ledger, messages
 
 
@@ -77,7 +81,8 @@ def _set_aside_unusable(path: Path, start: RunStart) -> list[str]:
     return [f"{path} {reason}: it now is {aside}, and the one in {start.checkpoint} takes its place"]
 
 
-def _check_owner(ledger: Ledger, start: RunStart) -> None:
+def _check_owner(ledger: Ledger, start: RunStart) -> bool:
+    """Whether options that matter for training have changed, which is allowed then."""
     owner = ledger.get("run_id")
     if start.run_id is not None and owner != start.run_id:
         raise ConfigError(
@@ -90,6 +95,7 @@ def _check_owner(ledger: Ledger, start: RunStart) -> None:
             f"{ledger.path} belongs to a run with other options ({'; '.join(changed)}): set them back, "
             "or resume_changes=allow, or choose another output"
         )
+    return bool(changed)
 
 
 def _copy_from(checkpoint: Path, path: Path) -> None:

@@ -42,6 +42,7 @@ FLOORS = [
     ("rlpipe.controller", 6),
     ("rlpipe.pipeline", 6),
     ("rlpipe.generate", 7),
+    ("rlpipe.inspect", 7),
     ("rlpipe.quickstart", 7),
     ("rlpipe.cli", 7),
     ("rlpipe.__main__", 7),

@@ -148,6 +148,38 @@ def test_reports_and_events_are_followed(tmp_path: Path) -> None:
     assert [(e.number, e.subject) for e in ledger.events(1)] == [(2, "replay")]
 
 
+def test_a_late_repetition_does_not_move_the_source_back(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    for group_id, place in ((0, Cursor(0, 1)), (1, Cursor(1, 0)), (0, Cursor(0, 1))):
+        ledger.admit([admitted(group_id)], place)
+    assert ledger.place == Cursor(1, 0)
+
+
+def test_a_report_that_comes_twice_is_one_training(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    times = "SELECT times FROM steps"
+    for _ in range(2):
+        ledger.complete(StepReport(step=0, metrics={"loss": 1.0, "time/train": 0.25}))
+    assert ledger.rows(times) == [(1,)]
+    ledger.complete(StepReport(step=0, metrics={"loss": 1.0, "time/train": 0.26}))
+    assert ledger.rows(times) == [(2,)]
+    ledger.begin_again(0, num_steps=5)
+    ledger.complete(StepReport(step=0, metrics={"loss": 1.0, "time/train": 0.26}))
+    assert ledger.rows(times) == [(3,)]
+
+
+def test_groups_that_stood_in_for_others_in_the_comparison_may_do_so_in_a_longer_run(tmp_path: Path) -> None:
+    ledger, one = Ledger(tmp_path / NAME), group(1, [1.0, 0.0])
+    ledger.admit([admitted(0), admitted(1)], Cursor())
+    ledger.assign(0, StepGroups(fresh=[group(0, [1.0, 0.0])]))
+    ledger.assign(1, StepGroups(fresh=[one], replayed=[group(0, [1.0, 0.0])]))
+    ledger.complete(StepReport(step=1, metrics={}, last=True))
+    ledger.begin_again(1, num_steps=1)
+    assert ledger.rows("SELECT * FROM replays") == [(0, 1)]
+    ledger.begin_again(1, num_steps=2)
+    assert ledger.rows("SELECT * FROM replays") == []
+
+
 def test_rows_that_are_passed_over_are_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
     passed = Passed(at=Cursor(0, 1), prompt_id=17, reason="too_long: 90 tokens")

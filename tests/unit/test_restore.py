@@ -148,3 +148,12 @@ def test_other_options_are_refused_with_the_list(path: Path) -> None:
         begin(path, config=other)
     ledger, _ = begin(path, config=other, changes_allowed=True)
     assert ledger.get("config") == other
+
+
+def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
+    started(path)
+    other = {**CONFIG, "seed": 4}
+    begin(path, config=other, changes_allowed=True)
+    ledger, _ = begin(path, config=other, num_rows=7)
+    assert ledger.get("earlier_configs") == [{"steps": 1, "config": CONFIG}], "step 0 is trained again as it was"
+    assert ledger.get("num_rows") == 7
