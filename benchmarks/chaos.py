@@ -1,0 +1,294 @@
+"""Kills processes of a run at random, the driver too, and says what that cost.
+
+``python -m benchmarks.chaos --minutes 10 --seed 1`` trains the quickstart's task twice from one warm-up: undisturbed, and
+with SIGKILL at random moments over every kind of process for so many minutes, after which the run may end in peace. The
+last line is one JSON object; the exit code is 1 if the accounts do not add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.processes import find_processes
+from rlpipe.errors import LedgerError
+from rlpipe.replay.audit import audit
+from rlpipe.replay.ledger import NAME, Event, Ledger
+
+KINDS = ("rollout", "scorer", "replay", "weights", "learner", "driver")
+STEPS_PER_MINUTE = 60
+"""Steps of both runs for each minute of killing; undisturbed, the quickstart trains about 180 in a minute."""
+MEAN_PAUSE_S = 12.0
+"""Between one kill and the next, exponentially distributed, whether the last one is mended or not."""
+PATIENCE_S = 300.0
+"""Without a step for so long, the run counts as hanging."""
+
+
+@dataclass
+class Kill:
+    """One death, and when the run was over it."""
+
+    kind: str
+    at: float
+    mended_at: float | None = None
+
+    @property
+    def recovery_s(self) -> float | None:
+        return None if self.mended_at is None else self.mended_at - self.at
+
+
+@dataclass
+class Driver:
+    """``rlpipe train`` as a process of its own, started again as often as it dies."""
+
+    options: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    exit_codes: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "rlpipe", "train", *self.options]
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+    def poll(self) -> int | None:
+        assert self.process is not None
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """Ends the driver; Ray's processes end by themselves, and are waited for."""
+        assert self.process is not None
+        others = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        _, alive = psutil.wait_procs(others, timeout=60)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+class Watcher:
+    """Reads a run's ledger from outside, whether it is there or not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def newest_step_at(self) -> float:
+        """When the last step ended, in seconds since 1970; 0 before the first."""
+        rows = self._ask("SELECT coalesce(max(ended_at), 0) FROM steps")
+        return float(rows[0][0]) if rows else 0.0
+
+    def events_after(self, moment: float) -> list[Event]:
+        try:
+            ledger = Ledger(self._path, read_only=True)
+        except LedgerError:
+            return []
+        try:
+            return [event for event in ledger.events() if event.time >= moment]
+        finally:
+            ledger.close()
+
+    def _ask(self, query: str) -> list[tuple[Any, ...]]:
+        try:
+            ledger = Ledger(self._path, read_only=True)
+        except LedgerError:  # the run is only starting
+            return []
+        try:
+            return ledger.rows(query)
+        finally:
+            ledger.close()
+
+
+class Chaos:
+    """Kills until its time is over; then waits for the end of the run."""
+
+    def __init__(self, driver: Driver, output: Path, *, minutes: float, seed: int) -> None:
+        self._driver, self._watcher = driver, Watcher(output / NAME)
+        self._random, self._until = random.Random(seed), time.time() + 60 * minutes
+        self.kills: list[Kill] = []
+
+    def run(self) -> None:
+        """Raises ``RuntimeError`` if the run fails, or hangs."""
+        self._driver.start()
+        self._wait_for_steps_after(0.0)
+        while time.time() < self._until:
+            pause = min(self._random.expovariate(1 / MEAN_PAUSE_S), 3 * MEAN_PAUSE_S)
+            self._sleep(pause)
+            if self._driver.poll() == 0:
+                return
+            self._kill(self._random.choice(KINDS))
+        while self._driver.poll() is None:
+            self._sleep(1.0)
+
+    def _kill(self, kind: str) -> None:
+        if kind == "driver":
+            self.kills.append(Kill(kind=kind, at=time.time()))
+            self._driver.kill()
+            self._driver.start()
+            return
+        assert self._driver.process is not None
+        processes = find_processes(kind, self._driver.process.pid)
+        if not processes:  # it is just being replaced
+            return
+        self.kills.append(Kill(kind=kind, at=time.time()))
+        with suppress(ProcessLookupError):
+            os.kill(self._random.choice(processes), signal.SIGKILL)
+
+    def _sleep(self, seconds: float) -> None:
+        """Watches meanwhile which deaths are mended, and that the run lives."""
+        deadline = time.time() + seconds
+        while True:
+            code = self._driver.poll()
+            if code not in (None, 0):
+                raise RuntimeError(f"the run failed with exit code {code}; see {self._driver.log}")
+            self._note_recoveries()
+            if code == 0 or time.time() >= deadline:
+                return
+            time.sleep(min(0.2, max(deadline - time.time(), 0)))
+
+    def _note_recoveries(self) -> None:
+        open_kills = [kill for kill in self.kills if kill.mended_at is None]
+        newest = self._watcher.newest_step_at()
+        for kill in open_kills:
+            if newest > self._back_since(kill):
+                kill.mended_at = newest
+        if open_kills and time.time() - max(newest, open_kills[0].at) > PATIENCE_S:
+            raise RuntimeError(f"no step for {PATIENCE_S:g} s after the {open_kills[0].kind} was killed")
+
+    def _back_since(self, kill: Kill) -> float:
+        """When what was killed was there again; a step that ends after that shows that the run is over the death."""
+        if kill.kind == "rollout":
+            served = [e.time for e in self._watcher.events_after(kill.at) if "serves again" in e.message]
+            return served[0] if served else float("inf")
+        assert self._driver.process is not None
+        if kill.kind == "driver":
+            started = psutil.Process(self._driver.process.pid).create_time() if self._driver.poll() is None else kill.at
+            return max(started, kill.at)
+        found = find_processes(kill.kind, self._driver.process.pid) if self._driver.poll() is None else []
+        born = [process.create_time() for process in map(psutil.Process, found) if process.create_time() > kill.at]
+        return min(born, default=float("inf"))
+
+    def _wait_for_steps_after(self, moment: float) -> None:
+        while self._watcher.newest_step_at() <= moment:
+            self._sleep(0.5)
+
+
+def options(arguments: argparse.Namespace, output: Path, warm_up: Path) -> list[str]:
+    steps = max(round(STEPS_PER_MINUTE * arguments.minutes), 20)
+    chosen = [
+        "experiment=quickstart",
+        f"output={output}",
+        f"model.path={warm_up}/warmup/policy",
+        f"algorithm.num_steps={steps}",
+        f"data.held_out.every_steps={steps}",
+        "checkpoint.every_steps=20",
+        f"seed={arguments.seed}",
+        "tracking=quiet",
+        f"rollout.num_engines={arguments.engines}",
+        f"rollout.num_cpus={1 / arguments.engines}",
+        "rollout.num_threads=1",
+    ]
+    if arguments.ranks > 1:
+        chosen += [
+            "learner=fsdp2",
+            f"learner.num_ranks={arguments.ranks}",
+            "learner.num_cpus=0.5",
+            "learner.num_threads=1",
+        ]
+    return chosen
+
+
+def run_undisturbed(arguments: argparse.Namespace, output: Path, warm_up: Path) -> dict[str, Any]:
+    driver = Driver(options(arguments, output, warm_up), output.with_suffix(".log"))
+    driver.start()
+    assert driver.process is not None
+    if driver.process.wait() != 0:
+        raise RuntimeError(f"the undisturbed run failed; see {driver.log}")
+    return read_summary(output)
+
+
+def read_summary(output: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return summary
+
+
+def summarize(kills: list[Kill], output: Path, accuracy: float, undisturbed: float) -> dict[str, Any]:
+    ledger = Ledger(output / NAME, read_only=True)
+    accounts = audit(ledger)
+    recoveries = sorted(kill.recovery_s for kill in kills if kill.recovery_s is not None)
+    repeated = ledger.rows("SELECT coalesce(sum(times - 1), 0) FROM steps")[0][0]
+    in_two_steps = ledger.rows(
+        "SELECT count(*) FROM (SELECT 1 FROM groups WHERE step IS NOT NULL GROUP BY epoch, position, reroll"
+        " HAVING count(*) > 1)"
+    )[0][0]
+    lost = ledger.rows("SELECT count(*) FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED')")[0][0]
+    trained = ledger.rows("SELECT count(*) FROM groups WHERE state = 'TRAINED'")[0][0]
+    return {
+        "kills": dict(Counter(kill.kind for kill in kills)),
+        "groups_trained": trained,
+        "groups_lost": lost,
+        "groups_repeated": in_two_steps,
+        "steps_trained_again": repeated,
+        "audit": [finding.claim for finding in accounts.problems],
+        "recovery_median_s": round(statistics.median(recoveries), 1) if recoveries else None,
+        "recovery_worst_s": round(recoveries[-1], 1) if recoveries else None,
+        "recovery_s_by_kind": {
+            kind: round(statistics.median(times), 1)
+            for kind in KINDS
+            if (times := [k.recovery_s for k in kills if k.kind == kind and k.recovery_s is not None])
+        },
+        "accuracy": accuracy,
+        "accuracy_undisturbed": undisturbed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of killing")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="learner ranks; above 1 with fsdp2")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/chaos"))
+    arguments = parser.parse_args()
+    warm_up = arguments.output / "policy"
+    runs = {name: arguments.output / name for name in ("undisturbed", "disturbed")}
+    for run in runs.values():
+        shutil.rmtree(run, ignore_errors=True)
+        run.with_suffix(".log").unlink(missing_ok=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    undisturbed = run_undisturbed(arguments, runs["undisturbed"], warm_up)
+    print(
+        f"undisturbed: accuracy {undisturbed['eval_accuracy_start']} -> {undisturbed['eval_accuracy_end']}", flush=True
+    )
+    disturbed = runs["disturbed"]
+    driver = Driver(options(arguments, disturbed, warm_up), disturbed.with_suffix(".log"))
+    chaos = Chaos(driver, disturbed, minutes=arguments.minutes, seed=arguments.seed)
+    try:
+        chaos.run()
+    finally:
+        if driver.poll() is None:
+            driver.kill()
+    result = summarize(
+        chaos.kills, disturbed, read_summary(disturbed)["eval_accuracy_end"], undisturbed["eval_accuracy_end"]
+    )
+    print(json.dumps({"minutes": arguments.minutes, "seed": arguments.seed, **result}))
+    sys.exit(1 if result["audit"] or result["groups_lost"] or result["groups_repeated"] else 0)
+
+
+if __name__ == "__main__":
+    main()
