@@ -21,8 +21,9 @@ from trl.rewards import (
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RewardFailed
+from rlpipe.scoring.checks import check_scores
 from rlpipe.scoring.rewards import Reward, RewardActor
-from rlpipe.scoring.scorer import GroupScores, Scorer, apply_scores, check_scores
+from rlpipe.scoring.scorer import GroupScores, Scorer, apply_scores
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]

@@ -1,0 +1,82 @@
+"""Undoes what a reward leaves behind in its process: timers, signal handlers, the working directory, children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from rlpipe.scoring.processes import descendants, end_processes, list_processes
+
+SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
+
+class Leftovers:
+    """Remembers the process as it is before a reward is called; ``undo`` brings it back to that."""
+
+    def __init__(self) -> None:
+        self._on_main_thread = threading.current_thread() is threading.main_thread()
+        self._folder = working_directory()
+        self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._started = clock_ticks()
+
+    def undo(self, *, end_children: bool) -> None:
+        """``end_children`` ends the processes that were started since, with theirs.
+
+        A reward's alarm that rings only now is without effect, whatever its handler raises.
+        """
+        while True:
+            try:
+                self._undo()
+                break
+            except BaseException:  # noqa: BLE001 - the handler is user code; timers are off by now, so it ends
+                continue
+        if end_children:
+            self._end_children()
+
+    def _undo(self) -> None:
+        for timer in TIMERS:
+            signal.setitimer(timer, 0)
+        if self._on_main_thread:
+            for number, handler in self._handlers.items():
+                # Handlers that Python did not install are None, and can't be set from here.
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
+        if self._folder is not None:
+            with suppress(OSError):
+                os.chdir(self._folder)
+
+    def _end_children(self) -> None:
+        ended: set[int] = set()
+
+        def find_new() -> set[int]:
+            processes = list_processes()
+            new = {pid for pid in descendants([os.getpid()], processes) if processes[pid].started >= self._started}
+            ended.update(new)
+            return new
+
+        end_processes(find_new)
+        for pid in ended:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def working_directory() -> str | None:
+    """None where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def clock_ticks() -> int:
+    """Since the machine's boot, as /proc gives the start of a process."""
+    if sys.platform != "linux":
+        return 0
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
