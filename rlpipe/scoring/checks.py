@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sysconfig
 import traceback
@@ -52,6 +53,10 @@ def describe_exception(error: BaseException) -> str:
     frame = _user_frame(error)
     place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
     return _shortened(reason, MAX_REASON_CHARS) + place
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 
 from rlpipe.scoring.processes import descendants, end_processes, list_processes, marked, run_module
 
 MARK = "RLPIPE_SCORING_PROCESS"
 """Environment variable that tells the processes which one scoring process started."""
+POLL_S = 0.25
 
 
 def start_keeper() -> None:
@@ -21,11 +23,7 @@ def start_keeper() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     os.environ[MARK] = secrets.token_hex(8)
-    # The pipe that it reads closes with this process; nobody else inherits the other end.
-    read_end, write_end = os.pipe()
-    run_module("rlpipe.scoring.keeper", [str(os.getpid()), os.environ[MARK]], stdin=read_end)
-    os.close(read_end)
-    os.set_inheritable(write_end, False)
+    run_module("rlpipe.scoring.keeper", [str(os.getpid()), os.environ[MARK]])
 
 
 def find_left(group: int, mark: str) -> set[int]:
@@ -37,7 +35,9 @@ def find_left(group: int, mark: str) -> set[int]:
 
 def main() -> None:
     group, token = int(sys.argv[1]), sys.argv[2]
-    sys.stdin.buffer.read()
+    # No pipe would tell: forked children hold its other end open.
+    while os.getppid() == group:
+        time.sleep(POLL_S)
     end_processes(lambda: find_left(group, f"{MARK}={token}"))
 
 

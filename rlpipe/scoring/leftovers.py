@@ -13,6 +13,7 @@ from rlpipe.scoring.processes import descendants, end_processes, list_processes
 
 SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+TIMER_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
 
 class Leftovers:
@@ -21,23 +22,19 @@ class Leftovers:
     def __init__(self) -> None:
         self._on_main_thread = threading.current_thread() is threading.main_thread()
         self._folder = working_directory()
+        self._timers = {timer: signal.getitimer(timer) for timer in TIMERS}
         self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._started = clock_ticks()
 
-    def undo(self, *, end_children: bool) -> None:
-        """``end_children`` ends the processes that were started since, with theirs.
-
-        A reward's alarm that rings only now is without effect, whatever its handler raises.
-        """
+    def undo(self) -> None:
+        """A reward's alarm that rings only now is without effect, whatever its handler raises."""
         while True:
             try:
                 self._undo()
-                break
+                return
             except BaseException:  # noqa: BLE001 - the handler is user code; timers are off by now, so it ends
                 continue
-        if end_children:
-            self._end_children()
 
     def _undo(self) -> None:
         for timer in TIMERS:
@@ -46,13 +43,19 @@ class Leftovers:
             for number, handler in self._handlers.items():
                 # Handlers that Python did not install are None, and can't be set from here.
                 if handler is not None and signal.getsignal(number) is not handler:
+                    if number in TIMER_SIGNALS:  # to ignore a signal discards what is on its way, to any thread
+                        signal.signal(number, signal.SIG_IGN)
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
+        for timer, (left, interval) in self._timers.items():
+            if left > 0:  # one that was set before the reward, and still counts
+                signal.setitimer(timer, left, interval)
         if self._folder is not None:
             with suppress(OSError):
                 os.chdir(self._folder)
 
-    def _end_children(self) -> None:
+    def end_children(self) -> None:
+        """Ends the processes that were started since, with theirs."""
         ended: set[int] = set()
 
         def find_new() -> set[int]:

@@ -21,7 +21,6 @@ def run_module(
     name: str,
     arguments: Sequence[str],
     *,
-    stdin: int = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
@@ -29,7 +28,7 @@ def run_module(
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return subprocess.Popen(
         [sys.executable, "-m", name, *arguments],
-        stdin=stdin,
+        stdin=subprocess.DEVNULL,
         pass_fds=pass_fds,
         env={**os.environ, **(environment or {}), "PYTHONPATH": path},
         start_new_session=True,

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rlpipe.scoring.checks import check_scores, describe_exception
+from rlpipe.scoring.checks import check_scores, describe_exception, is_lack_of_memory
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.rewards import ignore_extra
 from rlpipe.scoring.seccomp import (
@@ -95,7 +95,7 @@ def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | No
             returned = asyncio.run(_wait(returned))
         return {"values": check_scores(returned, num_values), "logged": logged}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
-        hint = f"; its sandbox may take {memory}" if isinstance(error, MemoryError) and memory else ""
+        hint = f"; its sandbox may take {memory}" if memory and is_lack_of_memory(error) else ""
         return {"failure": describe_exception(error) + hint}
 
 

@@ -30,13 +30,15 @@ MAX_PROCESSES = 128
 """Living descendants of a call at one time."""
 CHECK_S = 0.1
 """Seconds between two looks at a call's processes and their memory."""
+IDLE_S = 1.0
+GONE = "the scoring process is gone"
 
 
 class SandboxServer:
     """Serves one scoring process, one call at a time, until the connection closes."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._parent = connection, os.getppid()
         rewards: Mapping[str, RewardConfig] = pickle.loads(connection.recv_bytes())
         # It adopts what its children leave behind, and nobody may look into it.
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -57,6 +59,8 @@ class SandboxServer:
         gc.collect()
         gc.freeze()
         while True:
+            while not self._connection.poll(IDLE_S):
+                self._check_parent()
             name = self._connection.recv_bytes().decode()
             reason, answer = self._run(name, self._connection.recv_bytes())
             self._connection.send_bytes(json.dumps(reason).encode())
@@ -77,6 +81,11 @@ class SandboxServer:
             os.close(read_end)
             end_children()
 
+    def _check_parent(self) -> None:
+        """The connection tells nothing while a forked child of the scoring process holds its other end open."""
+        if os.getppid() != self._parent:
+            raise EOFError(GONE)
+
     def _watch(self, pid: int, read_end: int, limits: Limits) -> tuple[str | None, bytes]:
         """What the child answers, and the reason if the call failed; the child may still live then."""
         answer = bytearray()
@@ -89,7 +98,7 @@ class SandboxServer:
             while True:
                 for key, _ in selector.select(max(0.0, min(CHECK_S, started + limits.timeout_s - time.monotonic()))):
                     if key.fd == self._connection.fileno():
-                        raise EOFError("the scoring process is gone")
+                        raise EOFError(GONE)
                     if key.fd == self._wake:
                         os.read(self._wake, 2**16)
                     elif not read_more(read_end, answer):
@@ -104,6 +113,7 @@ class SandboxServer:
                 if now - started >= limits.timeout_s:
                     return f"it took longer than {limits.timeout_s:g} seconds (timeout_s) in its sandbox", b""
                 if now - checked >= CHECK_S:
+                    self._check_parent()
                     if (reason := describe_excess(limits.memory, base_bytes)) is not None:
                         return reason, b""
                     checked = time.monotonic()

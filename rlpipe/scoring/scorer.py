@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RewardFailed
-from rlpipe.scoring.checks import check_scores, describe_exception
+from rlpipe.scoring.checks import check_scores, describe_exception, is_lack_of_memory
 from rlpipe.scoring.leftovers import Leftovers
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.rewards import (
@@ -67,7 +67,7 @@ class _Call:
         self.group = group
         self.result = GroupScores(group_id=group.group_id)
         self.ran_out: set[str] = set()
-        """The rewards that failed with a MemoryError."""
+        """The rewards that failed for want of memory."""
         self._logged: dict[str, list[float]] = defaultdict(list)
         texts = decode_completions(tokenizer, group)
         chat = group.prompt.is_chat
@@ -87,8 +87,9 @@ class _Call:
         self._logged[name].append(float(value))
 
     def fail(self, name: str, error: BaseException) -> None:
+        self.result.scores.pop(name, None)
         self.result.failures[name] = str(error) if isinstance(error, SandboxFailed) else describe_exception(error)
-        if isinstance(error, MemoryError):
+        if is_lack_of_memory(error):
             self.ran_out.add(name)
 
     def finish(self) -> GroupScores:
@@ -234,7 +235,9 @@ class Scorer:
         try:
             failed = any(self._runner.run(gather()))
         finally:
-            before.undo(end_children=failed)
+            before.undo()
+            if failed:
+                before.end_children()
 
     def _check_memory(self, call: _Call) -> None:
         """Names the limit where memory ran out, and raises if what was taken does not come free."""
@@ -258,16 +261,20 @@ def _begin(name: str, reward: _Reward, call: _Call) -> list[Awaitable[bool]]:
     started = time.perf_counter()
     before = Leftovers()
     try:
-        returned = reward(call)
-        if inspect.isawaitable(returned):
-            return [_finish(name, returned, call)]
-        call.result.scores[name] = check_scores(returned, len(call.group))
+        try:
+            returned = reward(call)
+            if inspect.isawaitable(returned):
+                return [_finish(name, returned, call)]
+            call.result.scores[name] = check_scores(returned, len(call.group))
+        finally:
+            before.undo()
     except KeyboardInterrupt:
         raise  # somebody ends this process
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
+        before.undo()  # an alarm may have rung on the way to the first one
         call.fail(name, error)
-    finally:
-        before.undo(end_children=reward.in_process and name in call.result.failures)
+        if reward.in_process:
+            before.end_children()
     call.result.seconds[name] = time.perf_counter() - started
     return []
 
