@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 
-from rlpipe.scoring.processes import descendants, end_processes, list_processes, marked, run_module
+from rlpipe.scoring.processes import descendants, end_processes, list_processes, marked, read_process, run_module
 
 MARK = "RLPIPE_SCORING_PROCESS"
 """Environment variable that tells the processes which one scoring process started."""
@@ -23,7 +23,7 @@ def start_keeper() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     os.environ[MARK] = secrets.token_hex(8)
-    run_module("rlpipe.scoring.keeper", [str(os.getpid()), os.environ[MARK]])
+    run_module("rlpipe.scoring.keeper", [str(os.getpid()), os.environ[MARK]]).wait()
 
 
 def find_left(group: int, mark: str) -> set[int]:
@@ -35,8 +35,12 @@ def find_left(group: int, mark: str) -> set[int]:
 
 def main() -> None:
     group, token = int(sys.argv[1]), sys.argv[2]
-    # No pipe would tell: forked children hold its other end open.
-    while os.getppid() == group:
+    kept = read_process(group)
+    # Ray kills a worker's own children first, so this is none. No pipe would tell of the worker's end, because children
+    # that it forks hold the other end open.
+    if os.fork() != 0:
+        os._exit(0)
+    while kept is not None and (now := read_process(group)) is not None and now.started == kept.started:
         time.sleep(POLL_S)
     end_processes(lambda: find_left(group, f"{MARK}={token}"))
 

@@ -42,6 +42,12 @@ class MemoryLimit:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         return soft
 
+    def lift(self) -> None:
+        """Takes the limit away again."""
+        if sys.platform == "linux":
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
     def is_worn_out(self, allowed: int) -> bool:
         """Whether the process holds on to so much that the next call would fail as well."""
         return sys.platform == "linux" and allowed - data_bytes() < MIN_FREE * self.gb * GIB

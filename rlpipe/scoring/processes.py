@@ -49,12 +49,18 @@ def list_processes() -> dict[int, Process]:
     """Every living process by its id; zombies do not count. Empty where there is no /proc."""
     found = {}
     for entry in os.listdir(PROC) if PROC.is_dir() else ():
-        if entry.isdigit():
-            with suppress(OSError):
-                fields = (PROC / entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if fields[0] not in "ZX":
-                    found[int(entry)] = Process(int(fields[1]), int(fields[2]), int(fields[19]))
+        if entry.isdigit() and (process := read_process(int(entry))) is not None:
+            found[int(entry)] = process
     return found
+
+
+def read_process(pid: int) -> Process | None:
+    """None if it is not alive."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else Process(int(fields[1]), int(fields[2]), int(fields[19]))
 
 
 def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[int]:

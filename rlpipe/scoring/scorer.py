@@ -246,6 +246,7 @@ class Scorer:
             call.result.failures[name] += f"; its process may take {self._limit}"
             gc.collect()
             if self._limit.is_worn_out(self._allowed_bytes):
+                self._limit.lift()  # else nothing is left to report it with
                 raise MemoryError(f"what reward {name!r} took does not come free: {call.result.failures[name]}")
         call.ran_out.clear()
 
