@@ -90,7 +90,7 @@ def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryL
     """That of each process of the pool that scores ``members``."""
     name, reward = next(iter(members.items()))
     limit = MemoryLimit(option="scoring.memory_gb", gb=config.scoring.memory_gb) if config.scoring.memory_gb else None
-    if reward.num_processes is None or reward.memory_gb == config.scoring.memory_gb:
+    if reward.num_processes is None or reward.isolation == "sandbox" or reward.memory_gb == config.scoring.memory_gb:
         return limit
     return MemoryLimit(option=f"scoring.rewards.{name}.memory_gb", gb=reward.memory_gb) if reward.memory_gb else None
 

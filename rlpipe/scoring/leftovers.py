@@ -11,9 +11,21 @@ from contextlib import suppress
 
 from rlpipe.scoring.processes import descendants, end_processes, list_processes
 
-SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 TIMER_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+SIGNALS = (
+    *TIMER_SIGNALS,
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGPIPE,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+    signal.SIGXCPU,
+)
+"""Those whose handlers programs replace."""
 
 
 class Leftovers:

@@ -21,6 +21,12 @@ def data_bytes() -> int:
     raise OSError("/proc/self/status has no VmData")
 
 
+def lift_memory_limit() -> None:
+    """Takes away the limit that this process has set or inherited."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
 @dataclass(kw_only=True, frozen=True)
 class MemoryLimit:
     """How much a process may take beyond what it has when the limit is set."""
@@ -41,12 +47,6 @@ class MemoryLimit:
         soft = allowed if hard == resource.RLIM_INFINITY else min(allowed, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         return soft
-
-    def lift(self) -> None:
-        """Takes the limit away again."""
-        if sys.platform == "linux":
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def is_worn_out(self, allowed: int) -> bool:
         """Whether the process holds on to so much that the next call would fail as well."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import InputError
-from rlpipe.scoring.memory import GIB, MemoryLimit
+from rlpipe.scoring.memory import GIB, MemoryLimit, lift_memory_limit
 from rlpipe.scoring.processes import PROC, descendants, end_processes, list_processes
 from rlpipe.scoring.rewards import load_reward
 from rlpipe.scoring.sandbox_child import Limits, lock_in, run_child
@@ -207,6 +207,7 @@ def find_obstacle() -> str | None:
 
 
 def main() -> None:
+    lift_memory_limit()  # that of the scoring process
     connection = Connection(int(sys.argv[1]))
     try:
         if (obstacle := find_obstacle()) is not None:

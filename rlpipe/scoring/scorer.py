@@ -16,7 +16,7 @@ from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RewardFailed
 from rlpipe.scoring.checks import check_scores, describe_exception, is_lack_of_memory
 from rlpipe.scoring.leftovers import Leftovers
-from rlpipe.scoring.memory import MemoryLimit
+from rlpipe.scoring.memory import MemoryLimit, lift_memory_limit
 from rlpipe.scoring.rewards import (
     Reward,
     RewardActor,
@@ -246,7 +246,7 @@ class Scorer:
             call.result.failures[name] += f"; its process may take {self._limit}"
             gc.collect()
             if self._limit.is_worn_out(self._allowed_bytes):
-                self._limit.lift()  # else nothing is left to report it with
+                lift_memory_limit()  # else nothing is left to report it with
                 raise MemoryError(f"what reward {name!r} took does not come free: {call.result.failures[name]}")
         call.ran_out.clear()
 
