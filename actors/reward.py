@@ -8,6 +8,8 @@ from typing import Any
 from rlpipe.configs.schema import ModelConfig, RewardConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.imports import enter_folder
+from rlpipe.scoring.keeper import start_keeper
+from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import RolloutGroup
 
@@ -26,10 +28,14 @@ class ScoringActor:
         model: ModelConfig,
         num_steps: int,
         folder: str,
+        memory: MemoryLimit | None = None,
     ) -> None:
         """Imports the rewards and sets up their actors; ``folder`` is the driver's working directory."""
         enter_folder(folder)
+        start_keeper()
         self._scorer = Scorer(rewards, load_tokenizer(model), callables, num_steps)
+        if memory is not None:
+            self._scorer.limit_memory(memory)
 
     def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
         """Scores those of ``groups[indices]`` that the engine could sample."""

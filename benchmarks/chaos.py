@@ -1,8 +1,8 @@
 """Kills processes of a run at random, the driver too, and says what that cost.
 
-``python -m benchmarks.chaos --minutes 10 --seed 1`` trains the quickstart's task twice from one warm-up: undisturbed, and
-with SIGKILL at random moments over every kind of process for so many minutes, after which the run may end in peace. The
-last line is one JSON object; the exit code is 1 if the accounts do not add up.
+``python -m benchmarks.chaos --minutes 10 --seed 1`` trains the quickstart's task twice from one warm-up: undisturbed,
+and with SIGKILL at random moments over every kind of process for so many minutes, after which the run may end in peace.
+The last line is one JSON object; the exit code is 1 if the accounts do not add up.
 """
 
 from __future__ import annotations

@@ -273,6 +273,11 @@ def check_rewards(scoring: ScoringConfig) -> Iterator[str]:
                 f"scoring.rewards.{name}.path: {reward.path!r} names no function; write package.module:function or "
                 "file.py:function"
             )
+        if reward.isolation == "sandbox" and reward.num_gpus > 0:
+            yield (
+                f"scoring.rewards.{name}.num_gpus: a sandboxed call can't use the GPU of its process; set 0, or "
+                "isolation=process"
+            )
     if scoring.rewards and all(reward.weight == 0 for reward in scoring.rewards.values()):
         yield "scoring.rewards: every weight is 0, so nothing is rewarded; set a weight"
 

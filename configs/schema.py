@@ -219,6 +219,17 @@ class RewardConfig(Freezable):
     )
     num_cpus: float = option(1.0, "CPUs that Ray reserves for each process of its own.", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for each process of its own.", minimum=0)
+    isolation: str = option(
+        "process",
+        "sandbox: each call in a fresh process without network, for code that models wrote.",
+        choices=("process", "sandbox"),
+    )
+    memory_gb: float | None = option(
+        None,
+        "GiB that a process of its own, or a sandboxed call, may take; null: scoring.memory_gb for functions without "
+        "a GPU, else no limit.",
+        above=0,
+    )
     fail: str = option(
         "skip_group",
         "What a failure does: drop the group, count as 0, or stop the run.",
@@ -232,6 +243,9 @@ class ScoringConfig(Freezable):
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     num_processes: int = option(1, "Processes that the reward functions share.", minimum=1)
     num_cpus: float = option(0.5, "CPUs that Ray reserves for each of them.", minimum=0)
+    memory_gb: float | None = option(
+        4.0, "GiB that a process of functions may take beyond what it has at its start; null: no limit.", above=0
+    )
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,7 @@ from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_st
 from rlpipe.prepare import ResumePoint, Run
 from rlpipe.replay.location import ledger_path
 from rlpipe.scorer_pool import ScorerPool, Spawn
+from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
 
 ENGINE_CALLS = 4
@@ -77,6 +78,15 @@ def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Ne
     ]
 
 
+def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
+    """That of each process of the pool that scores ``members``."""
+    name, reward = next(iter(members.items()))
+    limit = MemoryLimit(option="scoring.memory_gb", gb=config.scoring.memory_gb) if config.scoring.memory_gb else None
+    if reward.num_processes is None or reward.isolation == "sandbox" or reward.memory_gb == config.scoring.memory_gb:
+        return limit
+    return MemoryLimit(option=f"scoring.rewards.{name}.memory_gb", gb=reward.memory_gb) if reward.memory_gb else None
+
+
 @contextmanager
 def started_parts(run: Run) -> Iterator[Parts]:
     """All actors but the learner group, once engines and scorers have loaded what they need."""
@@ -120,6 +130,7 @@ def start_pools(run: Run, places: Reservation) -> list[ScorerPool]:
             size=pool_size(run.config.scoring, members),
             spawn=_spawner(run, members, need, places),
             start_timeout_s=run.config.cluster.start_timeout_s,
+            memory=memory_limit(run.config, members),
         )
         for name, (members, need) in pools_of(run.config, run.rewards).items()
     ]
@@ -175,11 +186,12 @@ def _start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorH
 
 def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation) -> Spawn:
     own = {name: run.callables[name] for name in members if name in run.callables}
+    memory = memory_limit(run.config, members)
 
     def spawn(name: str, place: str) -> tuple[ActorHandle, ObjectRef]:
         actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=places, place=place)
         started: ObjectRef = actor.start.remote(
-            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd()
+            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd(), memory
         )
         return actor, started
 

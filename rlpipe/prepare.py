@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from rlpipe.configs.schema import Config, ModelConfig, RewardConfig
+from rlpipe.configs.schema import Config, ModelConfig, RewardConfig, ScoringConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError
@@ -99,23 +99,38 @@ def _collect_rewards(
     rewards: dict[str, RewardConfig] = {}
     callables: dict[str, RewardLike] = {}
     for name, entry in config.scoring.rewards.items():
-        rewards[name] = _with_processes(entry, load_reward(entry.path, entry.kwargs))
+        rewards[name] = _completed(name, entry, load_reward(entry.path, entry.kwargs), config.scoring)
     for reward in given:
         name = getattr(reward, "__name__", type(reward).__name__)
         if name in rewards:
             raise ConfigError(f"two rewards are called {name!r}: rename one of them")
         check_reward(reward, {}, name)
-        rewards[name] = _with_processes(RewardConfig(path=f"{reward.__module__}:{name}"), reward)
+        rewards[name] = _completed(name, RewardConfig(path=f"{reward.__module__}:{name}"), reward, config.scoring)
         callables[name] = reward
     if config.algorithm.kind == "rl" and not rewards:
         raise ConfigError("the run has no reward: add one under scoring.rewards, or pass rewards=[...]")
     return rewards, callables
 
 
-def _with_processes(entry: RewardConfig, reward: RewardLike) -> RewardConfig:
-    """Classes, and what asks for GPUs, run in processes of their own."""
+def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: ScoringConfig) -> RewardConfig:
+    """With its processes and its memory: classes, and what asks for GPUs, run in processes of their own, without limit;
+    functions are limited."""
+    if isinstance(reward, type) and entry.isolation == "sandbox":
+        raise ConfigError(
+            f"scoring.rewards.{name}.isolation: a sandbox is a fresh process for each call, in which the state of a "
+            "RewardActor class would be lost; set process, or make it a function"
+        )
     alone = isinstance(reward, type) or entry.num_gpus > 0
-    return replace(entry, num_processes=1) if alone and entry.num_processes is None else entry
+    if alone:
+        return replace(entry, num_processes=entry.num_processes or 1)
+    if entry.memory_gb is None:
+        return replace(entry, memory_gb=scoring.memory_gb)
+    if entry.num_processes is None and entry.isolation == "process":
+        raise ConfigError(
+            f"scoring.rewards.{name}.memory_gb: its process is shared with other rewards; set scoring.memory_gb, "
+            "or give it num_processes of its own"
+        )
+    return entry
 
 
 def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from rlpipe.configs.schema import RewardConfig
-from rlpipe.errors import WaitTimeout
+from rlpipe.errors import RlpipeError, WaitTimeout
+from rlpipe.scoring.checks import describe_exception
+from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import split_calls
+from rlpipe.scoring.sandbox import OVERHEAD_S
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
@@ -37,16 +40,24 @@ class _Process:
 class ScorerPool:
     """Scores groups for some of the rewards; for one event loop.
 
-    A call that takes longer than the rewards' timeouts allow, or whose process dies, ends that process, and another
-    takes its place; the call's groups are scored once more, each alone, and then count as failed, with the reason.
-    The run fails if the other is not ready within ``start_timeout_s``.
+    A call that takes longer than the rewards' timeouts allow, breaks off, or whose process dies, ends that process
+    and another takes its place; the call's groups are scored once more, each alone, and then count as failed, with the
+    reason. The run fails if the other is not ready within ``start_timeout_s``.
     """
 
     def __init__(
-        self, name: str, rewards: Mapping[str, RewardConfig], *, size: int, spawn: Spawn, start_timeout_s: float
+        self,
+        name: str,
+        rewards: Mapping[str, RewardConfig],
+        *,
+        size: int,
+        spawn: Spawn,
+        start_timeout_s: float,
+        memory: MemoryLimit | None = None,
     ) -> None:
         self._rewards, self._size, self._spawn, self._start_timeout_s = rewards, size, spawn, start_timeout_s
-        self._timeout_s = sum(reward.timeout_s for reward in rewards.values())
+        self._memory = memory
+        self._timeout_s = sum(map(longest_call_s, rewards.values()))
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
         self.starts: list[tuple[str, ObjectRef]] = []
         """The names of the pool's first actors, with the references that say when each is ready."""
@@ -82,8 +93,14 @@ class ScorerPool:
             return await asyncio.wait_for(_result(process.actor.score.remote(groups, list(indices))), limit)
         except TimeoutError:
             reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
-        except RayActorError:
-            reason = f"process {process.name} died while it scored {len(indices)} groups"
+        except (RayActorError, OutOfMemoryError):
+            allowed = f", or took more memory than {self._memory} allows" if self._memory else ""
+            reason = f"process {process.name} died while it scored {len(indices)} groups: it crashed, ended{allowed}"
+        except (RayTaskError, TaskCancelledError) as error:
+            cause = getattr(error, "cause", error)
+            if isinstance(cause, RlpipeError):
+                raise
+            reason = f"process {process.name} broke off: {describe_exception(cause)}"
         finally:
             if reason is not None:
                 await self._restart(process, reason)
@@ -106,6 +123,11 @@ class ScorerPool:
 
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
+
+
+def longest_call_s(reward: RewardConfig) -> float:
+    """Seconds for one group; a sandbox notices the timeout itself."""
+    return reward.timeout_s + (OVERHEAD_S if reward.isolation == "sandbox" else 0.0)
 
 
 async def _result(call: ObjectRef) -> Any:

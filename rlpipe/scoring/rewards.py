@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,10 @@ PROVIDED = SIGHT | {"prompts", "trainer_state", "log_extra", "log_metric"}
 """Parameters that every call can fill; all others are data-set columns or the config's kwargs."""
 ON_REQUEST = frozenset({"rollouts"})
 """Parameters that only a function that names them receives; a bare ``**kwargs`` does not."""
+
+
+def ignore_extra(column: str, values: Sequence[Any]) -> None:
+    """TRL's ``log_extra`` adds a column to its table of completions; here it does nothing."""
 
 
 class Tokenizer(Protocol):

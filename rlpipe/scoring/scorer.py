@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import math
-import sysconfig
 import time
-import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RewardFailed
+from rlpipe.scoring.checks import check_scores, describe_exception, is_lack_of_memory
+from rlpipe.scoring.leftovers import Leftovers
+from rlpipe.scoring.memory import MemoryLimit, lift_memory_limit
 from rlpipe.scoring.rewards import (
     Reward,
     RewardActor,
@@ -24,12 +25,13 @@ from rlpipe.scoring.rewards import (
     Tokenizer,
     check_reward,
     decode_completions,
+    ignore_extra,
     load_reward,
     read_signature,
 )
+from rlpipe.scoring.sandbox import Sandbox, SandboxFailed
 from rlpipe.types import NO_VERSION, RolloutGroup
 
-MAX_REASON_CHARS = 300
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL keeps from reward functions, because the arguments of the call carry them."""
 
@@ -58,16 +60,14 @@ class TrainerState:
     epoch: float
 
 
-def ignore_extra(column: str, values: Sequence[Any]) -> None:
-    """TRL's ``log_extra`` adds a column to its table of completions; here it does nothing."""
-
-
 class _Call:
     """Everything that the rewards of one group may ask for, made once for all of them."""
 
     def __init__(self, group: RolloutGroup, tokenizer: Tokenizer, num_steps: int) -> None:
         self.group = group
         self.result = GroupScores(group_id=group.group_id)
+        self.ran_out: set[str] = set()
+        """The rewards that failed for want of memory."""
         self._logged: dict[str, list[float]] = defaultdict(list)
         texts = decode_completions(tokenizer, group)
         chat = group.prompt.is_chat
@@ -80,11 +80,17 @@ class _Call:
             "rollouts": group.rollouts,
             "trainer_state": _trainer_state(group, num_steps),
             "log_extra": ignore_extra,
-            "log_metric": self._log_metric,
+            "log_metric": self.log_metric,
         }
 
-    def _log_metric(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         self._logged[name].append(float(value))
+
+    def fail(self, name: str, error: BaseException) -> None:
+        self.result.scores.pop(name, None)
+        self.result.failures[name] = str(error) if isinstance(error, SandboxFailed) else describe_exception(error)
+        if is_lack_of_memory(error):
+            self.ran_out.add(name)
 
     def finish(self) -> GroupScores:
         self.result.metrics = {name: sum(values) / len(values) for name, values in self._logged.items()}
@@ -96,26 +102,56 @@ def _trainer_state(group: RolloutGroup, num_steps: int) -> TrainerState:
     return TrainerState(global_step=max(newest, 0), max_steps=num_steps, epoch=float(group.prompt.epoch))
 
 
+class _Reward(Protocol):
+    in_process: bool
+    """Its code runs in this process, and may leave something behind there."""
+
+    def __call__(self, call: _Call) -> Any: ...
+
+
 class _FunctionReward:
     """Calls a function by keyword with what its signature asks for."""
+
+    in_process = True
 
     def __init__(self, function: RewardFunction, kwargs: Mapping[str, Any], source: str) -> None:
         self._function = function
         self._kwargs = dict(kwargs)
         self._signature: Signature = read_signature(function, source)
 
-    def __call__(self, call: _Call) -> Any:
+    def arguments(self, call: _Call) -> dict[str, Any]:
         arguments = self._signature.choose(call.arguments) | self._kwargs
         missing = self._signature.required - set(arguments)
         if missing:
             raise LookupError(
                 f"it needs {', '.join(sorted(missing))}, but the row's columns are: {', '.join(call.columns) or 'none'}"
             )
-        return self._function(**arguments)
+        return arguments
+
+    def __call__(self, call: _Call) -> Any:
+        return self._function(**self.arguments(call))
+
+
+class _SandboxedReward(_FunctionReward):
+    """Calls the function in a process of its own."""
+
+    in_process = False
+
+    def __init__(self, name: str, function: RewardFunction, config: RewardConfig, sandbox: Sandbox) -> None:
+        super().__init__(function, config.kwargs, config.path)
+        self._name, self._sandbox = name, sandbox
+
+    def __call__(self, call: _Call) -> Any:
+        answer = self._sandbox.call(self._name, self.arguments(call), len(call.group))
+        for metric, value in answer.logged:
+            call.log_metric(metric, value)
+        return answer.values
 
 
 class _ActorReward:
     """Calls a RewardActor's ``score``."""
+
+    in_process = True
 
     def __init__(self, kind: type[RewardActor], kwargs: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         self._actor = kind(**kwargs)
@@ -145,15 +181,25 @@ class Scorer:
         self._tokenizer = tokenizer
         self._num_steps = num_steps
         self._runner: asyncio.Runner | None = None
+        self._limit: MemoryLimit | None = None
+        self._allowed_bytes = 0
+        sandboxed = {name: config for name, config in rewards.items() if config.isolation == "sandbox"}
+        self._sandbox = Sandbox(sandboxed) if sandboxed else None
         callables = callables or {}
         self._rewards = {name: self._open(name, config, callables.get(name)) for name, config in rewards.items()}
 
-    def _open(self, name: str, config: RewardConfig, given: Reward | None) -> Callable[[_Call], Any]:
+    def limit_memory(self, limit: MemoryLimit) -> None:
+        """Sets the limit for this process, once its rewards are loaded."""
+        self._limit, self._allowed_bytes = limit, limit.apply()
+
+    def _open(self, name: str, config: RewardConfig, given: Reward | None) -> _Reward:
         if given is None:
             reward, source = load_reward(config.path, config.kwargs), config.path
         else:
             check_reward(given, config.kwargs, name)
             reward, source = given, name
+        if self._sandbox is not None and config.isolation == "sandbox":
+            return _SandboxedReward(name, reward, config, self._sandbox)
         if not isinstance(reward, type):
             return _FunctionReward(reward, config.kwargs, source)
         try:
@@ -162,92 +208,89 @@ class Scorer:
             raise RewardFailed(f"reward {name!r} ({source}) can't be set up: {describe_exception(error)}") from error
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]:
-        """The scores of each group, in order; the ``async`` rewards of all groups run concurrently."""
-        waiting: list[Awaitable[None]] = []
+        """The scores of each group, in order; the ``async`` rewards of all groups run concurrently.
+
+        Raises ``MemoryError`` once the process holds so much memory that it is of no use any more.
+        """
+        waiting: list[Awaitable[bool]] = []
         calls = [_Call(group, self._tokenizer, self._num_steps) for group in groups]
         for call in calls:
             for name, reward in self._rewards.items():
                 waiting += _begin(name, reward, call)
+                self._check_memory(call)
         if waiting:
             self._run(waiting)
+            for call in calls:
+                self._check_memory(call)
         return [call.finish() for call in calls]
 
-    def _run(self, waiting: list[Awaitable[None]]) -> None:
-        async def gather() -> None:
-            await asyncio.gather(*waiting)
+    def _run(self, waiting: list[Awaitable[bool]]) -> None:
+        async def gather() -> list[bool]:
+            return await asyncio.gather(*waiting)
 
         # One loop for the process's life, because the clients that users hold are bound to theirs.
         self._runner = self._runner or asyncio.Runner()
-        self._runner.run(gather())
+        before = Leftovers()
+        failed = True
+        try:
+            failed = any(self._runner.run(gather()))
+        finally:
+            before.undo()
+            if failed:
+                before.end_children()
+
+    def _check_memory(self, call: _Call) -> None:
+        """Names the limit where memory ran out, and raises if what was taken does not come free."""
+        for name in call.ran_out if self._limit is not None else ():
+            assert self._limit is not None
+            call.result.failures[name] += f"; its process may take {self._limit}"
+            gc.collect()
+            if self._limit.is_worn_out(self._allowed_bytes):
+                lift_memory_limit()  # else nothing is left to report it with
+                raise MemoryError(f"what reward {name!r} took does not come free: {call.result.failures[name]}")
+        call.ran_out.clear()
 
     def close(self) -> None:
         if self._runner is not None:
             self._runner.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
 
 
-def _begin(name: str, reward: Callable[[_Call], Any], call: _Call) -> list[Awaitable[None]]:
+def _begin(name: str, reward: _Reward, call: _Call) -> list[Awaitable[bool]]:
     """Records a function's scores, or returns what must be awaited for them."""
     started = time.perf_counter()
+    before = Leftovers()
     try:
-        returned = reward(call)
-        if inspect.isawaitable(returned):
-            return [_finish(name, returned, call)]
-        call.result.scores[name] = check_scores(returned, len(call.group))
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
-        call.result.failures[name] = describe_exception(error)
+        try:
+            returned = reward(call)
+            if inspect.isawaitable(returned):
+                return [_finish(name, returned, call)]
+            call.result.scores[name] = check_scores(returned, len(call.group))
+        finally:
+            before.undo()
+    except KeyboardInterrupt:
+        raise  # somebody ends this process
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
+        before.undo()  # an alarm may have rung on the way to the first one
+        call.fail(name, error)
+        if reward.in_process:
+            before.end_children()
     call.result.seconds[name] = time.perf_counter() - started
     return []
 
 
-async def _finish(name: str, pending: Awaitable[Any], call: _Call) -> None:
+async def _finish(name: str, pending: Awaitable[Any], call: _Call) -> bool:
+    """Whether it failed."""
     started = time.perf_counter()
     try:
         call.result.scores[name] = check_scores(await pending, len(call.group))
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
-        call.result.failures[name] = describe_exception(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
+        call.fail(name, error)
     call.result.seconds[name] = time.perf_counter() - started
-
-
-def check_scores(returned: Any, group_size: int) -> list[float | None]:
-    """What a reward returned, as finite floats and None; raises ``TypeError`` or ``ValueError`` for anything else."""
-    if not hasattr(returned, "__iter__") or isinstance(returned, str | bytes | Mapping | set):
-        raise TypeError(f"it returned a {type(returned).__name__}; return a list of one number per completion")
-    values = list(returned)
-    if len(values) != group_size:
-        raise ValueError(f"it returned {len(values)} values for {group_size} completions; return one per completion")
-    return [_check_value(value, index) for index, value in enumerate(values)]
-
-
-def _check_value(value: Any, index: int) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, bool | int | float) and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if not isinstance(value, bool | int | float):
-        raise TypeError(f"value {index} is {_shortened(repr(value), 60)}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"value {index} is {value}; return a finite number, or None to leave the completion out")
-    return float(value)
-
-
-def describe_exception(error: BaseException) -> str:
-    """Type and message of an exception in one line, with the last line of the user's own code that it passed."""
-    message = " ".join(str(error).split())
-    reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    frame = _user_frame(error)
-    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
-    return _shortened(reason, MAX_REASON_CHARS) + place
-
-
-def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))]
-    return next(reversed(own or frames), None)
-
-
-def _shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return name in call.result.failures
 
 
 def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Mapping[str, RewardConfig]) -> None:

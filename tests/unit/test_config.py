@@ -252,6 +252,9 @@ def test_changes_that_matter_for_training_are_listed() -> None:
     same = ["rollout.num_engines=4", "tracking=quiet", "algorithm.num_steps=999", "scoring.rewards.right.timeout_s=1"]
     new = load_config([*BASE, "scoring.rewards.right.path=mine:right", *same, "name=other", "learner.resources={a:1}"])
     assert changed_options(to_tree(old), to_tree(new)) == []
+    isolated = ["scoring.memory_gb=1", "scoring.rewards.right.isolation=sandbox", "scoring.rewards.right.memory_gb=2"]
+    other = load_config([*BASE, "scoring.rewards.right.path=mine:right", *isolated])
+    assert changed_options(to_tree(old), to_tree(other)) == []
     changed = load_config([*BASE, "algorithm.loss.clip_high=0.3", "learner.schedule.name=linear"])
     found = changed_options(to_tree(old), to_tree(changed))
     assert "algorithm.loss.clip_high: 0.2 -> 0.3" in found

@@ -4,7 +4,7 @@ import pytest
 
 from rlpipe.configs.schema import Config, RewardConfig, ScoringConfig
 from rlpipe.errors import ConfigError
-from rlpipe.launch import pools_of
+from rlpipe.launch import memory_limit, pools_of
 from rlpipe.placement import Need, check_fit
 from rlpipe.scoring.pools import pool_size
 
@@ -40,4 +40,7 @@ def test_rewards_share_a_pool_unless_they_ask_for_processes() -> None:
         "reward-judge": ["judge"],
     }
     assert [pool_size(config.scoring, members) for members, _ in pools.values()] == [2, 3]
+    assert [str(memory_limit(config, members)) for members, _ in pools.values()] == ["scoring.memory_gb=4", "None"]
+    judge = {"judge": RewardConfig(path="m:Judge", num_processes=3, memory_gb=9)}
+    assert str(memory_limit(config, judge)) == "scoring.rewards.judge.memory_gb=9"
     assert pools["reward-judge"][1].num_gpus == 0.5

@@ -53,6 +53,25 @@ def test_number_of_processes_of_the_config_stays(options: list[str]) -> None:
     assert {name: entry.num_processes for name, entry in run.rewards.items()} == {"Judge": 3, "bare": None}
 
 
+def test_functions_have_a_memory_limit_and_classes_none(options: list[str]) -> None:
+    own = [reward("right", num_processes=2, memory_gb=1), reward("bare", isolation="sandbox", memory_gb=2)]
+    run = prepare_run(load_config([*options, *own, reward("Judge")]), [lambda completions: []])
+    assert {name: entry.memory_gb for name, entry in run.rewards.items()} == {
+        "right": 1, "bare": 2, "Judge": None, "<lambda>": 4
+    }  # fmt: skip
+    assert prepare_run(load_config([*options, reward("Judge", memory_gb=9)])).rewards["Judge"].memory_gb == 9
+
+
+def test_classes_cannot_be_sandboxed(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"scoring.rewards.Judge.isolation: .* state of a RewardActor .* set process"):
+        prepare_run(load_config([*options, reward("Judge", isolation="sandbox")]))
+
+
+def test_memory_of_one_reward_in_a_shared_process_is_refused(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"scoring.rewards.bare.memory_gb: its process is shared .* num_processes"):
+        prepare_run(load_config([*options, reward("bare", memory_gb=1)]))
+
+
 def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("right")]))
     prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)

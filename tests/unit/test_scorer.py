@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import isolation_cases
 import numpy as np
 import pytest
 import torch
@@ -21,8 +27,10 @@ from trl.rewards import (
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RewardFailed
+from rlpipe.scoring.checks import check_scores
+from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.rewards import Reward, RewardActor
-from rlpipe.scoring.scorer import GroupScores, Scorer, apply_scores, check_scores
+from rlpipe.scoring.scorer import GroupScores, Scorer, apply_scores
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]
@@ -190,7 +198,8 @@ def test_unparsable_gold_leaves_the_reward_out() -> None:
 @pytest.mark.parametrize(
     "returned",
     [[1, 0], (1.0, 0.0), [True, False], np.array([1.0, 0.0]), [np.float32(1), np.int64(0)], torch.tensor([1.0, 0.0]),
-     [torch.tensor(1.0), np.array(0.0)], iter([1.0, 0.0])],
+     [torch.tensor(1.0), np.array(0.0)], iter([1.0, 0.0]), (value for value in (1.0, 0.0)), np.array([1, 0]),
+     torch.tensor([1.0, 0.0], dtype=torch.bfloat16, requires_grad=True)],
 )  # fmt: skip
 def test_numbers_of_all_kinds_become_floats(returned: Any) -> None:
     checked = check_scores(returned, 2)
@@ -212,10 +221,25 @@ def test_numbers_of_all_kinds_become_floats(returned: Any) -> None:
         (None, "returned a NoneType"),
         ("10", "returned a str"),
         ({"a": 1.0, "b": 0.0}, "returned a dict"),
+        ({1.0, 0.0}, "returned a set"),
+        (b"10", "returned a bytes"),
+        (bytearray(b"10"), "returned a bytearray"),
+        ([1.0, {"score": 1.0}], "value 1 is {'score': 1.0}, not a number"),
+        ([1.0, 1j], "value 1 is 1j, not a number"),
+        ([1.0, 10**400], "OverflowError"),
+        (np.array(["1", "0"]), "not a number"),
+        (np.zeros((2, 2)), "not a number"),
+        (np.array([1.0, np.nan]), "value 1 is nan"),
+        (itertools.count(), "3 values for 2 completions"),
     ],
 )
 def test_anything_else_is_a_failure(returned: Any, words: str) -> None:
     assert words in reason(make_group("4", "5"), lambda completions: returned)
+
+
+def test_none_leaves_completions_out() -> None:
+    assert check_scores([None, 1], 2) == [None, 1.0]
+    assert check_scores((None, None), 2) == [None, None]
 
 
 def test_exception_is_a_failure_with_the_place_in_the_users_code() -> None:
@@ -233,6 +257,140 @@ def test_long_messages_are_cut() -> None:
     text = reason(make_group("4"), broken)
     assert len(text) < 400
     assert "\n" not in text
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (SystemExit(3), "SystemExit: 3 (test_scorer.py:"),
+        (SystemExit, "SystemExit (test_scorer.py:"),
+        (GeneratorExit, "GeneratorExit (test_scorer.py:"),
+        (asyncio.CancelledError, "CancelledError (test_scorer.py:"),
+        (MemoryError, "MemoryError (test_scorer.py:"),
+        (Unprintable, "Unprintable (test_scorer.py:"),
+    ],
+)
+def test_whatever_is_raised_is_a_failure(raised: Any, words: str) -> None:
+    def broken(completions: list[str]) -> list[float]:
+        raise raised
+
+    async def broken_later(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        raise raised
+
+    assert reason(make_group("4"), broken).startswith(words)
+    assert reason(make_group("4"), broken_later).startswith(words)
+
+
+def test_an_interrupt_ends_the_scoring() -> None:
+    def interrupted(completions: list[str]) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(make_group("4"), interrupted)
+
+
+# What functions may leave behind
+
+
+def ring(number: int, frame: Any) -> None:
+    raise TimeoutError("the alarm rang")
+
+
+def test_alarms_work_and_end_with_their_call() -> None:
+    def sleeps(completions: list[str]) -> list[float]:
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(60)
+        return [1.0]
+
+    def leaves_it(completions: list[str]) -> list[float]:
+        signal.signal(signal.SIGALRM, ring)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        return [1.0]
+
+    async def leaves_it_later(completions: list[str]) -> list[float]:
+        return leaves_it(completions)
+
+    signals = (signal.SIGALRM, signal.SIGCHLD)
+    handlers = [signal.getsignal(number) for number in signals]
+    assert reason(make_group("4"), sleeps).startswith("TimeoutError: the alarm rang")
+    for leaves in (leaves_it, leaves_it_later):
+        assert values(make_group("4"), leaves) == [1.0]
+        time.sleep(0.2)
+        assert [signal.getsignal(number) for number in signals] == handlers
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_an_alarm_that_rings_at_the_very_end_hits_nobody_else() -> None:
+    def leaves_it(completions: list[str], microseconds: int) -> list[float]:
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
+        return [1.0]
+
+    for microseconds in range(1, 200):
+        result = score(make_group("4"), leaves_it, microseconds=microseconds)
+        assert not result.failures or "the alarm rang" in result.failures["mine"]
+
+
+def test_an_alarm_around_the_scoring_stays() -> None:
+    before = signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        assert values(make_group("4"), lambda completions: [1.0]) == [1.0]
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def test_the_working_directory_is_that_of_before(tmp_path: Path) -> None:
+    def moves(completions: list[str]) -> list[float]:
+        os.chdir(tmp_path)
+        return [1.0]
+
+    folder = Path.cwd()
+    assert values(make_group("4"), moves) == [1.0]
+    assert Path.cwd() == folder
+
+
+def test_a_failed_call_takes_its_processes_along() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def starts(completions: list[str], fails: bool) -> list[float]:
+        started.append(subprocess.Popen(["sleep", "3600"], start_new_session=True))
+        return [] if fails else [1.0]
+
+    assert values(make_group("4"), starts, fails=False) == [1.0]
+    time.sleep(0.1)
+    assert "0 values" in reason(make_group("4"), starts, fails=True)
+    assert started[0].pid in list_processes(), "only what the failed call itself has started ends"
+    assert started[1].pid not in list_processes()
+    started[0].kill()
+    started[0].wait()
+
+
+def test_sandboxed_rewards_score_beside_others(tmp_path: Path) -> None:
+    rewards = {
+        "boxed": RewardConfig(path=f"{isolation_cases.__file__}:behave", isolation="sandbox"),
+        "waits": RewardConfig(path=f"{isolation_cases.__file__}:waits", isolation="sandbox"),
+        "free": RewardConfig(),
+    }
+    scorer = Scorer(rewards, CharacterTokenizer(), {"free": lambda completions: [0.0]})
+    groups = [make_group("4", how=how, argument=None) for how in ("well", "sys_exit", "look_around")]
+    results = scorer.score(groups)
+    scorer.close()
+    assert [result.scores.get("boxed") for result in results] == [[1.0], None, [1.0]]
+    assert results[1].failures["boxed"].startswith("SystemExit: enough (isolation_cases.py:")
+    assert [result.scores["waits"] for result in results] == [[0.5]] * 3
+    assert [result.scores["free"] for result in results] == [[0.0]] * 3
+    assert results[0].metrics == {"size": 1.0}
 
 
 def test_one_failing_reward_leaves_the_others_alone() -> None:

@@ -57,6 +57,12 @@ def test_defaults_with_a_model_and_data_are_valid() -> None:
             {"a": RewardConfig(path="m:f", timeout_s=0)},
             "scoring.rewards.a.timeout_s: 0 is out of range",
         ),
+        (
+            "scoring.rewards",
+            {"a": RewardConfig(path="m:f", isolation="sandbx")},
+            "scoring.rewards.a.isolation: 'sandbx' is not one of process, sandbox; did you mean sandbox?",
+        ),
+        ("scoring.memory_gb", 0.0, "scoring.memory_gb: 0.0 is out of range; it must be above 0"),
     ],
 )
 def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, message: str) -> None:
@@ -165,6 +171,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"weights.on_update": "inflight"}, "weights.on_update", "replay.max_staleness=1"),
         ({"scoring.rewards": reward("right")}, "scoring.rewards.right.path", "file.py:function"),
         ({"scoring.rewards": reward(weight=0.0)}, "scoring.rewards", "set a weight"),
+        (
+            {"scoring.rewards": {"right": RewardConfig(path="m:f", isolation="sandbox", num_gpus=1.0)}},
+            "scoring.rewards.right.num_gpus",
+            "isolation=process",
+        ),
     ],
 )
 def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], option: str, fix: str) -> None:

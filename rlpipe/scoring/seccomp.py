@@ -1,0 +1,151 @@
+"""A system-call filter for the calling process and all it starts: no network, no hand on other processes.
+
+It is a classic BPF program, one instruction a line of (code, jump if true, jump if false, constant), which reads the
+kernel's ``struct seccomp_data``: the call's number, the architecture, and the arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Instruction = tuple[int, int, int, int]
+
+LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x25, 0x35, 0x06
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
+ALLOW, KILL, FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
+X32_CALLS = 0x40000000
+PID_SPACE = 2**32
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 4, 22, 36, 1, 38
+FILTER_MODE = 2
+CAPABILITY_VERSION = 0x20080522
+KEPT_CAPABILITIES = (1 << 1) | (1 << 2)
+"""Those that override file permissions: root keeps the files that it had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The numbers of one architecture."""
+
+    audit: int
+    refused: tuple[int, ...]
+    """ptrace, process_vm_readv, process_vm_writev"""
+    sockets: tuple[int, ...]
+    """socket, socketpair"""
+    aimed: tuple[int, ...]
+    """kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64: their first argument is a process"""
+
+
+MACHINES = {
+    "x86_64": Machine(audit=0xC000003E, refused=(101, 310, 311), sockets=(41, 53), aimed=(62, 200, 234, 129, 297, 302)),
+    "aarch64": Machine(
+        audit=0xC00000B7, refused=(117, 270, 271), sockets=(198, 199), aimed=(129, 130, 131, 138, 240, 261)
+    ),
+}
+REFUSED_EVERYWHERE = (424, 425, 426, 427, 438)
+"""pidfd_send_signal, io_uring_setup, io_uring_enter, io_uring_register, pidfd_getfd; io_uring opens sockets unseen."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+
+def unsupported() -> str | None:
+    """Why this machine has no filter, or None."""
+    if sys.platform == "linux" and platform.machine() in MACHINES:
+        return None
+    return f"it needs Linux on x86_64 or aarch64, and this is {platform.system()} on {platform.machine()}"
+
+
+def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:
+    """The program for a process of id ``own``.
+
+    Sockets are of AF_UNIX. Signals and limits reach the process itself, its group, and processes that began after it,
+    by their id, but never ``protected``. All else that is refused fails with EPERM.
+    """
+    machine = MACHINES[platform.machine()]
+    program = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (JUMP_EQUAL, 1, 0, machine.audit),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+        (JUMP_AT_LEAST, 0, 1, X32_CALLS),
+        (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS),
+    ]
+    for number in (*machine.refused, *REFUSED_EVERYWHERE):
+        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
+    for number in machine.sockets:
+        program += _when(number, _allow_unix_only())
+    for number in machine.aimed:
+        program += _when(number, _allow_younger(own, protected))
+    return [*program, (RETURN, 0, 0, ALLOW)]
+
+
+def _when(number: int, block: list[Instruction]) -> list[Instruction]:
+    return [(JUMP_EQUAL, 0, len(block), number), *block]
+
+
+def _allow_unix_only() -> list[Instruction]:
+    return [
+        (LOAD, 0, 0, ARGUMENT_AT),
+        (JUMP_EQUAL, 0, 1, socket.AF_UNIX),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, FAIL_WITH | errno.EACCES),
+    ]
+
+
+def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
+    """0 is the process itself or its group; a negative number, which is a large one here, is another group."""
+    refused = [number for pid in protected for number in (pid, PID_SPACE - pid)]
+    checks: list[Instruction] = [
+        *((JUMP_EQUAL, len(refused) - place + 2, 0, number) for place, number in enumerate(refused)),
+        (JUMP_AT_LEAST, 0, 2, own),
+        (JUMP_GREATER, 1, 0, PID_SPACE - own),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),
+    ]
+    return [(LOAD, 0, 0, ARGUMENT_AT), (JUMP_EQUAL, len(checks) - 2, 0, 0), *checks]
+
+
+def install_filter(program: Sequence[Instruction]) -> None:
+    """For this process for good; it can't gain privileges any more either. Raises ``OSError``."""
+    packed = b"".join(
+        code.to_bytes(2, sys.byteorder) + bytes([true, false]) + constant.to_bytes(4, sys.byteorder)
+        for code, true, false, constant in program
+    )
+    whole = _Program(len(program), packed)
+    call_prctl(PR_SET_NO_NEW_PRIVS, 1)
+    call_prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(whole))
+
+
+def call_prctl(option: int, *arguments: int) -> None:
+    """Raises ``OSError``."""
+    padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
+    if _libc().prctl(ctypes.c_int(option), *padded) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+
+
+def drop_capabilities() -> None:
+    """Root becomes a user who may only read and write all files; raises ``OSError``."""
+    header = _CapabilityHeader(CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same of capabilities from 32 on
+    if _libc().capget(ctypes.byref(header), sets) == 0:
+        kept = sets[1] & KEPT_CAPABILITIES
+        sets[:] = [kept, kept, 0, 0, 0, 0]
+        if _libc().capset(ctypes.byref(header), sets) == 0:
+            return
+    raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,175 @@
+"""The real pool on real Ray: whatever a reward does, it costs its own group, and nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import isolation_cases
+import numpy as np
+import pytest
+import ray
+from run_cases import make_config
+
+from rlpipe.launch import scorer_needs, start_pools
+from rlpipe.placement import Reservation, end_actors, wait_started
+from rlpipe.prepare import Run, prepare_run
+from rlpipe.scorer_pool import ScorerPool
+from rlpipe.scoring.processes import list_processes
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.scoring.seccomp import unsupported
+from rlpipe.types import Prompt, Rollout, RolloutGroup
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+DEATHS_S = 30.0
+START_S = 120.0
+How = tuple[str, Any]
+StartPool = Callable[..., Any]
+
+
+def make_group(group_id: int, how: How) -> RolloutGroup:
+    task = {"how": how[0], "argument": how[1]}
+    tokens = np.array([1, 2, 3, 4], dtype=np.int32)
+    drawn = np.arange(4) >= 2
+    rollout = Rollout(
+        group_id=group_id,
+        sample_index=0,
+        prompt_id=group_id,
+        task=task,
+        token_ids=tokens,
+        loss_mask=drawn,
+        logprobs=np.zeros(4, dtype=np.float32),
+        policy_versions=np.where(drawn, 0, -1).astype(np.int32),
+    )
+    prompt = Prompt(prompt_id=group_id, epoch=0, token_ids=tokens[:2], prompt="?", task=task)
+    return RolloutGroup(group_id=group_id, prompt=prompt, rollouts=[rollout])
+
+
+@pytest.fixture
+def start_pool(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> StartPool:
+    """A pool of one scoring process for the reward ``behave`` with some options."""
+
+    @contextmanager
+    def start(**options: Any) -> Iterator[ScorerPool]:
+        entry = {"path": f"'{isolation_cases.__file__}:behave'", **options}
+        text = ", ".join(f"{key}: {value}" for key, value in entry.items())
+        overrides = ["~scoring.rewards.digits", f"+scoring.rewards.behave={{{text}}}", "scoring.memory_gb=1"]
+        run: Run = prepare_run(make_config(tiny_policy, prompts_file, tmp_path / "run", *overrides))
+        before = set(ray.util.list_named_actors())
+        places = Reservation(scorer_needs(run.config, run.rewards), START_S)
+        try:
+            (pool,) = start_pools(run, places)
+            wait_started(dict(pool.starts), START_S)
+            yield pool
+        finally:
+            end_actors(before)
+            places.release()
+
+    return start
+
+
+def score(pool: ScorerPool, hows: Sequence[How]) -> Mapping[int, GroupScores]:
+    groups = ray.put([make_group(group_id, how) for group_id, how in enumerate(hows)])
+    scores = asyncio.run(pool.score(groups, {index: index for index in range(len(hows))}))
+    assert [entry.group_id for entry in scores] == list(range(len(hows)))
+    return {entry.group_id: entry for entry in scores}
+
+
+def check(pool: ScorerPool, cases: Mapping[How, str]) -> None:
+    """Each case fails with the words that are its value, and each group beside one succeeds."""
+    hows: list[How] = [("well", None)]
+    for how in cases:
+        hows += [how, ("well", None)]
+    for group_id, scores in score(pool, hows).items():
+        if hows[group_id][0] == "well":
+            assert scores.scores == {"behave": [1.0]}, scores.failures
+        else:
+            assert cases[hows[group_id]] in scores.failures["behave"], hows[group_id]
+
+
+def all_dead(folder: Path) -> bool:
+    pids = {int(pid) for pid in (folder / "pids").read_text().split()}
+    deadline = time.monotonic() + DEATHS_S
+    while (living := list_processes().keys() & pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not living
+
+
+DEATHS: dict[How, str] = {
+    ("segfault", None): "died while it scored 1 groups",
+    ("abort", None): "took more memory than scoring.memory_gb=1 allows",
+    ("leave", None): "died while it scored 1 groups",
+    ("interrupt", None): "broke off",
+    ("hoard", None): "its process may take scoring.memory_gb=1",
+}
+FAILURES: dict[How, str] = {
+    ("sys_exit", None): "SystemExit: enough (isolation_cases.py:",
+    ("grow", None): "its process may take scoring.memory_gb=1",
+    ("nothing_to_show", None): "it returned 2 values for 1 completions",
+}
+
+
+def test_failures_leave_the_process_alone(start_pool: StartPool) -> None:
+    with start_pool(timeout_s=60) as pool:
+        process = pool.starts[0][0]
+        check(pool, FAILURES)
+        assert process in ray.util.list_named_actors()
+
+
+@pytest.mark.parametrize("how", DEATHS, ids=lambda how: how[0])
+def test_what_ends_the_process_costs_its_own_group(start_pool: StartPool, how: How) -> None:
+    with start_pool(timeout_s=60) as pool:
+        check(pool, {how: DEATHS[how]})
+
+
+def test_a_hang_costs_its_own_group_and_leaves_no_process(start_pool: StartPool, tmp_path: Path) -> None:
+    with start_pool(timeout_s=2) as pool:
+        hangs: How = ("start_children_and_hang", str(tmp_path))
+        check(pool, {hangs: "took longer than 2 seconds (timeout_s) for 1 groups"})
+        assert all_dead(tmp_path)
+
+
+def test_a_process_that_dies_leaves_no_process(start_pool: StartPool, tmp_path: Path) -> None:
+    with start_pool(timeout_s=60) as pool:
+        dies: How = ("start_children_and_die", str(tmp_path))
+        check(pool, {dies: "died while it scored 1 groups"})
+        assert all_dead(tmp_path)
+
+
+def test_alarms_work_and_hit_no_other_group(start_pool: StartPool) -> None:
+    with start_pool(timeout_s=60) as pool:
+        hows = [("use_alarm", None), ("leave_alarm", None), ("look_around", None)]
+        assert [entry.scores for entry in score(pool, hows).values()] == [{"behave": [1.0]}] * 3
+
+
+@pytest.mark.skipif(unsupported() is not None, reason="this machine has no filter of system calls")
+def test_a_sandbox_holds_and_its_process_goes_on(start_pool: StartPool, tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        start_pool(timeout_s=3, isolation="sandbox", memory_gb=0.5) as pool,
+    ):
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+        process = pool.starts[0][0]
+        cases: dict[How, str] = {
+            ("reach", port): "PermissionError",
+            ("segfault", None): "died of SIGSEGV",
+            ("leave", None): "wrote no answer",
+            ("sys_exit", None): "SystemExit: enough",
+            ("grow", None): "its sandbox may take memory_gb=0.5",
+            ("write_nonsense", None): "wrote no answer, but",
+            ("kill_parent", None): "PermissionError",
+            ("start_children_and_hang", str(tmp_path)): "took longer than 3 seconds (timeout_s) in its sandbox",
+        }
+        check(pool, cases)
+        assert all_dead(tmp_path)
+        assert score(pool, [("reach_by_program", port)])[0].scores == {"behave": [0.0]}
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        assert process in ray.util.list_named_actors(), "the scoring process was never replaced"

@@ -1,0 +1,234 @@
+"""A reward that does to its process whatever the row's column ``how`` says."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HOARD: list[bytearray] = []
+MANY_BYTES = 4 * 2**30
+REACH = """
+import socket, sys
+with socket.socket() as client:
+    client.settimeout(5)
+    client.connect(("127.0.0.1", int(sys.argv[1])))
+"""
+
+
+def behave(completions: list[Any], how: list[str], argument: list[Any], **columns: Any) -> Any:
+    """1 for every completion, unless ``how`` names a function of this file, whose answer counts."""
+    if how[0] != "well":
+        return globals()[how[0]](argument[0], len(completions))
+    return [1.0] * len(completions)
+
+
+def ring(number: int, frame: Any) -> None:
+    raise TimeoutError("the alarm rang")
+
+
+def hang(argument: Any, size: int) -> None:
+    time.sleep(3600)
+
+
+def segfault(argument: Any, size: int) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def abort(argument: Any, size: int) -> None:
+    os.abort()
+
+
+def leave(argument: Any, size: int) -> None:
+    os._exit(0)
+
+
+def sys_exit(argument: Any, size: int) -> None:
+    sys.exit("enough")
+
+
+def interrupt(argument: Any, size: int) -> None:
+    raise KeyboardInterrupt
+
+
+def grow(argument: Any, size: int) -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(2**24))
+
+
+def hoard(argument: Any, size: int) -> None:
+    while True:
+        HOARD.append(bytearray(2**24))
+
+
+def share_memory(argument: Any, size: int) -> None:
+    """Memory that is no process's own."""
+    shared = mmap.mmap(-1, MANY_BYTES)
+    for start in range(0, MANY_BYTES, mmap.PAGESIZE):
+        shared[start] = 1
+
+
+def nothing_to_show(argument: Any, size: int) -> Any:
+    return (1.0 for _ in iter(int, 1))
+
+
+def use_alarm(argument: Any, size: int) -> list[float]:
+    """Interrupts itself, as math-verify does."""
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(60)
+    except TimeoutError:
+        return [1.0] * size
+    return [0.0] * size
+
+
+def leave_alarm(argument: Any, size: int) -> list[float]:
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.1)
+    os.chdir("/")
+    return [1.0] * size
+
+
+def look_around(argument: Any, size: int) -> list[float]:
+    """Waits for what others left behind."""
+    time.sleep(0.5)
+    same = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and os.getcwd() != "/"
+    return [float(same)] * size
+
+
+def start_children(folder: str, size: int) -> None:
+    """In and out of the process's session, with exec and without, each with a child of its own where it can."""
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=time.sleep, args=(3600,), daemon=True)
+    child.start()
+    pids = [child.pid]
+    for session in (False, True):
+        shell = subprocess.Popen(
+            ["sh", "-c", "sleep 3600 & echo $!; wait"], start_new_session=session, stdout=subprocess.PIPE, text=True
+        )
+        assert shell.stdout is not None
+        pids += [shell.pid, int(shell.stdout.readline())]
+    (Path(folder) / "pids").write_text(" ".join(map(str, pids)))
+
+
+def start_children_and_hang(folder: str, size: int) -> None:
+    start_children(folder, size)
+    time.sleep(3600)
+
+
+def start_children_and_die(folder: str, size: int) -> None:
+    start_children(folder, size)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_children_and_fail(folder: str, size: int) -> None:
+    start_children(folder, size)
+    raise ValueError("with children")
+
+
+def start_daemon(folder: str, size: int) -> list[float]:
+    """A process that has left its parent, session and group."""
+    daemon = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+    note = f"open({folder + '/pids'!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+    subprocess.run([sys.executable, "-c", daemon + note], check=True)
+    while not (Path(folder) / "pids").exists() or not (Path(folder) / "pids").read_text():
+        time.sleep(0.01)
+    return [1.0] * size
+
+
+def fork_without_end(argument: Any, size: int) -> None:
+    for _ in range(2000):
+        subprocess.Popen(["sleep", "3600"])
+    time.sleep(3600)
+
+
+def reach(port: int, size: int) -> list[float]:
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        return [1.0] * size
+
+
+def reach_by_program(port: int, size: int) -> list[float]:
+    """From a program that a program starts."""
+    inner = [sys.executable, "-c", REACH, str(port)]
+    outer = f"import subprocess; raise SystemExit(subprocess.run({inner!r}, stderr=subprocess.DEVNULL).returncode)"
+    return [float(subprocess.run([sys.executable, "-c", outer]).returncode == 0)] * size
+
+
+def try_families(argument: Any, size: int) -> list[float]:
+    """The number of address families, other than AF_UNIX, that a socket can be made of."""
+    made = 0
+    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, socket.AF_VSOCK):
+        with suppress(PermissionError):
+            socket.socket(family, socket.SOCK_RAW if family == socket.AF_NETLINK else socket.SOCK_DGRAM).close()
+            made += 1
+    left, right = socket.socketpair()
+    left.send(b"x")
+    assert right.recv(1) == b"x"
+    return [float(made)] * size
+
+
+def write_nonsense(argument: Any, size: int) -> None:
+    for fd in range(3, 64):
+        with suppress(OSError):
+            os.write(fd, b"\x80\x04nonsense")
+    os._exit(0)
+
+
+def write_without_end(argument: Any, size: int) -> None:
+    while True:
+        for fd in range(3, 64):
+            with suppress(OSError):
+                os.write(fd, b"[" * 65536)
+
+
+def kill_parent(argument: Any, size: int) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+def kill_all(argument: Any, size: int) -> None:
+    os.kill(-1, signal.SIGKILL)
+
+
+def kill_own_group(argument: Any, size: int) -> None:
+    os.kill(0, signal.SIGKILL)
+
+
+def end_own_child(argument: Any, size: int) -> list[float]:
+    """As code that runs programs with a timeout does."""
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    os.killpg(os.getpgid(child.pid), signal.SIGKILL)
+    return [float(child.wait() == -signal.SIGKILL)] * size
+
+
+def raise_limits(argument: Any, size: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def write_file(folder: str, size: int) -> None:
+    with (Path(folder) / "large").open("wb") as file:
+        file.truncate(2**30 + 1)
+
+
+def draw(argument: Any, size: int) -> list[float]:
+    return [float(np.random.random()) for _ in range(size)]
+
+
+async def waits(completions: list[Any], log_metric: Any, **columns: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    log_metric("size", len(completions))
+    return [0.5] * len(completions)
