@@ -62,6 +62,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_group_size(config.algorithm)
         yield from check_loss(config.algorithm)
         yield from check_correction(config.algorithm)
+        yield from check_replay(config)
         yield from check_reference(config.algorithm, config.model)
         yield from check_rollout(config.rollout)
         yield from check_sampling(config.rollout)
@@ -203,6 +204,26 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"{name}: there is no KL to weigh; set algorithm.loss.beta above 0, or false here"
     if correction.bias_corrected_kl and correction.mode == "none":
         yield f"{name}: there are no weights with algorithm.correction.mode=none; set another mode, or false here"
+
+
+def check_replay(config: Config) -> Iterator[str]:
+    replay, advantage = config.replay, config.algorithm.advantage.name
+    if advantage == "reinforce" and replay.refill_attempts:
+        yield (
+            "replay.refill_attempts: with algorithm.advantage.name=reinforce a group whose rewards are all the same "
+            "teaches as any other; set it to 0, or another advantage"
+        )
+    if replay.reuse_groups and config.algorithm.correction.mode == "none":
+        yield (
+            "replay.reuse_groups: older policies drew what is trained again; set algorithm.correction.mode, "
+            "such as token_truncate, or 0 here"
+        )
+    cluster = config.cluster
+    if cluster.dead_after_s < cluster.suspect_after_s:
+        yield (
+            f"cluster.dead_after_s: {cluster.dead_after_s:g} is less than cluster.suspect_after_s="
+            f"{cluster.suspect_after_s:g}; set it to at least that"
+        )
 
 
 def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:

@@ -73,6 +73,13 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
     ("changes", "option", "fix"),
     [
         ({"name": " "}, "name", "give the run a name"),
+        ({"replay.reuse_groups": 4}, "replay.reuse_groups", "set algorithm.correction.mode, such as token_truncate"),
+        (
+            {"replay.refill_attempts": 1, "algorithm.advantage.name": "reinforce"},
+            "replay.refill_attempts",
+            "set it to 0, or another advantage",
+        ),
+        ({"cluster.dead_after_s": 5.0}, "cluster.dead_after_s", "5 is less than cluster.suspect_after_s=30"),
         ({"algorithm.group_size": 1}, "algorithm.group_size", "set 2 or more"),
         ({"algorithm.group_size": 1, "algorithm.advantage.name": "rloo"}, "algorithm.group_size", "set 2 or more"),
         (
@@ -194,6 +201,7 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"model.dtype": "float16", "learner.num_gpus": 1.0},
         {"rollout.tensor_parallel_size": 2, "rollout.num_gpus": 2.0},
         {"rollout.num_gpus": 0.5},
+        {"replay.reuse_groups": 4, "algorithm.correction.mode": "token_mask"},
         {"weights.on_update": "inflight", "replay.max_staleness": 1},
         {"weights.on_update": "inflight", "replay.max_staleness": 1, "rollout.engine": "hf"},
         {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1, "model.adapter.kind": "none"},
