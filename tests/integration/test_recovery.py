@@ -18,6 +18,7 @@ from run_cases import SIX_STEPS, make_config, read_adapter, read_jsonl, trained_
 import rlpipe
 from benchmarks.processes import find_processes
 from rlpipe.errors import EngineFailed, LearnerFailed, RlpipeError, WaitTimeout
+from rlpipe.replay.audit import audit
 from rlpipe.replay.ledger import NAME, GroupState, Ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -69,12 +70,10 @@ def ledger_of(output: Path) -> Ledger:
 
 
 def assert_accounts_add_up(output: Path, *, num_steps: int, groups_per_step: int) -> None:
-    ledger = ledger_of(output)
-    counts = ledger.counts()
-    assert counts[GroupState.TRAINED] == num_steps * groups_per_step
-    assert set(counts) <= {GroupState.TRAINED, GroupState.DISCARDED}
-    total, distinct = ledger.rows("SELECT count(*), count(DISTINCT epoch || '/' || position) FROM groups")[0]
-    assert total == distinct == sum(counts.values())
+    accounts = audit(ledger_of(output))
+    assert accounts.finished
+    assert not accounts.problems
+    assert ledger_of(output).counts()[GroupState.TRAINED] == num_steps * groups_per_step
 
 
 def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(

@@ -29,10 +29,10 @@ def cluster_environment(local_ray: None) -> dict[str, str]:
 
 
 def start_driver(options: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process group of its own, as a terminal makes one."""
+    command = [sys.executable, "-m", "rlpipe", "train", *options]
     with log.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "rlpipe", "train", *options], env=environment, stdout=file, stderr=file
-        )
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
 
 
 def wait_for_step(driver: subprocess.Popen[bytes], metrics: Path, step: int, timeout_s: float) -> None:
@@ -88,3 +88,68 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert adapter.keys() == expected.keys()
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
     assert json.loads((output / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
+    cluster_environment: dict[str, str],
+    undisturbed_run: Path,
+    tiny_policy: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    environment = cluster_environment
+    if number is signal.SIGINT:  # Ctrl-C goes to the whole group, in which a local cluster's processes are
+        environment = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS, "checkpoint.every_steps=0")
+    driver = start_driver(options, environment, log)
+    wait_for_step(driver, output / "metrics.jsonl", 2, timeout_s=120)
+    os.killpg(driver.pid, number)
+    assert driver.wait(timeout=120) == code
+    said = log.read_text()
+    assert f"rlpipe: error: stopped by {number.name}; the same command goes on from the checkpoint" in said
+    assert "Traceback" not in said
+    (checkpoint,) = (output / "checkpoints").iterdir()
+    assert checkpoint.name in ("step_000002", "step_000003", "step_000004")
+    assert not (output / "policy").exists()
+
+    resumed = start_driver(options, environment, log)
+    assert resumed.wait(timeout=180) == 0, log.read_text()
+    expected, adapter = read_adapter(undisturbed_run / "policy"), read_adapter(output / "policy")
+    assert all(torch.equal(adapter[name], expected[name]) for name in expected)
+
+
+def test_a_second_signal_ends_the_run_at_once(
+    cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    endless = f"scoring.rewards.digits.path={Path(__file__).with_name('reward_cases.py')}:hang_after_a_while"
+    options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS, endless)
+    driver = start_driver(options, cluster_environment, log)
+    wait_for_step(driver, output / "metrics.jsonl", 1, timeout_s=120)
+    driver.send_signal(signal.SIGTERM)
+    time.sleep(3)
+    assert driver.poll() is None, "the step can't end, as its reward hangs"
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(timeout=60) == 130
+    assert "rlpipe: interrupted" in log.read_text()
+
+
+def test_an_asynchronous_run_whose_driver_dies_keeps_its_accounts(
+    cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS, "replay.max_staleness=2")
+    for step in (1, 3):
+        driver = start_driver(options, cluster_environment, log)
+        wait_for_step(driver, output / "metrics.jsonl", step, timeout_s=120)
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        wait_until_gone("rollout-0", timeout_s=30)
+    last = start_driver(options, cluster_environment, log)
+    assert last.wait(timeout=180) == 0, log.read_text()
+    assert [row["step"] for row in read_jsonl(output / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert cli.main(["audit", str(output)]) == 0
