@@ -31,9 +31,9 @@ from rlpipe.replay.audit import audit
 from rlpipe.replay.ledger import NAME, Event, Ledger
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "driver")
-STEPS_PER_MINUTE = 60
+STEPS_PER_MINUTE = 75
 """Steps of both runs for each minute of killing; undisturbed, the quickstart trains about 180 in a minute."""
-MEAN_PAUSE_S = 12.0
+MEAN_PAUSE_S = 15.0
 """Between one kill and the next, exponentially distributed, whether the last one is mended or not."""
 PATIENCE_S = 300.0
 """Without a step for so long, the run counts as hanging."""
