@@ -9,6 +9,7 @@ was lost can be repeated.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -440,7 +441,10 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
     does, and then the newest ones."""
     if read_only:
-        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        # SQLite wants to make files beside a database, but not for one that nobody writes.
+        at_rest = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+        mode = "mode=ro&immutable=1" if at_rest else "mode=ro"
+        return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")

@@ -1,6 +1,9 @@
 """Which ledger is meant by what people name."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from ledger_cases import Run
@@ -62,3 +65,23 @@ def test_reading_is_of_one_moment(tmp_path: Path) -> None:
         assert ledger.counts() == before
     with reading(tmp_path / NAME) as ledger:
         assert ledger.counts() != before
+
+
+def test_a_finished_run_of_somebody_else_is_read() -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        run = Run(folder)
+        run.train(0)
+        run.ledger.close()
+        folder.chmod(0o555)
+        child = os.fork()
+        if not child:  # an exception must not come back into pytest
+            code = 1
+            with suppress(Exception):
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                with reading(folder / NAME) as ledger:
+                    code = 0 if ledger.last_step == 0 else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        folder.chmod(0o755)
