@@ -259,7 +259,7 @@ def check_choice(option: str, value: str, known: Sequence[str]) -> None:
 def refuse(arguments: argparse.Namespace, why: str, because: str, others: Sequence[str]) -> None:
     """Raises ``InputError`` if one of the ``others`` is given, which have no effect then."""
     for name in others:
-        if getattr(arguments, name):
+        if getattr(arguments, name) not in (None, False):
             option = "--groups, --steps and --events" if name == "subjects" else f"--{name.replace('_', '-')}"
             raise InputError(f"{because} {why}: leave out {option}")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -75,12 +77,16 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
     """
     path, feed, failures = find_ledger(run), Feed(question.wanted), 0
     show = _print_json if as_json else _print_lines
-    with reading(path) as ledger:
+    with _identified(path) as (ledger, file):
         for subject in question.subjects if question.limit else ():
             show(_find(ledger, subject, question)[::-1])
-    while True:
+        feed.look(ledger, file)
+        ended = has_ended(ledger)
+    while not ended:
+        time.sleep(POLL_S)
         try:
-            rows, ended = _look(path, feed)
+            with _identified(path) as (ledger, file):
+                rows, ended = feed.look(ledger, file), has_ended(ledger)
         except (OSError, DataError) as error:
             failures += 1
             if failures == PATIENCE:
@@ -88,19 +94,17 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
         else:
             failures = 0
             show([row for row in rows if SUBJECTS[type(row)] in question.subjects])
-            if ended:
-                return
-        time.sleep(POLL_S)
 
 
-def _look(path: Path, feed: Feed) -> tuple[list[Row], bool]:
-    """Raises ``DataError`` if the ledger gives way to another one in this moment."""
+@contextmanager
+def _identified(path: Path) -> Iterator[tuple[Ledger, tuple[int, int]]]:
+    """The ledger, and what tells it from others; raises ``DataError`` if another one takes its place just now."""
     before = path.stat()
     with reading(path) as ledger:
         after = path.stat()
-        if not (before.st_dev, before.st_ino) == (after.st_dev, after.st_ino):
-            raise DataError(f"{path} is replaced")
-        return feed.look(ledger, (after.st_dev, after.st_ino)), has_ended(ledger)
+        if not os.path.samestat(before, after):
+            raise DataError(f"{path} is replaced at this moment: try again")
+        yield ledger, (after.st_dev, after.st_ino)
 
 
 def _find(ledger: Ledger, subject: Subject, question: Question) -> Sequence[Row]:

@@ -48,8 +48,10 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._num_steps = folder, num_steps
         self._rerolls = Rerolls(after_steps=round(REPLAY.reroll_after * num_steps), per_step=1)
-        self._attempts: list[int] = []
         self.store = self._open()
+        self._attempts = self.ledger.open_attempts()
+        for fruitless in self.ledger.fruitless(REPLAY.reroll_below):
+            self._rerolls.add(fruitless)
         self.ledger.set(run_id="feed", num_rows=NUM_ROWS, config=config_tree(model, num_steps))
 
     @property
@@ -114,7 +116,7 @@ class Run:
             return
         while self.store.batches(step) is None:
             unfinished = self.ledger.unfinished()
-            admitted = [entry for entry, state in unfinished if state is GroupState.ADMITTED]
+            admitted = [entry for entry, state in unfinished if state is not GroupState.SCORED]
             for entry in admitted or self.admit(1, step):
                 self.bring(entry)
         if step < self._num_steps:

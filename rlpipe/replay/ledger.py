@@ -9,6 +9,7 @@ was lost can be repeated.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ from rlpipe.types import RolloutGroup
 NAME = "ledger.sqlite"
 SCHEMA_VERSION = 1
 COMPARED = "compared after the last step, not trained"
+NO_VARIANCE = "no reward variance"
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -313,13 +315,21 @@ class Ledger:
         """Attempts that groups without reward variance have left open, because the run ended there."""
         left: Counter[int] = Counter()
         for attempt, count in self._rows(
-            "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE 'no reward variance%'"
-            " GROUP BY attempt"
+            "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE ? GROUP BY attempt",
+            f"{NO_VARIANCE}%",
         ):
             left[attempt] = count
         for attempt, count in self._rows("SELECT attempt, count(*) FROM groups WHERE attempt > 0 GROUP BY attempt"):
             left[attempt] -= count
         return sorted(left.elements())
+
+    def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[int, int, str]]:
+        """Those of the groups that were discarded once they had tokens, or before: id, attempt and reason."""
+        return self._rows(
+            "SELECT group_id, attempt, reason FROM groups WHERE state = 'DISCARDED' AND step IS NULL"
+            f" AND (generated_at IS NOT NULL) = ? AND group_id IN ({', '.join(map(str, group_ids))})",
+            with_tokens,
+        )
 
     def fruitless(self, at_most: float) -> list[Admitted]:
         """Groups of which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
@@ -440,7 +450,10 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
     does, and then the newest ones."""
     if read_only:
-        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        # SQLite wants to make files beside a database, but not for one that nobody writes.
+        at_rest = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+        mode = "mode=ro&immutable=1" if at_rest else "mode=ro"
+        return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")

@@ -207,6 +207,7 @@ class Feed:
                 f"SELECT (SELECT coalesce(max({KNOWN_SINCE}), 0) FROM groups),"
                 " (SELECT coalesce(max(ended_at), 0) FROM steps), (SELECT coalesce(max(time), 0) FROM events)"
             )[0]
+            self._floor = _first_open(ledger)
         if file != self._file:
             self._file = file
             self._pass_over(ledger)
@@ -224,7 +225,7 @@ class Feed:
 
     def _pass_over(self, ledger: Ledger) -> None:
         """What of a ledger has been looked at: all that was written before the newest of it."""
-        self._floor = _first_open(ledger)
+        self._floor = min(self._floor, _first_open(ledger))
         self._shown = {group_id for group_id, since in self._open_groups(ledger) if since <= self._newest_group}
         query = "SELECT coalesce(max(id), 0) FROM events WHERE time <= ?"
         self._last_event = ledger.rows(query, self._newest_event)[0][0]

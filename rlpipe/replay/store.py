@@ -10,7 +10,7 @@ from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, ReplayConfig, 
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.replay.assemble import assemble_step, has_signal
 from rlpipe.replay.buffer import Admitted, ReplayBuffer
-from rlpipe.replay.ledger import GroupState, Ledger, StepGroups
+from rlpipe.replay.ledger import NO_VARIANCE, GroupState, Ledger, StepGroups
 from rlpipe.replay.reuse import KeptGroups
 from rlpipe.replay.steps import StepReport
 from rlpipe.scoring.scorer import GroupScores, apply_scores
@@ -92,7 +92,7 @@ class ReplayStore:
         self._buffer.admit([group for group in groups if group.group_id not in self._entries])
         self._entries.update((group.group_id, group) for group in groups)
 
-    def generated(self, groups: Iterable[RolloutGroup]) -> Outcome:
+    def generated(self, groups: Sequence[RolloutGroup]) -> Outcome:
         """Keeps the tokens of groups until their scores come."""
         new = [group for group in groups if self._awaits(group.group_id) and group.group_id not in self._generated]
         whole = [group for group in new if group.failure is None]
@@ -100,9 +100,11 @@ class ReplayStore:
         self._generated.update((group.group_id, group) for group in whole)
         now = time.monotonic()
         self._times.update((group.group_id, (now, now)) for group in whole)
-        return self._discard({group.group_id: group.failure for group in new if group.failure is not None})
+        outcome = self._discard({group.group_id: group.failure for group in new if group.failure is not None})
+        self._answer_again(outcome, [group.group_id for group in groups], with_tokens=False)
+        return outcome
 
-    def scored(self, group_ids: Iterable[int], pools: Iterable[Sequence[GroupScores]]) -> Outcome:
+    def scored(self, group_ids: Sequence[int], pools: Iterable[Sequence[GroupScores]]) -> Outcome:
         """Combines what every pool said of groups that were generated, and discards those that can't be trained."""
         scores: dict[int, list[GroupScores]] = {}
         for entry in (entry for pool in pools for entry in pool):
@@ -116,7 +118,7 @@ class ReplayStore:
                 failed[group.group_id] = group.failure
             elif self._is_refilled(group):
                 attempt = self._entries[group.group_id].attempt + 1
-                failed[group.group_id] = f"no reward variance (attempt {attempt})"
+                failed[group.group_id] = f"{NO_VARIANCE} (attempt {attempt})"
                 outcome.attempts.append(attempt)
             elif self._is_fruitless(group):
                 outcome.fruitless.append(self._entries[group.group_id])
@@ -125,7 +127,8 @@ class ReplayStore:
         for group in kept:
             self._buffer.add(group)
             self._times[group.group_id] = (self._times[group.group_id][0], time.monotonic())
-        outcome.discarded = self._discard(failed).discarded
+        self._answer_again(outcome, group_ids, with_tokens=True)
+        outcome.discarded |= self._discard(failed).discarded
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
@@ -186,6 +189,14 @@ class ReplayStore:
         self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
         self._times = dict.fromkeys(self._entries, (0.0, 0.0))
         self._kept.keep(self.ledger.load(self.ledger.newest_trained(self._replay.reuse_groups)))
+
+    def _answer_again(self, outcome: Outcome, group_ids: Iterable[int], *, with_tokens: bool) -> None:
+        """What a process that died had discarded, where its answer was lost and the call is repeated."""
+        unknown = [group_id for group_id in group_ids if group_id not in self._entries]
+        for group_id, attempt, reason in self.ledger.discarded(unknown, with_tokens=with_tokens):
+            outcome.discarded[group_id] = reason
+            if reason.startswith(NO_VARIANCE):
+                outcome.attempts.append(attempt + 1)
 
     def _awaits(self, group_id: int) -> bool:
         return group_id in self._entries and not self._buffer.holds(group_id)

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ledger_cases import Run
 
 import rlpipe
 from rlpipe import cli
 from rlpipe.errors import ConfigError, InputError, RunError
+from rlpipe.replay.ledger import NAME
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
 TIMES = ("--generate", "constant:2", "--train", "constant:1")
@@ -37,7 +40,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return streams.err
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "config", "simulate", "generate"])
+@pytest.mark.parametrize("command", ["", "train", "eval", "config", "simulate", "audit", "inspect", "generate"])
 def test_help_is_light(command: str) -> None:
     output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
     assert "usage: rlpipe" in output
@@ -132,6 +135,16 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["generate", "--model", "m", "--num", "0", "hello"], "'0' is not an integer of at least 1"),
         (["generate", "--model", "m", "--temperature", "hot", "hello"], "'hot' is not a number of at least 0"),
         (["generate", "--model", "m", ""], "the prompt is empty"),
+        (["audit"], "required: RUN"),
+        (["audit", "one", "two"], "one run at a time, not also two"),
+        (["audit", "nowhere"], "nowhere does not exist: give the output folder of a run"),
+        (["inspect", "nowhere", "--follow"], "nowhere does not exist: give the output folder of a run"),
+        (["inspect", "run", "--reward", "much"], "'much' is not a number, or bounds such as 1..3"),
+        (["inspect", "run", "--step", "3-1"], "'3-1' ends before it begins"),
+        (["inspect", "run", "--state", "LOST"], "--state: there is no LOST; it is one of ADMITTED, GENERATED"),
+        (["inspect", "run", "--sort", "age"], "--sort: there is no age; it is one of id, step"),
+        (["inspect", "run", "--steps", "--epoch", "1"], "--steps show no groups: leave out --epoch"),
+        (["inspect", "run", "--group", "1", "--events"], "--group shows one group whole: leave out --groups, --steps"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -196,3 +209,64 @@ def test_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == "name: run\n0\n"
     assert done.stderr == ""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a finished run."""
+    finished = Run(tmp_path / "run")
+    finished.train_all()
+    finished.ledger.close()
+    return tmp_path / "run"
+
+
+def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "a finished run: 6 steps trained, the newest checkpoint after 6\n" in text
+    assert "prompts    19: 10 TRAINED, 6 DISCARDED, 3 skipped\n" in text
+    assert "            2  compared after the last step, not trained\n" in text
+    assert "FAILS" not in text
+    with sqlite3.connect(run / NAME) as connection:
+        connection.execute("DELETE FROM groups WHERE group_id = 5")
+        connection.execute("UPDATE groups SET reason = NULL WHERE group_id = 10")
+    assert cli.main(["audit", str(run)]) == 1
+    streams = capsys.readouterr()
+    assert "FAILS  every place up to the prompt source's has a group, or a row that was skipped\n" in streams.out
+    assert "         epoch 0, position 5\n" in streams.out
+    assert "         group 10, DISCARDED, without a reason\n" in streams.out
+    assert streams.err.count("\n") == 1
+    assert (
+        f"rlpipe: error: the accounts in {run / NAME} do not add up: it does not hold that every place" in streams.err
+    )
+    assert cli.main(["audit", str(run), "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [
+        ["epoch 0, position 5"],
+        ["group 10, DISCARDED, without a reason"],
+        ["step 2: 1 of 2"],
+    ]
+
+
+@pytest.mark.parametrize("command", ["audit", "inspect"])
+def test_a_ledger_that_can_not_be_read_is_named(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{tmp_path} has no ledger.sqlite: give the output folder of a run" in fails(
+        [command, str(tmp_path)], capsys
+    )
+    assert "nothing.sqlite does not exist" in fails([command, str(tmp_path / "nothing.sqlite")], capsys)
+    content = bytearray((run / NAME).read_bytes())
+    content[:4096] = b"\xff" * 4096
+    (run / NAME).write_bytes(content)
+    assert f"the ledger {run / NAME} " in fails([command, str(run)], capsys)
+    (run / NAME).write_bytes(b"")
+    assert str(run / NAME) in fails([command, str(run)], capsys)
+
+
+@pytest.mark.parametrize("command", ["audit", "inspect"])
+def test_ledgers_are_read_without_ray_or_torch(command: str, run: Path) -> None:
+    output = loaded_after(f"from rlpipe.cli import main; main(['{command}', '{run}'])")
+    assert "LOADED ['numpy']" in output

@@ -106,7 +106,7 @@ def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]
 def used_folder(config: Config) -> None:
     checkpoint = Path(config.output) / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "learner.json").write_text(json.dumps({"step": 1, "extra": {}}))
+    (checkpoint / "learner.json").write_text(json.dumps({"step": 1, "extra": {}, "files": {}}))
 
 
 def test_never_resume_refuses_a_folder_with_checkpoints(options: list[str]) -> None:

@@ -271,3 +271,20 @@ def test_groups_that_were_scored_before_the_last_was_generated_are_counted(tmp_p
     score(store, 3, MIXED)
     assert len(both) == 2
     assert metric(store.batches(1), "groups/streamed") == 0
+
+
+def test_a_call_that_is_repeated_after_a_death_has_the_same_answer(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, refill_attempts=1)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1)
+    broken = group(0, [1.0], scored=False)
+    broken.failure = "the engine refused it"
+    first = store.generated([broken, group(1, [1.0, 1.0], scored=False)])
+    assert first.discarded == {0: "the engine refused it"}
+    store = open_store(tmp_path, replay=replay)
+    assert store.generated([broken, group(1, [1.0, 1.0], scored=False)]) == first
+    assert score(store, 0, [1.0, 1.0]).discarded == {}, "a group without tokens was answered for already"
+    outcome = score(store, 1, [1.0, 1.0])
+    assert outcome.attempts == [1]
+    store = open_store(tmp_path, replay=replay)
+    assert score(store, 1, [1.0, 1.0]) == outcome
