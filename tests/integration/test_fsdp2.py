@@ -215,7 +215,7 @@ def name_bad_groups(tiny: Path) -> None:
     with pytest.raises(LearnerFailed, match="through groups 1, 3; look"):
         learner.train_step(batch)
     for parameter in learner.policy.trainable_parameters().values():
-        parameter.register_hook(lambda gradient: gradient * float("inf"))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.fill_(float("inf")))
     with pytest.raises(LearnerFailed, match="through groups 0, 1, 2, 3; look"):
         learner.train_step(make_batches(num_ranks=NUM_RANKS)[rank])
 

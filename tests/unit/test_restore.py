@@ -123,7 +123,7 @@ def test_a_damaged_copy_is_refused_and_named(path: Path, tmp_path: Path) -> None
     ledger.close()
     shutil.rmtree(path.parent)
     damage_file(old / NAME)
-    with pytest.raises(ConfigError, match=rf"{old / NAME} can't take the place of .*; resume from another checkpoint"):
+    with pytest.raises(ConfigError, match=rf"is missing, and {old / NAME} can't take its place: .*; resume"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
     assert not path.exists()
 
