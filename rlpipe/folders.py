@@ -1,5 +1,5 @@
-"""Folders that appear whole or not at all, so that a killed process leaves nothing that looks finished; and whether
-there is room for them."""
+"""Folders and files that appear whole or not at all, so that a killed process or a full disk leaves nothing that looks
+finished; and whether there is room for them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,17 @@ def complete_folder(temporary: Path, target: Path) -> None:
         target.rename(aside)
     temporary.rename(target)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that takes ``path``'s place once it is whole."""
+    temporary = writing_path(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def why_not_writable(folder: Path) -> str | None:

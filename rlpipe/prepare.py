@@ -14,7 +14,7 @@ from rlpipe.configs.schema import Config, ModelConfig, RewardConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.folders import why_not_writable
+from rlpipe.folders import why_not_writable, write_whole
 from rlpipe.imports import import_object
 from rlpipe.learner.checkpoint import (
     damaged,
@@ -77,11 +77,9 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
 
 def open_output(run: Run) -> None:
     """Makes the run's folder, with the resolved config in it; raises ``ConfigError`` if it can't be written."""
-    temporary = run.output / ".config.yaml.writing"
     with _naming(run.output):
         run.output.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(to_yaml(run.config))
-        temporary.replace(run.output / "config.yaml")
+        write_whole(run.output / "config.yaml", to_yaml(run.config))
 
 
 @contextmanager

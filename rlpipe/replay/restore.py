@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from rlpipe.configs.tree import changed_options
 from rlpipe.errors import ConfigError, LedgerError
-from rlpipe.folders import why_not_writable
+from rlpipe.folders import why_not_writable, writing_path
 from rlpipe.replay.ledger import NAME, Ledger, damage
 
 COMPANIONS = ("-wal", "-shm")
@@ -115,7 +115,7 @@ def _check_owner(ledger: Ledger, start: RunStart) -> None:
 
 def _replace(path: Path, copy: Path) -> Path | None:
     """Puts the copy there; answers the new name of what was there. A full disk changes nothing."""
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = writing_path(path)
     try:
         shutil.copyfile(copy, temporary)
     except OSError as error:
