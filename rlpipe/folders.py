@@ -1,11 +1,17 @@
-"""Folders that appear whole or not at all, so that a killed process leaves nothing that looks finished."""
+"""Folders and files that appear whole or not at all, so that a killed process or a full disk leaves nothing that looks
+finished; and whether there is room for them."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+RESERVE = 16 * 2**20
+"""Bytes that large files leave free, so that the ledger and the metrics beside them can still be written."""
 
 
 @contextmanager
@@ -40,3 +46,30 @@ def complete_folder(temporary: Path, target: Path) -> None:
         target.rename(aside)
     temporary.rename(target)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that takes ``path``'s place once it is whole."""
+    temporary = writing_path(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """What keeps files from being written to a folder, or the folder from being made; None where nothing does."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raises ``OSError`` if a large file would not leave ``RESERVE`` free."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + RESERVE:
+        wanted = f"{num_bytes / 2**20:.1f} MiB, and {RESERVE / 2**20:.0f} MiB for the ledger and the metrics"
+        raise OSError(errno.ENOSPC, f"the disk has {free / 2**20:.1f} MiB left, needed are {wanted}", str(folder))

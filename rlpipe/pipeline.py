@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import threading
 import time
@@ -40,8 +41,8 @@ from rlpipe.prepare import (
     find_resume_point,
     open_output,
     prepare_run,
+    run_start,
 )
-from rlpipe.replay.restore import RunStart
 from rlpipe.replay.store import OpenAccounts
 from rlpipe.reporting import Reporter, cut_notice
 from rlpipe.rollout.adapter import read_adapter_config
@@ -58,6 +59,8 @@ from rlpipe.waiting import get_answer
 
 logger = logging.getLogger(__name__)
 
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 Result = TypeVar("Result")
 
 
@@ -71,10 +74,15 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     start = find_resume_point(config)
     run = prepare_run(config, rewards)
     open_output(run)
-    figures = train_rl(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
-    metrics = run.output / "metrics.jsonl"
-    summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
-    write_summary(run.output / "summary.json", summary)
+    try:
+        figures = train_rl(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
+        metrics = run.output / "metrics.jsonl"
+        summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
+        write_summary(run.output / "summary.json", summary)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise RunError(f"{run.output} can't be written: {error}; the same command goes on once there is room") from None
     files = {"policy": run.output / "policy"}
     if plot_rewards(metrics, run.output / "reward.png", config.name):
         files["plot"] = run.output / "reward.png"
@@ -208,16 +216,8 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
 def _open_accounts(run: Run, start: ResumePoint, parts: Parts, *, num_rows: int) -> OpenAccounts:
     """Has the replay actor open the ledger that belongs to where the run goes on."""
     cluster = run.config.cluster
-    begin = RunStart(
-        config=to_tree(run.config),
-        changes_allowed=run.config.resume_changes == "allow",
-        step=start.step,
-        checkpoint=start.checkpoint,
-        run_id=start.run_id,
-        num_rows=num_rows,
-    )
     accounts: OpenAccounts = get_answer(
-        parts.replay.start.remote(begin),
+        parts.replay.start.remote(replace(run_start(run.config, start), num_rows=num_rows)),
         "the replay actor to open the ledger",
         within=cluster.start_timeout_s,
         option="cluster.start_timeout_s",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from rlpipe.configs.schema import Config, ModelConfig, RewardConfig, ScoringConf
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.folders import why_not_writable, write_whole
 from rlpipe.imports import import_object
 from rlpipe.learner.checkpoint import (
-    list_checkpoints,
+    damaged,
     read_extra,
     resolve_checkpoint,
     set_damaged_aside,
     set_newer_aside,
 )
 from rlpipe.replay.location import ledger_path
+from rlpipe.replay.restore import RunStart, why_unusable
 from rlpipe.scoring.rewards import check_reward, load_reward, missing_columns
 from rlpipe.types import Prompt
 
@@ -73,9 +76,23 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
 
 
 def open_output(run: Run) -> None:
-    """Makes the run's folder, with the resolved config in it."""
-    run.output.mkdir(parents=True, exist_ok=True)
-    (run.output / "config.yaml").write_text(to_yaml(run.config))
+    """Makes the run's folder, with the resolved config in it; raises ``ConfigError`` if it can't be written."""
+    with _naming(run.output):
+        run.output.mkdir(parents=True, exist_ok=True)
+        write_whole(run.output / "config.yaml", to_yaml(run.config))
+
+
+@contextmanager
+def _naming(output: Path) -> Iterator[None]:
+    """An ``OSError`` becomes one line that names the output."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def _unwritable(output: Path, problem: object) -> ConfigError:
+    return ConfigError(f"output={output} can't be written ({problem}): mend that, or choose another output")
 
 
 def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
@@ -169,20 +186,38 @@ def _num_positions(model: ModelConfig) -> int | None:
 
 
 def find_resume_point(config: Config) -> ResumePoint:
-    """Where ``resume`` says that the run goes on; refuses a checkpoint of a run with another meaning.
+    """Where ``resume`` says that the run goes on; refuses a checkpoint or ledger of a run with another meaning.
 
-    Checkpoints that are not whole, or that lie behind an older one to go on from, are renamed.
+    Checkpoints that are not whole, or that lie behind an older one to go on from, are renamed, once nothing speaks
+    against the run.
     """
     output = Path(config.output).absolute()
     folder = output / "checkpoints"
+    ledger = ledger_path(output, config.name, config.ledger.folder)
+    if (problem := why_not_writable(output)) is not None:
+        raise _unwritable(output, problem)
+    start = ResumePoint() if config.resume == "never" else _read_resume_point(config, folder)
     if config.resume == "never":
-        ledger = ledger_path(output, config.name, config.ledger.folder)
-        _check_is_new(output, list_checkpoints(folder), ledger)
-    damaged = set_damaged_aside(folder)
+        _check_is_new(output, ledger)
+    if config.algorithm.kind == "rl" and config.ledger.folder is None:  # else it may be on another machine
+        why_unusable(ledger, run_start(config, start))
+    with _naming(output):
+        aside = set_damaged_aside(folder)
+        left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
+    messages = [f"a checkpoint is damaged ({problem}); it now is {path}" for path, problem in aside.items()]
+    messages += [f"the run goes on from an older checkpoint; a newer one now is {path}" for path in left]
+    if start.checkpoint is not None:
+        messages += [f"resuming from {start.checkpoint}, after step {start.step}"]
+    return replace(start, messages=messages)
+
+
+def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
     checkpoint = resolve_checkpoint(config.resume, folder)
-    messages = [f"a checkpoint is damaged ({problem}); it now is {path}" for path, problem in damaged.items()]
     if checkpoint is None:
-        return ResumePoint(messages=messages)
+        if broken := damaged(folder):
+            listed = "; ".join(f"{path.name}: {problem}" for path, problem in broken.items())
+            raise ConfigError(f"no checkpoint in {folder} is whole ({listed}): put one back, or choose another output")
+        return ResumePoint()
     step, extra = read_extra(checkpoint)
     changed = changed_options(extra["config"], to_tree(config))
     if changed and config.resume_changes == "refuse":
@@ -190,18 +225,20 @@ def find_resume_point(config: Config) -> ResumePoint:
             f"{checkpoint} belongs to a run with other options ({'; '.join(changed)}): set them back, "
             "or resume_changes=allow, or choose another output"
         )
-    left = set_newer_aside(folder, step)
-    messages += [f"the run goes on from an older checkpoint; a newer one now is {path}" for path in left]
-    messages += [f"resuming from {checkpoint}, after step {step}"]
-    return ResumePoint(
-        checkpoint=checkpoint,
-        step=step,
-        cursor=Cursor(**extra["resume"]),
-        run_id=extra.get("run_id"),
-        messages=messages,
+    return ResumePoint(checkpoint=checkpoint, step=step, cursor=Cursor(**extra["resume"]), run_id=extra.get("run_id"))
+
+
+def run_start(config: Config, start: ResumePoint) -> RunStart:
+    """What the accounts of the run begin or go on with."""
+    return RunStart(
+        config=to_tree(config),
+        changes_allowed=config.resume_changes == "allow",
+        step=start.step,
+        checkpoint=start.checkpoint,
+        run_id=start.run_id,
     )
 
 
-def _check_is_new(output: Path, checkpoints: Sequence[Path], ledger: Path) -> None:
-    if checkpoints or ledger.exists():
+def _check_is_new(output: Path, ledger: Path) -> None:
+    if any((output / "checkpoints").glob("step_*")) or ledger.exists():
         raise ConfigError(f"resume=never, but {output} holds an earlier run: choose another output, or remove it")

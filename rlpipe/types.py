@@ -20,6 +20,8 @@ ByteArray = NDArray[np.uint8]
 
 NO_VERSION = -1
 """The policy version of tokens that no policy drew (prompts, tool results)."""
+NO_GROUP = -1
+"""The group of a sequence that only fills a micro batch."""
 
 ChatMessages = list[dict[str, Any]]
 
@@ -161,6 +163,7 @@ class MicroBatch:
     logprobs: FloatArray  # [N]
     advantages: FloatArray  # [N]
     policy_versions: IntArray  # [N]
+    group_ids: IntArray  # [S]
     ref_logprobs: FloatArray | None = None  # [N]
 
     @property

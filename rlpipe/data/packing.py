@@ -12,7 +12,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from rlpipe.errors import ConfigError
-from rlpipe.types import NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
+from rlpipe.types import NO_GROUP, NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
 
 EVEN_LENGTH = 16384
 """Tokens at which a sequence's attention costs as much as all else: 12 times the hidden size, here taken as 1,365."""
@@ -191,6 +191,7 @@ def _join(rollouts: list[Rollout]) -> MicroBatch:
         logprobs=np.concatenate([rollout.logprobs for rollout in rollouts]),
         advantages=np.concatenate(advantages),
         policy_versions=np.concatenate([rollout.policy_versions for rollout in rollouts]),
+        group_ids=np.array([rollout.group_id for rollout in rollouts], np.int32),
         ref_logprobs=np.concatenate(references) if references else None,
     )
 
@@ -205,5 +206,6 @@ def _empty_micro_batch(with_reference: bool) -> MicroBatch:
         logprobs=np.zeros(2, np.float32),
         advantages=np.zeros(2, np.float32),
         policy_versions=np.full(2, NO_VERSION, np.int32),
+        group_ids=np.array([NO_GROUP], np.int32),
         ref_logprobs=np.zeros(2, np.float32) if with_reference else None,
     )

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rlpipe.errors import ConfigError
-from rlpipe.folders import begin_folder, complete_folder, writing_path
+from rlpipe.folders import begin_folder, check_room, complete_folder, writing_path
 from rlpipe.learner.sharding import Reduce, Sharding
-from rlpipe.learner.state import read_state, write_state
+from rlpipe.learner.state import read_state, state_bytes, write_state
 from rlpipe.learner.step import Learner
 
 NAME = re.compile(r"step_(\d+)")
@@ -56,7 +56,13 @@ class CheckpointStore:
             own = {**extra, **(add(temporary) if add is not None else {})}
             _complete(temporary, target, {"step": step, **bad_steps, "extra": own})
 
-        _on_first_rank(sharding, lambda: begin_folder(target))
+        def begin() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _remove_rest(self._folder)
+            check_room(self._folder, state_bytes(learner))
+            begin_folder(target)
+
+        _on_first_rank(sharding, begin)
         try:
             write_state(learner, temporary)
             _on_first_rank(sharding, complete)
@@ -78,6 +84,12 @@ class CheckpointStore:
         return Checkpoint(record["step"], record["extra"])
 
 
+def damaged(folder: Path) -> dict[Path, str]:
+    """The checkpoints that are not whole, with what is wrong."""
+    problems = {path: damage(path) for path in _numbered(folder)}
+    return {path: problem for path, problem in problems.items() if problem is not None}
+
+
 def set_newer_aside(folder: Path, step: int) -> list[Path]:
     """Renames the checkpoints after more than ``step`` steps, which a run leaves that goes on from an older one."""
     moved = []
@@ -89,11 +101,7 @@ def set_newer_aside(folder: Path, step: int) -> list[Path]:
 
 def set_damaged_aside(folder: Path) -> dict[Path, str]:
     """Renames the checkpoints that are not whole; answers their new names, with what is wrong."""
-    moved = {}
-    for path in _numbered(folder):
-        if (problem := damage(path)) is not None:
-            moved[path.rename(_free_name(path, "damaged"))] = problem
-    return moved
+    return {path.rename(_free_name(path, "damaged")): problem for path, problem in damaged(folder).items()}
 
 
 def damage(path: Path) -> str | None:
@@ -151,8 +159,14 @@ def _free_name(path: Path, suffix: str) -> Path:
 
 def prune(folder: Path, keep: int) -> None:
     """Removes all but the ``keep`` newest checkpoints, and what a crash left half written."""
-    for old in [*list_checkpoints(folder)[:-keep], *folder.glob(".step_*")]:
+    for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
+    _remove_rest(folder)
+
+
+def _remove_rest(folder: Path) -> None:
+    for rest in folder.glob(".step_*"):
+        shutil.rmtree(rest, ignore_errors=True)
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.errors import RunError
 from rlpipe.folders import whole_folder
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.publish import named_weights
@@ -22,7 +24,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def export_policy(policy: Policy, folder: Path) -> None:
     """Writes the adapter, or the whole model, and the tokenizer as ``from_pretrained`` and vLLM load them.
 
-    All ranks must call it; rank 0 writes.
+    All ranks must call it; rank 0 writes, and raises ``RunError`` if it can't.
     """
     writes = policy.sharding.rank == 0
     # An adapter is small and keeps its float32; a whole model is written in the type it is computed with.
@@ -32,9 +34,14 @@ def export_policy(policy: Policy, folder: Path) -> None:
         if writes:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:
-        with whole_folder(folder) as temporary:
-            _write(policy, tensors, temporary)
-            load_tokenizer(policy.config).save_pretrained(temporary)
+        try:
+            with whole_folder(folder) as temporary:
+                _write(policy, tensors, temporary)
+                load_tokenizer(policy.config).save_pretrained(temporary)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"the policy can't be written to {folder}: {error}; the same command writes it once there is room"
+            ) from error
     policy.sharding.barrier()
 
 

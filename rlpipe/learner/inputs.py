@@ -15,7 +15,7 @@ from torch import Tensor
 from rlpipe.algorithms.losses import LossInputs
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.rows import Row
-from rlpipe.types import MicroBatch, MiniBatch
+from rlpipe.types import IntArray, MicroBatch, MiniBatch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,6 +23,7 @@ class LearnerInputs:
     """A micro batch on the device; ``old_logprobs`` and ``ref_logprobs`` are filled in where they are needed."""
 
     row: Row
+    group_ids: IntArray  # of its sequences, on the host
     sequence_ids: Tensor  # [K], numbered from 0 without gaps
     advantages: Tensor  # [K]
     sampling_logprobs: Tensor  # [K]
@@ -61,6 +62,7 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
 
     return LearnerInputs(
         row=policy.plan(micro_batch),
+        group_ids=micro_batch.group_ids,
         sequence_ids=torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(policy.device),
         advantages=pick(micro_batch.advantages),
         sampling_logprobs=pick(micro_batch.logprobs),

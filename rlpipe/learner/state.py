@@ -22,6 +22,11 @@ from rlpipe.errors import ConfigError
 from rlpipe.learner.step import Learner
 
 
+def state_bytes(learner: Learner) -> int:
+    """What all ranks write together, without the few bytes of the random states."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (_weights(learner) | _moments(learner)).values())
+
+
 def write_state(learner: Learner, folder: Path) -> None:
     """All ranks must call it. Raises ``OSError`` if it can't be written."""
     alone = learner.policy.sharding.num_ranks == 1

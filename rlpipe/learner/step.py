@@ -17,7 +17,10 @@ from rlpipe.learner.optimizer import clip, learning_rate_factor, make_optimizer,
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import make_reference
 from rlpipe.learner.sharding import Reduce
-from rlpipe.types import MiniBatch, TrainBatch
+from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
+
+MAX_GROUPS_NAMED = 8
+"""In the error that ends a run whose steps are not finite."""
 
 
 class Learner:
@@ -40,6 +43,7 @@ class Learner:
         self.num_steps_done = 0
         self.num_bad_steps = 0
         self.bad_steps_in_row = 0
+        self._bad_groups: set[int] = set()
         self._config = learner
         self._algorithm = algorithm
         self._supervised = algorithm.kind == "sft"
@@ -53,9 +57,10 @@ class Learner:
         """Trains on the batch, one update for each of its mini batches, and returns the step's metrics on all ranks.
 
         An update whose loss or gradient is not finite on any rank is left out on all of them. Raises ``LearnerFailed``
-        after ``max_bad_steps`` steps in a row with such an update.
+        after ``max_bad_steps`` steps in a row with such an update; it names the groups of the last one.
         """
         started = time.perf_counter()
+        self._bad_groups.clear()
         learning_rate = self._set_learning_rate()
         updates = [[prepare(self.policy, micro) for micro in mini.micro_batches] for mini in batch.mini_batches]
         # The first update still has the weights of the step's start: there, the present log-probs are the old ones.
@@ -93,14 +98,32 @@ class Learner:
         alone = self.policy.sharding.num_ranks == 1
         to_run = [inputs for inputs in update if not (alone and inputs.is_empty)]
         sums: MetricSums | None = None
+        losses = []
         for index, inputs in enumerate(to_run):
             self._ask_reference(inputs)
             output = self._loss(mini_batch, inputs)
             self.policy.sharding.begin_backward(last=index + 1 == len(to_run))
             output.loss.backward()
+            losses.append(output.loss.detach())
             sums = _merge(sums, output.metrics)
         assert sums is not None, "a mini batch with loss tokens has micro batches"
-        return self._apply_gradients(sums.totals["loss"]), sums
+        norm = self._apply_gradients(sums.totals["loss"])
+        if not math.isfinite(norm):
+            self._bad_groups |= self._find_bad_groups(to_run, torch.stack(losses))
+        return norm, sums
+
+    def _find_bad_groups(self, update: list[LearnerInputs], losses: Tensor) -> set[int]:
+        """Groups, on any rank, of the micro batches whose ``losses`` are not finite; where those are, only the gradient
+        is not, and any group of the update may be why."""
+        sharding = self.policy.sharding
+        bad = ~losses.isfinite()
+        if not sharding.reduce(bad.any().float(), Reduce.MAX):
+            bad = torch.ones_like(bad)
+        own = {int(g) for inputs, is_bad in zip(update, bad.tolist(), strict=True) if is_bad for g in inputs.group_ids}
+        first = sorted(own - {NO_GROUP})[: MAX_GROUPS_NAMED + 1]
+        found = torch.full((sharding.num_ranks, MAX_GROUPS_NAMED + 1), NO_GROUP)
+        found[sharding.rank, : len(first)] = torch.tensor(first, dtype=found.dtype)
+        return set(sharding.reduce(found, Reduce.MAX).flatten().tolist()) - {NO_GROUP}
 
     def _ask_reference(self, inputs: LearnerInputs) -> None:
         if self.reference is not None and inputs.ref_logprobs is None:
@@ -150,9 +173,13 @@ class Learner:
         self.num_bad_steps += bad
         self.bad_steps_in_row = self.bad_steps_in_row + 1 if bad else 0
         if self.bad_steps_in_row >= self._config.max_bad_steps:
+            groups = sorted(self._bad_groups)
+            named = ", ".join(map(str, groups[:MAX_GROUPS_NAMED])) + (" ..." if len(groups) > MAX_GROUPS_NAMED else "")
+            what = "rows" if self._supervised else "groups"
             raise LearnerFailed(
                 f"step {step}: the loss or gradient was not finite in {self.bad_steps_in_row} steps in a row "
-                "(learner.max_bad_steps); try a lower learner.optimizer.lr, or look at the step's rewards"
+                f"(learner.max_bad_steps), now through {what} {named}; look at those, or try a "
+                "lower learner.optimizer.lr"
             )
         if self.reference is not None:
             self.reference.end_step(self.num_steps_done)

@@ -9,9 +9,9 @@ was lost can be repeated.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -24,6 +24,7 @@ import numpy as np
 
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.errors import LedgerError
+from rlpipe.folders import check_room
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.records import pack_arrays, pack_record, unpack_group
 from rlpipe.replay.steps import StepReport
@@ -348,6 +349,10 @@ class Ledger:
         """Groups that were admitted, and are in a step or can still come into one."""
         return int(self._rows("SELECT count(*) FROM groups WHERE state != 'DISCARDED' OR step IS NOT NULL")[0][0])
 
+    def has_steps(self, before: int) -> bool:
+        """Whether it knows what each step before that one took; a power failure may have taken the newest from it."""
+        return self._rows("SELECT count(DISTINCT step) FROM groups WHERE step < ?", before) == [(before,)]
+
     def next_group_id(self) -> int:
         return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
 
@@ -391,6 +396,8 @@ class Ledger:
             closing(_connect(self.path, read_only=True)) as source,
             closing(sqlite3.connect(target, isolation_level=None)) as copy,
         ):
+            (pages,), (page_bytes,) = (source.execute(f"PRAGMA page_{n}").fetchone() for n in ("count", "size"))
+            check_room(target.parent, 2 * pages * page_bytes)  # SQLite vacuums beside the file
             source.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")
             copy.execute("VACUUM")
@@ -431,29 +438,39 @@ class Ledger:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise LedgerError(f"the ledger {self.path} can't be used: {error}") from error
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file at ``path`` as a database, or None."""
+    """What is wrong with the file at ``path`` as a database, or with the groups that are still needed, or None."""
+    needed = (
+        "SELECT group_id, record, arrays FROM payloads WHERE group_id IN"
+        " (SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED'))"
+    )
     try:
         with closing(_connect(path, read_only=True)) as connection:
             answer: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if answer != "ok":
+                return answer.splitlines()[-1]
             connection.execute("SELECT count(*) FROM groups, meta").fetchone()
+            for group_id, record, arrays in connection.execute(needed):
+                try:
+                    unpack_group(group_id, record, arrays)
+                except (zlib.error, ValueError, KeyError) as error:
+                    return f"group {group_id} can't be read: {error}"
     except sqlite3.Error as error:
         return str(error)
-    return None if answer == "ok" else answer.splitlines()[-1]
+    return None
 
 
 def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
-    does, and then the newest ones."""
+    does, and then the newest ones. Without a log beside it a ledger has no writer, and is read as it is: SQLite would
+    leave an empty log there."""
     if read_only:
-        # SQLite wants to make files beside a database, but not for one that nobody writes.
-        at_rest = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
-        mode = "mode=ro&immutable=1" if at_rest else "mode=ro"
-        return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+        mode = "ro" if path.with_name(f"{path.name}-wal").exists() else "ro&immutable=1"
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from rlpipe.configs.tree import changed_options
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, LedgerError
+from rlpipe.folders import why_not_writable, writing_path
 from rlpipe.replay.ledger import NAME, Ledger, damage
 
 COMPANIONS = ("-wal", "-shm")
@@ -35,16 +37,19 @@ class RunStart:
 def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger, list[str]]:
     """The ledger to go on with, and what people should know of where it comes from.
 
-    A ledger that is damaged, or that is ahead of the checkpoint, is set aside, and the checkpoint's copy takes its
+    A ledger that is damaged, or that does not fit the checkpoint, is set aside, and the checkpoint's copy takes its
     place. Raises ``ConfigError`` if the ledger belongs to another run, or if there is nothing to go on with.
     """
+    if (problem := why_not_writable(path.parent)) is not None:
+        raise ConfigError(f"the ledger {path} can't be written: {problem}; choose another ledger.folder or output")
     path.parent.mkdir(parents=True, exist_ok=True)
     messages = []
-    if path.exists():
-        messages += _set_aside_unusable(path, start)
-    elif start.checkpoint is not None:
-        _copy_from(start.checkpoint, path)
-        messages.append(f"there is no ledger {path}: the one in {start.checkpoint} takes its place")
+    reason = why_unusable(path, start)
+    if reason is not None:
+        assert start.checkpoint is not None, "without one, there is nothing to replace it with"
+        aside = _replace(path, start.checkpoint / NAME)
+        moved = "" if aside is None else f": it now is {aside}, and"
+        messages.append(f"{path} {reason}{moved or ','} the one in {start.checkpoint} takes its place")
     ledger = Ledger(path, keep_steps=keep_steps)
     if ledger.get("run_id") is None:
         ledger.set(run_id=uuid4().hex, config=start.config)
@@ -58,27 +63,43 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     return ledger, messages
 
 
-def _set_aside_unusable(path: Path, start: RunStart) -> list[str]:
-    problem = damage(path)
-    if problem is None:
-        found = Ledger(path)
-        owner, known = found.get("run_id"), found.checkpoint_step
-        found.close()
+def why_unusable(path: Path, start: RunStart) -> str | None:
+    """Why the copy in the checkpoint is to take the place of the ledger at ``path``; None where the ledger will do.
+
+    Changes nothing. Raises ``ConfigError`` if neither will do, and if the ledger belongs to another run.
+    """
+    if path.exists():
+        problem = damage(path)
+        reason = f"is damaged ({problem})" if problem is not None else _why_unfit(path, start)
+    else:
+        reason = None if start.checkpoint is None else "is missing"
+    if reason is None:
+        return None
+    if start.checkpoint is None:
+        raise ConfigError(f"{path} {reason}, and there is no checkpoint to go on from: choose another output")
+    copy = start.checkpoint / NAME
+    problem = damage(copy) if copy.exists() else "it is missing"
+    if problem is not None:
+        raise ConfigError(
+            f"{path} {reason}, and {copy} can't take its place: {problem}; resume from another checkpoint"
+        )
+    return reason
+
+
+def _why_unfit(path: Path, start: RunStart) -> str | None:
+    with closing(Ledger(path, read_only=True)) as found:
+        if found.get("run_id") is None:  # its run died as it made it
+            return None
+        known = found.checkpoint_step
         if start.checkpoint is None and known:
             raise ConfigError(
                 f"{path} knows a checkpoint after {known} steps, but there is none beside it: put it back, "
                 "or choose another output"
             )
-        if known <= start.step or owner != start.run_id:
-            return []
-        reason = f"goes on to step {known}"
-    else:
-        reason = f"is damaged ({problem})"
-    if start.checkpoint is None:
-        raise ConfigError(f"{path} {reason}, and there is no checkpoint to go on from: choose another output")
-    aside = _set_aside(path)
-    _copy_from(start.checkpoint, path)
-    return [f"{path} {reason}: it now is {aside}, and the one in {start.checkpoint} takes its place"]
+        _check_owner(found, start)
+        if known > start.step:
+            return f"goes on to step {known}"
+        return None if found.has_steps(start.step) else f"does not know all of the {start.step} steps"
 
 
 def _check_owner(ledger: Ledger, start: RunStart) -> bool:
@@ -98,22 +119,25 @@ def _check_owner(ledger: Ledger, start: RunStart) -> bool:
     return bool(changed)
 
 
-def _copy_from(checkpoint: Path, path: Path) -> None:
-    copy = checkpoint / NAME
-    problem = damage(copy) if copy.exists() else "it is missing"
-    if problem is not None:
-        raise ConfigError(f"{copy} can't take the place of {path}: {problem}; resume from another checkpoint")
-    temporary = path.with_name(f".{path.name}.writing")
-    shutil.copyfile(copy, temporary)
+def _replace(path: Path, copy: Path) -> Path | None:
+    """Puts the copy there; answers the new name of what was there. A full disk changes nothing."""
+    temporary = writing_path(path)
+    try:
+        shutil.copyfile(copy, temporary)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise LedgerError(f"the ledger {path} can't be written: {error}") from error
+    aside = _set_aside(path)
     temporary.replace(path)
-
-
-def _set_aside(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    for suffix in ("", *COMPANIONS):
-        source = path.with_name(path.name + suffix)
-        if source.exists():
-            source.rename(aside.with_name(aside.name + suffix))
     return aside
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Renames the ledger with its companions, which SQLite would else take for those of the next one."""
+    there = [suffix for suffix in ("", *COMPANIONS) if path.with_name(path.name + suffix).exists()]
+    number = 1
+    while any((aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).parent.glob(f"{aside.name}*")):
+        number += 1
+    for suffix in there:
+        path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    return aside if there else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
+from rlpipe.folders import write_whole
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.view import PHASES, format_duration, is_phase
 
@@ -49,9 +50,7 @@ def _column(rows: list[dict[str, Any]], key: str) -> list[float]:
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Writes ``summary.json`` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(summary, indent=2, default=str) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(summary, indent=2, default=str) + "\n")
 
 
 def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:

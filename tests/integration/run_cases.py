@@ -18,6 +18,7 @@ HOLDS_LOGP_TO = 1e-4
 SIX_STEPS = (
     "algorithm.num_steps=6",
     "checkpoint.every_steps=2",
+    "checkpoint.keep=3",
     f"scoring.rewards.digits.path={REWARDS_FILE}:slow_digits",
 )
 """Overrides of a run that can be stopped between two of its checkpoints."""

@@ -23,6 +23,7 @@ from rlpipe.configs.schema import (
     OptimizerConfig,
     ReferenceConfig,
 )
+from rlpipe.errors import LearnerFailed
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.publish import publish_weights
@@ -201,6 +202,26 @@ def train_with_idle_and_bad_rank(tiny: Path) -> None:
 
 def test_a_rank_may_be_idle_and_a_bad_one_holds_back_all(ranks: Ranks, tiny: Path) -> None:
     ranks.run(train_with_idle_and_bad_rank, tiny)
+
+
+def name_bad_groups(tiny: Path) -> None:
+    rank = dist.get_rank()
+    learner = make_learner(tiny, learner=LearnerConfig(strategy="fsdp2", num_ranks=NUM_RANKS, max_bad_steps=1))
+    batch = make_batches(num_ranks=NUM_RANKS, max_tokens=40)[rank]
+    if rank == 1:
+        micro_batch = batch.mini_batches[0].micro_batches[0]
+        micro_batch.advantages[:] = float("nan")
+        assert micro_batch.group_ids.tolist() == [1, 3, 3], "what the message is to name"
+    with pytest.raises(LearnerFailed, match="through groups 1, 3; look"):
+        learner.train_step(batch)
+    for parameter in learner.policy.trainable_parameters().values():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.fill_(float("inf")))
+    with pytest.raises(LearnerFailed, match="through groups 0, 1, 2, 3; look"):
+        learner.train_step(make_batches(num_ranks=NUM_RANKS)[rank])
+
+
+def test_every_rank_names_the_bad_groups_of_all(ranks: Ranks, tiny: Path) -> None:
+    ranks.run(name_bad_groups, tiny)
 
 
 def fail_to_write(tiny: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_cases import largest_file
 from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LossConfig, ModelConfig, ReferenceConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, RunError
 from rlpipe.learner.checkpoint import CheckpointStore, latest, list_checkpoints, read_extra, resolve_checkpoint
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.publish import named_weights, publish_weights
@@ -106,6 +107,37 @@ def test_a_checkpoint_that_cannot_be_written_is_an_os_error_and_leaves_no_rest(t
     store = CheckpointStore(tmp_path / "file" / "checkpoints", keep=2)
     with pytest.raises(OSError, match="file"):
         store.save(make_learner(tiny), step=1, extra={})
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_last_one(tiny: Path, tmp_path: Path) -> None:
+    learner, store = train(make_learner(tiny), 0, 1), CheckpointStore(tmp_path, keep=2)
+    first = store.save(learner, step=1, extra={})
+    largest = max(path.stat().st_size for path in first.iterdir())
+    for num_bytes in (largest // 2, 100):
+        with largest_file(num_bytes), pytest.raises(OSError, match=r"can't be written|too large"):
+            store.save(learner, step=2, extra={})
+        assert list(tmp_path.iterdir()) == [first]
+    assert list_checkpoints(tmp_path) == [first]
+    store.save(learner, step=2, extra={})
+
+
+def test_a_checkpoint_leaves_room_for_the_ledger(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, learner = CheckpointStore(tmp_path, keep=2), make_learner(tiny)
+    first = store.save(learner, step=1, extra={})
+    monkeypatch.setattr("rlpipe.folders.RESERVE", 2**60)
+    with pytest.raises(OSError, match=r"the disk has \S+ MiB left, needed are 0.\d MiB, and \d+ MiB for the ledger"):
+        store.save(learner, step=2, extra={})
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_a_policy_that_cannot_be_exported_leaves_the_last_one(tiny: Path, tmp_path: Path) -> None:
+    for adapter in ("lora", "none"):
+        learner, folder = make_learner(tiny, adapter=adapter), tmp_path / adapter
+        export_policy(learner.policy, folder)
+        before = {path.name: path.stat().st_size for path in folder.iterdir()}
+        with largest_file(1000), pytest.raises(RunError, match=f"the policy can't be written to {folder}: .*too large"):
+            export_policy(learner.policy, folder)
+        assert {path.name: path.stat().st_size for path in folder.iterdir()} == before
 
 
 def test_the_oldest_checkpoints_are_removed_and_a_step_can_be_written_again(tiny: Path, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_a_row_ends_with_the_token_that_predicts_its_last_loss_token() -> None:
         logprobs=np.zeros(7, np.float32),
         advantages=np.zeros(7, np.float32),
         policy_versions=np.zeros(7, np.int32),
+        group_ids=np.zeros(2, np.int32),
     )
     row = plan_row(micro_batch, share_prompts=True, device=CPU)
     assert row.token_ids.tolist() == [10, 11]

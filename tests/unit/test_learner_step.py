@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_cases import assert_close, make_batches, make_learner, parameters_of
+from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
 
 from rlpipe.configs.schema import (
     AlgorithmConfig,
@@ -14,6 +14,7 @@ from rlpipe.configs.schema import (
     ReferenceConfig,
     ScheduleConfig,
 )
+from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, LearnerFailed
 from rlpipe.learner.optimizer import clip, learning_rate_factor, squared_norm
 from rlpipe.learner.sharding import SingleRank
@@ -126,8 +127,28 @@ def test_steps_that_are_not_finite_change_nothing_and_then_stop_the_run(tiny: Pa
     assert_close(before, parameters_of(learner), 0)
     learner.train_step(make_batches(step=2)[0])
     learner.train_step(bad)
-    with pytest.raises(LearnerFailed, match=r"step 1: .* 2 steps in a row"):
+    with pytest.raises(LearnerFailed, match=r"step 1: .* 2 steps in a row .*, now through groups 0, 1, 2, 3; look"):
         learner.train_step(bad)
+
+
+def test_the_groups_of_a_bad_micro_batch_are_named(tiny: Path) -> None:
+    learner = make_learner(tiny, learner=LearnerConfig(max_bad_steps=1))
+    bad = make_batches(max_tokens=60)[0]
+    micro_batch = bad.mini_batches[0].micro_batches[1]
+    micro_batch.advantages[:] = np.nan
+    named = sorted(set(micro_batch.group_ids.tolist()))
+    assert 0 < len(named) < 4
+    with pytest.raises(LearnerFailed, match=f"through groups {', '.join(map(str, named))}; look"):
+        learner.train_step(bad)
+
+
+def test_all_groups_are_named_where_only_the_gradient_is_bad(tiny: Path) -> None:
+    learner = make_learner(tiny, learner=LearnerConfig(max_bad_steps=1))
+    parameter = next(iter(learner.policy.trainable_parameters().values()))
+    parameter.register_hook(lambda gradient: gradient * math.inf)
+    batch = pack_step(make_rollouts(num_groups=10), step=4, num_ranks=1, max_tokens=60)[0]
+    with pytest.raises(LearnerFailed, match=r"step 4: .* through groups 0, 1, 2, 3, 4, 5, 6, 7 \.\.\.; look"):
+        learner.train_step(batch)
 
 
 def test_a_step_without_loss_tokens_leaves_the_parameters_alone(tiny: Path) -> None:

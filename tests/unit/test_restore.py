@@ -1,15 +1,17 @@
 """Which ledger a run goes on with, and that none is ever overwritten."""
 
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_cases import largest_file
 from replay_cases import admit, bring, open_store
 
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, LedgerError
 from rlpipe.replay.ledger import NAME, GroupState, Ledger
-from rlpipe.replay.restore import RunStart, open_ledger
+from rlpipe.replay.restore import RunStart, open_ledger, why_unusable
 
 CONFIG: dict[str, Any] = {
     "algorithm": {"num_steps": 100},
@@ -108,6 +110,68 @@ def test_a_damaged_ledger_is_set_aside_for_the_copy(path: Path, tmp_path: Path) 
     assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
 
 
+def test_a_ledger_that_lost_its_newest_entries_is_set_aside_for_the_copy(path: Path, tmp_path: Path) -> None:
+    """As SQLite leaves it where the machine failed before its log was on the disk."""
+    ledger, _ = begin(path)
+    ledger.close()
+    early = path.read_bytes()
+    ledger = started(path)
+    run_id, new = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    path.write_bytes(early)
+    restored, (message,) = begin(path, step=1, checkpoint=new, run_id=run_id)
+    assert f"{path} does not know all of the 1 steps: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+    assert path.with_name("ledger-1.sqlite").read_bytes() == early
+
+
+def test_the_log_of_a_ledger_goes_aside_with_it(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.note("later", "than", "the copy")
+    log = path.with_name(f"{NAME}-wal")
+    assert log.stat().st_size > 0
+    path.unlink()
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"{path} is missing: it now is {path.with_name('ledger-1.sqlite')}, and the one in" in message
+    assert restored.events() == [], "a log is of no other file than its own"
+
+
+def test_a_group_that_cannot_be_read_is_damage(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE payloads SET arrays = substr(arrays, 1, 40) WHERE group_id = 2")
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"{path} is damaged (group 2 can't be read: " in message
+    assert [g.group_id for g in restored.load([2])] == [2]
+
+
+def test_looking_changes_nothing(path: Path) -> None:
+    ledger, _ = begin(path)
+    ledger.close()
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    assert why_unusable(path, RunStart(config=CONFIG)) is None
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_a_ledger_that_cannot_be_put_there_leaves_the_old_one(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.checkpointed(5)
+    ledger.close()
+    with largest_file(1000), pytest.raises(LedgerError, match=f"the ledger {path} can't be written: .*too large"):
+        begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert [file.name for file in path.parent.iterdir()] == [NAME]
+    assert Ledger(path).checkpoint_step == 5
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"can't be written: \S*/file is no folder; choose another ledger.folder"):
+        begin(tmp_path / "file" / "ledgers" / NAME)
+
+
 def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
     started(path).close()
     damage_file(path)
@@ -123,7 +187,7 @@ def test_a_damaged_copy_is_refused_and_named(path: Path, tmp_path: Path) -> None
     ledger.close()
     shutil.rmtree(path.parent)
     damage_file(old / NAME)
-    with pytest.raises(ConfigError, match=rf"{old / NAME} can't take the place of .*; resume from another checkpoint"):
+    with pytest.raises(ConfigError, match=rf"is missing, and {old / NAME} can't take its place: .*; resume"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
     assert not path.exists()
 
