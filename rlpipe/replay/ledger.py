@@ -9,6 +9,7 @@ was lost can be repeated.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 import zlib
@@ -91,11 +92,11 @@ class StepGroups:
 class Ledger:
     """Opens the ledger at ``path``, or makes it; raises ``LedgerError`` where it can't be read or written."""
 
-    def __init__(self, path: Path, *, keep_steps: int = 0, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, keep_steps: int = 0, read_only: bool = False, at_rest: bool = False) -> None:
         self.path = path
         self._keep_steps = keep_steps
         with self._errors():
-            self._connection = _connect(path, read_only=read_only)
+            self._connection = _connect(path, read_only=read_only, at_rest=at_rest)
             if not read_only:
                 self._make_tables()
             if self.get("schema") != SCHEMA_VERSION:
@@ -449,7 +450,7 @@ def damage(path: Path) -> str | None:
         " (SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED'))"
     )
     try:
-        with closing(_connect(path, read_only=True)) as connection:
+        with closing(_connect(path, read_only=True, at_rest=True)) as connection:
             answer: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if answer != "ok":
                 return answer.splitlines()[-1]
@@ -464,12 +465,17 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.Connection:
     """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
-    does, and then the newest ones. Without a log beside it a ledger has no writer, and is read as it is: SQLite would
-    leave an empty log there."""
+    does, and then the newest ones.
+
+    A reader makes SQLite put an empty log beside the file, where there is none. It must not, for a ledger ``at_rest``,
+    and can't, in a folder of somebody else; without a log nobody writes, and the file is read as it is.
+    """
     if read_only:
-        mode = "ro" if path.with_name(f"{path.name}-wal").exists() else "ro&immutable=1"
+        has_log = path.with_name(f"{path.name}-wal").exists()
+        unchanging = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
+        mode = "ro&immutable=1" if unchanging else "ro"
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")

@@ -87,7 +87,7 @@ def why_unusable(path: Path, start: RunStart) -> str | None:
 
 
 def _why_unfit(path: Path, start: RunStart) -> str | None:
-    with closing(Ledger(path, read_only=True)) as found:
+    with closing(Ledger(path, read_only=True, at_rest=True)) as found:
         if found.get("run_id") is None:  # its run died as it made it
             return None
         known = found.checkpoint_step
