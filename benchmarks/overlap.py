@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,8 @@ async def measure(workers: Workers, work: Work) -> dict[str, float]:
         "steps_per_second": round(rate, 4),
         "bound": round(bound, 4),
         "efficiency": round(rate / bound, 4),
+        "wait_s": round(median(reporter.waited[work.warmup_steps :]), 4),
+        "sync_s": round(median(reporter.synced[work.warmup_steps :]), 4),
     }
 
 
@@ -186,13 +189,14 @@ def summarize(grid: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 async def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
     workers = start_workers(arguments.engines, arguments.scorers)
-    print("generate  train  max_staleness  sigma  steps/s  bound  efficiency")
+    print("generate  train  max_staleness  sigma  steps/s  bound  efficiency   wait   sync")
     grid = []
     for work in plan(arguments):
         cell = await measure(workers, work)
         print(
             f"{cell['generate_s']:8.3f} {cell['train_s']:6.3f} {work.max_staleness:14d} {work.sigma:6.2f} "
-            f"{cell['steps_per_second']:8.3f} {cell['bound']:6.3f} {cell['efficiency']:11.3f}",
+            f"{cell['steps_per_second']:8.3f} {cell['bound']:6.3f} {cell['efficiency']:11.3f} "
+            f"{cell['wait_s']:6.3f} {cell['sync_s']:6.3f}",
             flush=True,
         )
         grid.append(cell)

@@ -114,9 +114,7 @@ class StandInRolloutActor(RolloutActor):
     """The rollout actor with an engine that the benchmark brings."""
 
     def open(self, make_engine: Callable[[str], Engine]) -> None:
-        """Ends the engine that was there, if any."""
-        if self._thread is not None:
-            self._thread.stop()
+        """The engine of an earlier run stays idle: a call of that run may still wait for its groups."""
         self._thread = EngineThread(self._name, lambda: make_engine(self._name))
 
 
@@ -169,12 +167,17 @@ class StandInReporter:
     def __init__(self) -> None:
         self.ended: list[float] = []
         """``time.perf_counter()`` of every trained step."""
+        self.waited: list[float] = []
+        """Seconds that the learner waited for the batch of every step."""
+        self.synced: list[float] = []
+        """Seconds from the publication of every version until the last engine served it."""
 
     def served(self, sync_s: float) -> None:
-        pass
+        self.synced.append(sync_s)
 
     def trained(self, report: StepReport) -> None:
         self.ended.append(time.perf_counter())
+        self.waited.append(report.metrics["time/wait"])
 
     def compared(self, report: StepReport) -> None:
         pass
@@ -203,11 +206,13 @@ def learn(replay: ActorHandle, weights: ActorHandle, num_steps: int, train_s: fl
 
     publish(0)
     for step in range(num_steps + 1):
+        started = time.perf_counter()
         batch = ray.get(replay.next_batch.remote(step, 0))
+        metrics = {**batch.metrics, "time/wait": time.perf_counter() - started}
         if step < num_steps:
             time.sleep(train_s)
             publish(step + 1)
-        in_order("report", replay.complete_step, StepReport(step=step, metrics=batch.metrics, last=step == num_steps))
+        in_order("report", replay.complete_step, StepReport(step=step, metrics=metrics, last=step == num_steps))
     ray.get(list(unanswered.values()))
 
 
