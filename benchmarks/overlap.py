@@ -83,19 +83,21 @@ class Work:
 
     def bound(self) -> float:
         """The most steps per second."""
-        if self.sigma:
-            ideal = IdealRun(
-                num_engines=self.num_engines,
-                num_slots=self.num_slots,
-                groups_per_step=self.groups_per_step,
-                max_staleness=self.max_staleness,
-                num_steps=self.warmup_steps + self.num_steps,
-                group_seconds=self.group_seconds,
-                train_s=self.train_s,
-            )
-            return self.steps_per_second(ideal.run())
         times = (self.generate_s, self.train_s)
-        return 1 / (max(times) if self.max_staleness else sum(times))
+        return self.ideal() if self.sigma else 1 / (max(times) if self.max_staleness else sum(times))
+
+    def ideal(self) -> float:
+        """Steps per second where nothing but generating and training takes time."""
+        run = IdealRun(
+            num_engines=self.num_engines,
+            num_slots=self.num_slots,
+            groups_per_step=self.groups_per_step,
+            max_staleness=self.max_staleness,
+            num_steps=self.warmup_steps + self.num_steps,
+            group_seconds=self.group_seconds,
+            train_s=self.train_s,
+        )
+        return self.steps_per_second(run.run())
 
 
 class SleepingEngine(StandInEngine):
@@ -203,7 +205,7 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
     return grid
 
 
-def main() -> None:
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--scorers", type=int, default=2)
@@ -216,7 +218,11 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="generate over train")
     parser.add_argument("--random-ratios", type=float, nargs="*", default=RANDOM_RATIOS)
     parser.add_argument("--sigma", type=float, default=0.5, help="spread of random times")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    arguments = parse_arguments()
     print(f"load average {os.getloadavg()[0]:.1f}")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     grid = asyncio.run(run(arguments))
