@@ -132,8 +132,8 @@ class BatchActor(ABC):
         )
 
     async def _fill(self) -> None:
-        """Hands out the wanted step if it can be filled."""
-        step = self._board.wanted
+        """Hands out the wanted step if it can be filled; where ranks still train, has the next one ready for them."""
+        step = self._board.due
         if step is not None and (batches := self._batches(step)) is not None:
             await self._board.put(step, batches)
 

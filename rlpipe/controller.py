@@ -114,6 +114,8 @@ class Controller:
         self._load_timeout_s = config.weights.timeout_s
         self._last_evaluated = first_step - 1
         self._evaluations: list[asyncio.Task[None]] = []
+        self._admitting: dict[int, asyncio.Future[None]] = {}
+        """Groups whose entry in the ledger is on its way."""
         self._stop_reason: RunError | None = None
         self._last_version = asyncio.Event()
         self._follower = Follower(
@@ -210,11 +212,13 @@ class Controller:
         ]
         self._next_group_id += capacity
         self._admission.admit(capacity)
-        # Waited for, because an actor may run calls in another order than they were made in.
-        await self._ask(
-            self._parts.replay.admit.remote(admitted, place, passed), f"an entry for each of {capacity} groups"
-        )
+        call: Any = self._parts.replay.admit.remote(admitted, place, passed)
+        entry = asyncio.ensure_future(self._ask(call, f"an entry for each of {capacity} groups"))
+        self._admitting |= dict.fromkeys((group.group_id for group in admitted), entry)
         self._pool.dispatch(requests)
+        await entry
+        for group in admitted:
+            del self._admitting[group.group_id]
 
     def _prompt_at(self, group: Admitted) -> Prompt:
         self._prompts.seek(_cursor(group))
@@ -235,6 +239,8 @@ class Controller:
 
     async def _generated(self, groups: ObjectRef, group_ids: GroupIds) -> None:
         training = [index for index, group_id in group_ids.items() if not self._evaluator.owns(group_id)]
+        # An actor may run calls in another order than they were made in, and engines may be quick.
+        await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
         if training:
             call: Any = self._parts.replay.generated.remote(groups, training)
             await self._settle(await self._ask(call, f"a receipt for the tokens of {len(training)} groups"))

@@ -144,8 +144,8 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        versions = [r.oldest_version for r in self.rollouts if r.oldest_version != NO_VERSION]
-        return min(versions, default=NO_VERSION)
+        versions = [rollout.oldest_version for rollout in self.rollouts]
+        return min((version for version in versions if version != NO_VERSION), default=NO_VERSION)
 
 
 @dataclass(kw_only=True, slots=True)

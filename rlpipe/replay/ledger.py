@@ -46,7 +46,8 @@ CREATE TABLE groups (
     admitted_at REAL, generated_at REAL, scored_at REAL, assigned_at REAL, trained_at REAL);
 CREATE INDEX groups_by_state ON groups (state, step);
 CREATE INDEX groups_by_step ON groups (step);
-CREATE TABLE payloads (group_id INTEGER PRIMARY KEY, record TEXT, arrays BLOB);
+CREATE TABLE payloads (group_id INTEGER PRIMARY KEY, record TEXT);
+CREATE TABLE tokens (group_id INTEGER PRIMARY KEY REFERENCES payloads ON DELETE CASCADE, arrays BLOB);
 CREATE TABLE replays (group_id INTEGER PRIMARY KEY, step INTEGER);
 CREATE TABLE skipped (
     epoch INTEGER, position INTEGER, prompt_id INTEGER, reason TEXT, PRIMARY KEY (epoch, position)) WITHOUT ROWID;
@@ -149,9 +150,10 @@ class Ledger:
                 )
                 if changed.rowcount:
                     self._connection.execute(
-                        "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)",
-                        (group.group_id, pack_record(group), pack_arrays(group)),
+                        "INSERT OR REPLACE INTO payloads VALUES (?, ?)", (group.group_id, pack_record(group))
                     )
+                    # Apart, because SQLite writes a row anew, arrays and all, whenever one of its columns changes.
+                    self._connection.execute("INSERT INTO tokens VALUES (?, ?)", (group.group_id, pack_arrays(group)))
 
     def scored(self, groups: Iterable[RolloutGroup]) -> None:
         """Keeps the rewards of groups that were generated."""
@@ -288,7 +290,8 @@ class Ledger:
     def load(self, group_ids: Iterable[int]) -> Iterator[RolloutGroup]:
         """Those of the groups whose tokens are still there."""
         for group_id in group_ids:
-            for record, arrays in self._rows("SELECT record, arrays FROM payloads WHERE group_id = ?", group_id):
+            query = "SELECT record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id = ?"
+            for record, arrays in self._rows(query, group_id):
                 yield unpack_group(group_id, record, arrays)
 
     def groups_of(self, step: int) -> StepGroups | None:
@@ -480,4 +483,5 @@ def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.C
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA foreign_keys = ON")
     return connection

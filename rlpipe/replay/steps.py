@@ -24,8 +24,8 @@ class StepReport:
 class StepBoard:
     """The batches of the newest steps, one a rank; for one event loop.
 
-    A step's batches stay until the step after the next is wanted, so that a slower rank still finds its own. Ranks may
-    begin again at an earlier step.
+    A step's batches may be there before it is wanted. They stay until the step after the next is there, so that a
+    slower rank still finds its own. Ranks may begin again at an earlier step.
     """
 
     def __init__(self, *, num_ranks: int) -> None:
@@ -41,17 +41,26 @@ class StepBoard:
         """The step that ranks wait for, or None."""
         return self._wanted
 
+    @property
+    def due(self) -> int | None:
+        """The step that ranks wait for, or else the one that they will want next, if it is not there yet."""
+        if self._wanted is not None:
+            return self._wanted
+        following = self._newest + 1
+        known = self._newest >= 0 and following not in self._batches
+        return following if known and not self._is_past_the_end(following) else None
+
     def want(self, step: int) -> bool:
-        """Notes that a rank waits for ``step``, drops batches that no rank can want any more; True if it is new."""
+        """Notes that a rank waits for ``step``; True if it is new."""
         if step in self._batches or step == self._wanted:
             return False
         self._wanted = step
-        self._batches = {old: batches for old, batches in self._batches.items() if old == step - 1}
         return True
 
     async def put(self, step: int, batches: list[TrainBatch]) -> None:
-        """Hands out a step, one batch a rank."""
+        """Hands out a step, one batch a rank, and drops those that no rank can want any more."""
         assert len(batches) == self._num_ranks
+        self._batches = {old: kept for old, kept in self._batches.items() if old == step - 1}
         self._batches[step] = batches
         self._wanted = None
         await self.notify()

@@ -11,9 +11,11 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks import counting, lora_sync, vs_trl
+from benchmarks import counting, lora_sync, overlap, vs_trl
+from benchmarks.ideal import PROMPT
 from rlpipe.configs.compose import compose_tree
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.types import GroupRequest
 
 
 def test_an_adapter_has_about_the_asked_size(tmp_path: Path) -> None:
@@ -89,3 +91,64 @@ def test_vs_trl_sets_options_that_exist(workload: vs_trl.Workload) -> None:
     assert (tree.replay.max_staleness, tree.algorithm.num_steps) == (1, 7)
     assert tree.algorithm.loss.aggregate == "token"
     assert compose_tree(["experiment=quickstart_warmup", *workload.warmup]).algorithm.kind == "sft"
+
+
+def work(generate_s: float, train_s: float, max_staleness: int, **options: Any) -> overlap.Work:
+    sizes = {"num_engines": 2, "groups_per_step": 4, "group_size": 2, "num_steps": 30, "warmup_steps": 5}
+    return overlap.Work(generate_s=generate_s, train_s=train_s, max_staleness=max_staleness, **{**sizes, **options})
+
+
+@pytest.mark.parametrize("times", [(1.0, 4.0), (3.0, 3.0), (4.0, 1.0)])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_an_ideal_run_reaches_the_bound_of_given_times(times: tuple[float, float], max_staleness: int) -> None:
+    given = work(*times, max_staleness)
+    assert given.bound() == pytest.approx(1 / (max(times) if max_staleness else sum(times)))
+    assert given.ideal() == pytest.approx(given.bound())
+
+
+def test_random_times_have_the_given_mean_and_a_lower_bound() -> None:
+    given = work(1.0, 1.0, 1, sigma=0.5)
+    times = [given.group_seconds(group_id) for group_id in range(4000)]
+    assert sum(times) / len(times) == pytest.approx(1.0, rel=0.03)
+    assert times[:3] == [given.group_seconds(group_id) for group_id in range(3)]
+    assert 0.5 < given.bound() < 1.0
+
+
+def test_a_sleeping_engine_serves_its_share_at_one_time() -> None:
+    engine = overlap.SleepingEngine(work(0.03, 1.0, 1), "engine")
+    engine.submit(
+        [
+            GroupRequest(group_id=index, prompt=PROMPT, group_size=2, max_tokens=1, temperature=1.0, seed=0)
+            for index in range(5)
+        ]
+    )
+    finished = []
+    while engine.has_work:
+        if groups := engine.step():
+            finished.append([group.group_id for group in groups])
+    assert [sorted(groups) for groups in finished] == [[0, 1], [2, 3], [4]]
+
+
+def test_the_worst_efficiency_is_that_of_asynchronous_runs_with_given_times() -> None:
+    def cell(max_staleness: int, sigma: float, efficiency: float) -> dict[str, float]:
+        return {"max_staleness": max_staleness, "sigma": sigma, "efficiency": efficiency}
+
+    grid = [cell(1, 0.0, 0.97), cell(2, 0.0, 0.96), cell(0, 0.0, 0.9), cell(1, 0.5, 0.8)]
+    summary = overlap.summarize(grid)
+    assert (summary["worst_efficiency"], summary["worst"], summary["grid"]) == (0.96, grid[1], grid)
+    json.dumps(summary)
+
+
+def test_every_ratio_has_the_given_seconds_as_its_longer_part() -> None:
+    arguments = overlap.parse_arguments(["--seconds", "0.8", "--ratios", "0.5", "4", "--random-ratios", "1"])
+    times = {(w.generate_s, w.train_s, w.max_staleness, w.sigma) for w in overlap.plan(arguments)}
+    assert times == {
+        (generate, train, staleness, sigma)
+        for ratios, sigmas, stalenesses in (
+            ([(0.4, 0.8), (0.8, 0.2)], [0.0], [0, 1, 2]),
+            ([(0.8, 0.8)], [0.5], [1, 2]),
+        )
+        for generate, train in ratios
+        for sigma in sigmas
+        for staleness in stalenesses
+    }

@@ -72,3 +72,34 @@ def test_ranks_may_begin_again_at_an_earlier_step() -> None:
         return [board.wanted is None]
 
     assert asyncio.run(scenario()) == [True]
+
+
+def test_the_next_step_is_due_once_ranks_have_one() -> None:
+    async def scenario() -> None:
+        board = StepBoard(num_ranks=1)
+        assert board.due is None, "the run may go on anywhere"
+        board.want(4)
+        assert board.due == 4
+        await board.put(4, batches(4, 1))
+        await board.batch(4, 0)
+        assert board.due == 5
+        await board.put(5, batches(5, 1))
+        assert board.due is None, "ranks have not begun it"
+        assert not board.want(5)
+        assert (await asyncio.wait_for(board.batch(5, 0), 60)) is not None
+        assert board.due == 6
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_is_ready_is_not_handed_out_after_a_stop() -> None:
+    async def scenario() -> TrainBatch | None:
+        board = StepBoard(num_ranks=1)
+        for step in (0, 1):
+            await board.put(step, batches(step, 1))
+        await board.batch(0, 0)
+        await board.stop()
+        assert board.due is None
+        return await board.batch(1, 0)
+
+    assert asyncio.run(scenario()) is None

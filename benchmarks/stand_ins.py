@@ -1,0 +1,289 @@
+"""Runs the whole orchestration with stand-ins for engines, rewards, prompts and the learner.
+
+Everything between them is the real thing: admission, routing, the object store, scoring pools, the replay actor with
+its ledger and packing, versions through the weights actor, and the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
+from rlpipe.actors.reward import ScoringActor
+from rlpipe.actors.rollout import RolloutActor
+from rlpipe.actors.weights import WeightsActor
+from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.tree import to_tree
+from rlpipe.controller import Controller, Parts
+from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.evaluation import Evaluator
+from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
+from rlpipe.placement import Need, start_actor
+from rlpipe.replay.ledger import NAME as LEDGER
+from rlpipe.replay.restore import RunStart
+from rlpipe.replay.steps import StepReport
+from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.engine_thread import EngineThread
+from rlpipe.scorer_pool import ScorerPool
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.types import (
+    NO_VERSION,
+    Buckets,
+    EngineHealth,
+    GroupRequest,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    WeightsKind,
+    WeightsManifest,
+)
+
+PROMPT_TOKENS, COMPLETION_TOKENS = 20, 80
+DIGEST = "same"
+REWARDS = {"instant": RewardConfig(path="instant")}
+TIMEOUT_S = 60.0
+
+
+class StandInEngine(ABC):
+    """Answers with 100-token rollouts of the version that it serves; subclasses say when."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._version = name, 0
+        self._requests: list[GroupRequest] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._requests.extend(requests)
+
+    @abstractmethod
+    def step(self) -> list[RolloutGroup]: ...
+
+    def prepare_load(self, manifest: WeightsManifest) -> bool:
+        return True
+
+    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        self._version = manifest.version
+        return DIGEST
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(
+            name=self._name,
+            version=self._version,
+            digest=DIGEST,
+            outstanding_groups=len(self._requests),
+            num_tokens=0,
+            busy_s=0.0,
+        )
+
+    def stop(self) -> None:
+        self._requests = []
+
+    def _answer(self, request: GroupRequest) -> RolloutGroup:
+        length = PROMPT_TOKENS + COMPLETION_TOKENS
+        mask = np.arange(length) >= PROMPT_TOKENS
+        rollouts = [
+            Rollout(
+                group_id=request.group_id,
+                sample_index=index,
+                prompt_id=request.prompt.prompt_id,
+                task=request.prompt.task,
+                token_ids=np.full(length, index, np.int32),
+                loss_mask=mask,
+                logprobs=np.zeros(length, np.float32),
+                policy_versions=np.where(mask, self._version, NO_VERSION).astype(np.int32),
+            )
+            for index in range(request.group_size)
+        ]
+        return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=rollouts)
+
+
+class StandInRolloutActor(RolloutActor):
+    """The rollout actor with an engine that the benchmark brings."""
+
+    def open(self, make_engine: Callable[[str], Engine]) -> None:
+        """The engine of an earlier run stays idle: a call of that run may still wait for its groups."""
+        self._thread = EngineThread(self._name, lambda: make_engine(self._name))
+
+
+class InstantScoringActor(ScoringActor):
+    """The scoring actor with a reward that costs nothing."""
+
+    def open(self) -> None:
+        """Answers as soon as the process runs."""
+
+    def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
+        chosen = [groups[index] for index in indices]
+        return [GroupScores(group_id=g.group_id, scores={"instant": [float(i) for i in range(len(g))]}) for g in chosen]
+
+
+class EndlessPrompts:
+    """The part of ``PromptSource`` that the controller uses, on one prompt."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(epoch=0, position=self._position)
+
+    @property
+    def skip_counts(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def passed_over(self) -> list[Passed]:
+        return []
+
+    @property
+    def last(self) -> Cursor:
+        return Cursor(epoch=0, position=self._position - 1)
+
+    def seek(self, cursor: Cursor) -> None:
+        self._position = cursor.position
+
+    def next(self) -> Prompt:
+        self._position += 1
+        return Prompt(
+            prompt_id=self._position, epoch=0, token_ids=np.zeros(PROMPT_TOKENS, np.int32), prompt="p", task={"a": "1"}
+        )
+
+
+class StandInReporter:
+    """Keeps when each step was reported; a lost group ends the benchmark."""
+
+    def __init__(self) -> None:
+        self.ended: list[float] = []
+        """``time.perf_counter()`` of every trained step."""
+        self.waited: list[float] = []
+        """Seconds that the learner waited for the batch of every step."""
+        self.synced: list[float] = []
+        """Seconds from the publication of every version until the last engine served it."""
+
+    def served(self, sync_s: float) -> None:
+        self.synced.append(sync_s)
+
+    def trained(self, report: StepReport) -> None:
+        self.ended.append(time.perf_counter())
+        self.waited.append(report.metrics["time/wait"])
+
+    def compared(self, report: StepReport) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def discarded(self, group_id: int, reason: str) -> None:
+        raise AssertionError(f"group {group_id} was lost: {reason}")
+
+
+@ray.remote(num_cpus=0)
+def learn(replay: ActorHandle, weights: ActorHandle, num_steps: int, train_s: float) -> None:
+    """The loop of a learner rank, with its calls in their order, that sleeps instead of training."""
+    bucket = ray.put(np.zeros(1024, np.uint8))
+    unanswered: dict[str, ray.ObjectRef] = {}
+
+    def in_order(kind: str, method: Any, *arguments: Any) -> None:
+        if kind in unanswered:
+            ray.get(unanswered.pop(kind))
+        unanswered[kind] = method.remote(*arguments)
+
+    def publish(version: int) -> None:
+        manifest = WeightsManifest(version=version, kind=WeightsKind.LORA, digest=DIGEST, num_buckets=1, num_bytes=1024)
+        in_order("publish", weights.publish, manifest, [bucket], 1)
+
+    publish(0)
+    for step in range(num_steps + 1):
+        started = time.perf_counter()
+        batch = ray.get(replay.next_batch.remote(step, 0))
+        metrics = {**batch.metrics, "time/wait": time.perf_counter() - started}
+        if step < num_steps:
+            time.sleep(train_s)
+            publish(step + 1)
+        in_order("report", replay.complete_step, StepReport(step=step, metrics=metrics, last=step == num_steps))
+    ray.get(list(unanswered.values()))
+
+
+@dataclass(kw_only=True, frozen=True)
+class Workers:
+    """Processes that serve one run after the other."""
+
+    engines: Mapping[str, ActorHandle]
+    pool: ScorerPool
+
+
+def start_workers(num_engines: int, num_scorers: int) -> Workers:
+    """Starts the processes of engines and scorers; engines are opened by ``run_pipeline``."""
+    needs = [Need(name=f"rollout-{index}") for index in range(num_engines)]
+
+    def spawn(name: str, place: str) -> tuple[ActorHandle, ray.ObjectRef]:
+        actor = start_actor(InstantScoringActor, Need(name=name), name)
+        return actor, actor.open.remote()
+
+    return Workers(
+        engines={n.name: start_actor(StandInRolloutActor, n, n.name, max_concurrency=ENGINE_CALLS) for n in needs},
+        pool=ScorerPool("scorer", REWARDS, size=num_scorers, spawn=spawn, start_timeout_s=TIMEOUT_S),
+    )
+
+
+async def run_pipeline(
+    workers: Workers,
+    config: Config,
+    folder: Path,
+    reporter: StandInReporter,
+    make_engine: Callable[[str], Engine],
+    *,
+    train_s: float = 0.0,
+) -> None:
+    """One run of ``config.algorithm.num_steps`` steps, with its ledger in ``folder``."""
+    engines = workers.engines
+    await asyncio.gather(*(engine.open.remote(make_engine) for engine in engines.values()))
+    setup = ReplaySetup(
+        path=folder / LEDGER,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        replay=config.replay,
+        ledger=config.ledger,
+        rewards=REWARDS,
+        seed=0,
+        num_samples=0,
+    )
+    replay = start_actor(ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS)
+    weights = start_actor(
+        WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=TIMEOUT_S, max_concurrency=ASYNC_CALLS
+    )
+    controller = Controller(
+        Parts(
+            engines=engines,
+            start_engine=lambda name: engines[name].open.remote(make_engine),
+            pools=[workers.pool],
+            replay=replay,
+            weights=weights,
+        ),
+        config,
+        prompts=EndlessPrompts(),
+        evaluator=Evaluator([], rewards=REWARDS, correct_at=1.0, max_tokens=1),
+        reporter=reporter,
+        accounts=await replay.start.remote(RunStart(config=to_tree(config))),
+        first_step=0,
+    )
+    learner = learn.remote(replay, weights, config.algorithm.num_steps, train_s)
+    await controller.run(asyncio.ensure_future(_value(learner)))
+    for actor in (replay, weights):
+        ray.kill(actor)
+
+
+async def _value(call: ray.ObjectRef) -> None:
+    await call
