@@ -44,6 +44,7 @@ FLOORS = [
     ("rlpipe.generate", 7),
     ("rlpipe.inspect", 7),
     ("rlpipe.quickstart", 7),
+    ("rlpipe.commands", 7),
     ("rlpipe.cli", 7),
     ("rlpipe.__main__", 7),
     ("rlpipe", 7),

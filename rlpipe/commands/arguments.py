@@ -1,0 +1,76 @@
+"""What the commands' arguments have in common: a parser that errs in one line, and types that check."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+from rlpipe.errors import InputError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(InputError.exit_code, f"rlpipe: error: {message}; see {self.prog} --help\n")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
+
+
+def add_command(
+    commands: argparse._SubParsersAction[OneLineParser],
+    name: str,
+    command: Callable[[argparse.Namespace], None],
+    summary: str,
+    *,
+    epilog: str | None = None,
+) -> OneLineParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def add_run_arguments(parser: OneLineParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a YAML file with options and group choices")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="options and group choices")
+
+
+def at_least(kind: type[int] | type[float], minimum: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not minimum <= value < float("inf"):
+            words = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words} of at least {minimum:g}")
+        return value
+
+    return parse
+
+
+def span(kind: type[int] | type[float], between: str) -> Callable[[str], tuple[Any, Any]]:
+    """Parses one value, or two bounds, either of which may be left out."""
+
+    def parse(text: str) -> tuple[Any, Any]:
+        first, found, last = text.partition(between)
+        try:
+            lower, upper = (kind(bound) if bound else None for bound in (first, last if found else first))
+        except ValueError:
+            lower = upper = None
+        if lower is None and upper is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number, or bounds such as 1{between}3")
+        if lower is not None and upper is not None and lower > upper:
+            raise argparse.ArgumentTypeError(f"{text!r} ends before it begins")
+        return lower, upper
+
+    return parse

@@ -1,0 +1,55 @@
+"""``rlpipe generate``: samples from a policy and adapter, without Ray."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rlpipe.commands.arguments import Commands, add_command, at_least
+from rlpipe.errors import InputError
+
+
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "generate", run_generate, "sample from a policy and adapter, without Ray")
+    parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model")
+    parser.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter on top of it")
+    parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto", help="auto: vllm where installed")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--tensor-parallel", type=at_least(int, 1), default=1, metavar="N", help="GPUs that share the model (vllm)"
+    )
+    parser.add_argument("--num", type=at_least(int, 1), default=1, metavar="N", help="completions of each prompt")
+    parser.add_argument("--max-tokens", type=at_least(int, 1), default=256, metavar="N", help="longest completion")
+    parser.add_argument(
+        "--temperature", type=at_least(float, 0), default=1.0, metavar="T", help="0: always the likeliest"
+    )
+    parser.add_argument("--top-p", type=at_least(float, 0), default=1.0, metavar="P", help="nucleus sampling")
+    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
+    parser.add_argument("--system", metavar="TEXT", help="a system turn before the prompt")
+    parser.add_argument("--raw", action="store_true", help="leave out the chat template")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line for each prompt")
+    parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="read from standard input where none")
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
+    if not all(prompts):
+        raise InputError("the prompt is empty; give one as an argument or on standard input")
+    from rlpipe.generate import SamplingRequest, sample_texts
+
+    request = SamplingRequest(
+        model=arguments.model,
+        adapter=arguments.adapter,
+        engine=arguments.engine,
+        dtype=arguments.dtype,
+        tensor_parallel_size=arguments.tensor_parallel,
+        system_prompt=arguments.system,
+        chat=not arguments.raw,
+        num=arguments.num,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    for sampled in sample_texts(prompts, request):
+        print(sampled.to_json() if arguments.json else sampled.to_text(), flush=True)

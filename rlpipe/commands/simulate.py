@@ -1,0 +1,83 @@
+"""``rlpipe simulate``: a run in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlpipe.commands.arguments import Commands, add_command, add_run_arguments, at_least
+
+SIMULATE_NOTES = """\
+DIST is a distribution of seconds:
+  constant:S            always S
+  uniform:A,B           between A and B
+  exponential:MEAN      exponential
+  lognormal:MEAN,SIGMA  log-normal; SIGMA is the standard deviation of the logarithm
+  empirical:FILE        drawn from the numbers in a text file, one a line
+
+examples:
+  rlpipe simulate experiment=gsm8k --generate lognormal:20,0.5 --score constant:0.2 --train constant:40 --minutes 60
+  rlpipe simulate --from outputs/quickstart --engines 4
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "simulate", run_simulate, "simulate a run in virtual time", epilog=SIMULATE_NOTES)
+    add_run_arguments(parser)
+    times = parser.add_argument_group("times")
+    times.add_argument("--generate", metavar="DIST", help="of a group, alone on an engine")
+    times.add_argument(
+        "--score",
+        metavar="[POOL=]DIST",
+        action="append",
+        default=[],
+        help="of a group, in one scoring process; with POOL= for one of several pools; default: 0",
+    )
+    times.add_argument("--train", metavar="DIST", help="of a step, on the config's ranks")
+    times.add_argument("--sync", metavar="DIST", help="until all engines serve new weights; default: 0")
+    times.add_argument(
+        "--from",
+        dest="run",
+        metavar="RUN",
+        help="a run's folder: its config, and its ledger's times where none is given",
+    )
+    times.add_argument(
+        "--slowdown",
+        type=at_least(float, 1),
+        default=1.0,
+        metavar="X",
+        help="a full engine's time over that of one group",
+    )
+    parser.add_argument("--engines", type=at_least(int, 1), metavar="N", help="instead of the config's")
+    parser.add_argument(
+        "--places", type=at_least(int, 1), metavar="N", help="groups that an engine samples at one time"
+    )
+    parser.add_argument(
+        "--minutes", type=at_least(float, 0), default=1.0, metavar="M", help="of training, at most; default: 1"
+    )
+    parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
+    parser.add_argument(
+        "--add", type=at_least(int, 1), default=1, metavar="N", help="machines that the advice adds of each kind"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_simulate(arguments: argparse.Namespace) -> None:
+    from rlpipe.configs.compose import load_config
+    from rlpipe.simulation.setup import read_setup
+    from rlpipe.simulation.study import study
+    from rlpipe.simulation.times import GivenTimes, read_times
+
+    run = Path(arguments.run) if arguments.run else None
+    file = arguments.config
+    if file is None and run is not None and (run / "config.yaml").is_file():
+        file = run / "config.yaml"
+    engines = [f"rollout.num_engines={arguments.engines}"] if arguments.engines else []
+    config = load_config([*arguments.overrides, *engines], file=file, need_files=False)
+    given = GivenTimes(
+        generate=arguments.generate, score=arguments.score, train=arguments.train, sync=arguments.sync, run=run
+    )
+    times = read_times(config, given, slowdown=arguments.slowdown)
+    setup = read_setup(config, times, groups_per_engine=arguments.places, slowdown=arguments.slowdown)
+    result = study(setup, seed=arguments.seed, minutes=arguments.minutes, add=arguments.add)
+    print(result.to_json() if arguments.json else result.to_text())
