@@ -265,6 +265,13 @@ class Schedule(RuleBasedStateMachine):
         self.train()
 
     @rule()
+    def the_next_step_is_made_ready(self) -> None:
+        """While the learner is in a step."""
+        assert self.store is not None
+        if self.step < NUM_STEPS and self.store.batches(self.step) is not None:
+            self.store.batches(self.step + 1)
+
+    @rule()
     def a_checkpoint_is_written(self) -> None:
         assert self.store is not None
         self.store.checkpointed(self.step)
