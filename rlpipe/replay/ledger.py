@@ -449,7 +449,7 @@ class Ledger:
 def damage(path: Path) -> str | None:
     """What is wrong with the file at ``path`` as a database, or with the groups that are still needed, or None."""
     needed = (
-        "SELECT group_id, record, arrays FROM payloads WHERE group_id IN"
+        "SELECT group_id, record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id IN"
         " (SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED'))"
     )
     try:

@@ -11,6 +11,7 @@ from ledger_cases import Run
 
 import rlpipe
 from rlpipe import cli
+from rlpipe.commands import train
 from rlpipe.errors import ConfigError, InputError, RunError
 from rlpipe.replay.ledger import NAME
 
@@ -181,7 +182,7 @@ def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def command(arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "run_train", command)
+    monkeypatch.setattr(train, "run_train", command)
     return cli.main(["train"])
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_cases import largest_file
 
 import rlpipe
 from rlpipe.configs.compose import load_config
@@ -115,6 +116,34 @@ def test_never_resume_refuses_a_folder_with_checkpoints(options: list[str]) -> N
     used_folder(config)
     with pytest.raises(ConfigError, match=r"resume=never, but .* holds an earlier run: choose another output"):
         find_resume_point(config)
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[str]) -> None:
+    config = load_config([*options, reward("bare")])
+    used_folder(config)
+    checkpoint = Path(config.output) / "checkpoints" / "step_000001"
+    (checkpoint / "learner.json").write_text('{"step": 1')
+    with pytest.raises(ConfigError, match=r"is whole \(step_000001: it has no whole learner.json\): put one back"):
+        find_resume_point(config)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        find_resume_point(load_config([*options, "resume=never", reward("bare")]))
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000001"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = load_config([*options, f"output={tmp_path}/file/run", reward("bare")])
+    with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is no folder\): mend"):
+        find_resume_point(config)
+
+
+def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("bare")]))
+    open_output(run)
+    before = (run.output / "config.yaml").read_text()
+    with largest_file(100), pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): mend that, or"):
+        open_output(run)
+    assert (run.output / "config.yaml").read_text() == before
 
 
 def test_wrong_reward_is_found_before_the_policy_is_made(options: list[str]) -> None:
