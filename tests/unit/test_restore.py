@@ -141,7 +141,7 @@ def test_a_group_that_cannot_be_read_is_damage(path: Path, tmp_path: Path) -> No
     ledger = started(path)
     run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE payloads SET arrays = substr(arrays, 1, 40) WHERE group_id = 2")
+        connection.execute("UPDATE tokens SET arrays = substr(arrays, 1, 40) WHERE group_id = 2")
     restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
     assert f"{path} is damaged (group 2 can't be read: " in message
     assert [g.group_id for g in restored.load([2])] == [2]
