@@ -27,7 +27,7 @@ from rlpipe.controller import Controller, Parts, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import ConfigError, LearnerFailed, RlpipeError, RunError
+from rlpipe.errors import ConfigError, LearnerFailed, LedgerLost, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.news import Follower
@@ -75,7 +75,7 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     run = prepare_run(config, rewards)
     open_output(run)
     try:
-        figures = train_rl(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
+        figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
         metrics = run.output / "metrics.jsonl"
         summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
         write_summary(run.output / "summary.json", summary)
@@ -88,6 +88,16 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
         files["plot"] = run.output / "reward.png"
     print_summary({**summary, "files": files})
     return summary
+
+
+def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
+    """As ``train_rl``; where the ledger stayed on a lost machine, goes on from the copy in the last checkpoint."""
+    while True:
+        try:
+            return train_rl(run, start)
+        except LedgerLost as loss:
+            found = find_resume_point(run.config)
+            start = replace(found, messages=[f"{loss}; what came after the last checkpoint is lost", *found.messages])
 
 
 def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -105,6 +106,75 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     stale = ledger_of(tmp_path).rows("SELECT max(step - oldest_version) FROM groups WHERE state = 'TRAINED'")
     assert stale[0][0] <= 2
+
+
+def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(
+    local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    disk, output = tmp_path / "disk", tmp_path / "run"
+    config = make_config(tiny_policy, prompts_file, output, *SIX_STEPS, f"ledger.folder={disk}", "name=moved")
+
+    def lose_the_disk() -> None:
+        while steps_done(output) < 3:
+            time.sleep(0.02)
+        disk.rename(tmp_path / "lost")
+        os.kill(find_processes("replay")[-1], signal.SIGKILL)
+
+    failure = threading.Thread(target=lose_the_disk)
+    failure.start()
+    rlpipe.train(config)
+    failure.join()
+    expected, adapter = read_adapter(undisturbed_run / "policy"), read_adapter(output / "policy")
+    assert all(torch.equal(adapter[name], expected[name]) for name in expected)
+    accounts = audit(Ledger(disk / "moved" / NAME, read_only=True))
+    assert accounts.finished
+    assert not accounts.problems
+
+
+def test_a_supervised_run_survives_its_dataset_actor_and_its_learner(
+    local_ray: None, tiny_policy: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    pairs = ((f"{number}+1=", str(number + 1)) for number in range(40))
+    rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))
+
+    def train(output: Path, plan: Mapping[int, str]) -> dict[str, torch.Tensor]:
+        config = rlpipe.load_config(
+            [
+                "algorithm=sft",
+                "algorithm.num_steps=60",
+                "algorithm.groups_per_step=12",
+                f"model.path={tiny_policy}",
+                "model.dtype=float32",
+                "data.source=jsonl",
+                f"data.path={rows}",
+                "learner.num_threads=1",
+                "learner.optimizer.lr=1e-2",
+                "checkpoint.every_steps=8",
+                "tracking=quiet",
+                f"output={output}",
+            ]
+        )
+        with signals(output, plan, signal.SIGKILL) as killed:
+            rlpipe.train(config)
+        assert killed == list(plan.values())
+        assert [row["step"] for row in trained_steps(output)] == list(range(1, 61))
+        return read_adapter(output / "policy")
+
+    expected = train(tmp_path / "undisturbed", {})
+    adapter = train(tmp_path / "disturbed", {5: "dataset", 20: "learner"})
+    assert all(torch.equal(adapter[name], expected[name]) for name in expected)
+
+
+def test_a_frozen_scorer_is_replaced_and_named(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*SIX_STEPS, "scoring.rewards.digits.timeout_s=2"]
+    with signals(tmp_path, {2: "scorer"}, signal.SIGSTOP) as frozen:
+        rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides))
+    assert frozen == ["scorer"]
+    assert "scoring: process scorer-0 took longer than" in caplog.text
+    assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
 
 
 FROZEN: dict[str, tuple[str, list[str], type[RlpipeError], str]] = {
