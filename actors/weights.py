@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from rlpipe.errors import InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
 from rlpipe.waiting import describe_failure
+
+DEAD = "its process is dead"
+"""Who collects from the engine notices that as well, and sees to it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -27,11 +30,14 @@ class Served:
     """Seconds from its publication until the last engine answered."""
     engines: tuple[str, ...] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Engines that could not load it, with the reasons; they get no version until ``load_newest`` is called."""
+    """Engines that live and could not load it, with the reasons."""
 
 
 class WeightsActor:
-    """Keeps the newest version in the object store; an engine whose digest differs stops the run."""
+    """Keeps the newest version in the object store; an engine whose digest differs stops the run.
+
+    An engine that could not load a version, or that is dead, gets none until ``load_newest`` is called for it.
+    """
 
     def __init__(self, *, engines: Sequence[str], timeout_s: float) -> None:
         self._engines = {name: ray.get_actor(name) for name in engines}
@@ -60,11 +66,12 @@ class WeightsActor:
             failures = await asyncio.gather(*(self._load(name, manifest, buckets) for name in engines))
             lost = {name: reason for name, reason in zip(engines, failures, strict=True) if reason is not None}
             self._enrolled -= lost.keys()
+            lost = {name: reason for name, reason in lost.items() if reason != DEAD}
             self._served = Served(
                 number=self._number,
                 version=manifest.version,
                 sync_s=time.perf_counter() - started,
-                engines=tuple(name for name in engines if name not in lost),
+                engines=tuple(name for name in engines if name in self._enrolled),
                 lost=lost,
             )
         await self._notify()
@@ -124,6 +131,8 @@ class WeightsActor:
                 f"it has not loaded weights version {manifest.version} ({manifest.num_bytes:,} bytes) "
                 f"within weights.timeout_s={self._timeout_s:g} seconds"
             )
+        except RayActorError:
+            return DEAD
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, InputError):

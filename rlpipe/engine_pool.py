@@ -98,8 +98,7 @@ class EnginePool:
         self._fleet.loaded(name, version)
         if name in self._fleet.serving:
             self._router.add(name)
-            waiting, self._waiting = self._waiting, []
-            self.dispatch(waiting)
+            self._dispatch_waiting()
 
     def failed(self, name: str, reason: str) -> None:
         """An engine is of no use any more, although its process may live."""
@@ -151,12 +150,18 @@ class EnginePool:
             except RayActorError as error:
                 raise EngineDied(describe_failure(error), process_lives=False) from None
             self._fleet.answered(name, finished=bool(receipts))
+            self._dispatch_waiting()  # the engine may have been the last suspect
             fresh = [receipt for receipt in receipts if self._router.finish(receipt.group_id)]
             assert len(fresh) == len(receipts), (
                 "a group that is given to another engine is never collected from the first"
             )
             if receipts:
                 tasks.create_task(self._hand_on(groups, receipts))
+
+    def _dispatch_waiting(self) -> None:
+        if self._waiting and self._fleet.serving:
+            waiting, self._waiting = self._waiting, []
+            self.dispatch(waiting)
 
     async def _hand_on(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
         await self._collected(groups, receipts)
