@@ -1,0 +1,152 @@
+"""What the engine pool does with requests while engines die, hang and come back; the engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from rlpipe.actors.rollout import Receipt
+from rlpipe.configs.schema import ClusterConfig
+from rlpipe.engine_pool import EnginePool
+from rlpipe.errors import EngineFailed
+from rlpipe.types import GroupRequest, Prompt
+
+CLUSTER = ClusterConfig(suspect_after_s=0.4, dead_after_s=30.0, start_timeout_s=5.0, max_engine_failures=1)
+
+
+class FakeEngine:
+    """As a handle of a rollout actor: ``engine.method.remote(...)``, or ``engine.method.options(...).remote(...)``."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.answers: asyncio.Queue[list[int] | Exception] = asyncio.Queue()
+        self.submit = self.collect = self
+        self._is_collect = False
+
+    def options(self, **options: Any) -> FakeEngine:
+        self._is_collect = True
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        if not self._is_collect:
+            self.submitted += [request.group_id for request in arguments[0]]
+            return None
+        self._is_collect = False
+        return asyncio.ensure_future(self._next()), object()
+
+    async def _next(self) -> list[Receipt]:
+        answer = await self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return [Receipt(group_id=group_id, num_tokens=1) for group_id in answer]
+
+
+class Scene:
+    """A pool of fakes, and what it says and hands on."""
+
+    def __init__(self, *names: str) -> None:
+        self.engines = {name: FakeEngine() for name in names}
+        self.collected: list[int] = []
+        self.said: list[str] = []
+        self.pool = EnginePool(
+            self.engines,  # type: ignore[arg-type]
+            cluster=CLUSTER,
+            start=self.start,  # type: ignore[arg-type]
+            load_newest=self.load_newest,
+            collected=self.take,
+            notice=lambda _, message: self.said.append(message),
+        )
+        for name in names:
+            self.pool.loaded(name, 0)
+
+    def start(self, name: str) -> asyncio.Future[None]:
+        return asyncio.ensure_future(asyncio.sleep(0))
+
+    async def load_newest(self, name: str) -> int:
+        return 0
+
+    async def take(self, groups: object, receipts: list[Receipt]) -> None:
+        self.collected += [receipt.group_id for receipt in receipts]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+def request(group_id: int) -> GroupRequest:
+    prompt = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="", task={})
+    return GroupRequest(group_id=group_id, prompt=prompt, group_size=1, max_tokens=1, temperature=1.0, seed=0)
+
+
+def play(scene: Callable[[], Scene], act: Callable[[Scene], Any]) -> Scene:
+    async def run() -> Scene:
+        stage = scene()
+        serving = asyncio.create_task(stage.pool.run())
+        acting = asyncio.ensure_future(act(stage))
+        await asyncio.wait((serving, acting), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            acting.cancel()
+            await serving
+        await acting
+        serving.cancel()
+        return stage
+
+    return asyncio.run(run())
+
+
+def test_the_work_of_a_dead_engine_goes_to_the_others_and_it_comes_back() -> None:
+    async def act(scene: Scene) -> None:
+        scene.pool.dispatch([request(0), request(1), request(2)])
+        assert scene.engines["a"].submitted == [0, 2]
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        await scene.until(lambda: sorted(scene.engines["b"].submitted) == [0, 1, 2])
+        await scene.until(lambda: len(scene.said) == 2)
+        scene.engines["b"].answers.put_nowait([0, 1, 2])
+        await scene.until(lambda: sorted(scene.collected) == [0, 1, 2])
+        scene.pool.dispatch([request(3)])
+        assert scene.engines["a"].submitted == [0, 2, 3]
+
+    scene = play(lambda: Scene("a", "b"), act)
+    assert "engine a died: " in scene.said[0]
+    assert scene.said[0].endswith("its 2 groups are generated again")
+    assert scene.said[1] == "engine a serves again, version 0"
+
+
+def test_requests_wait_while_no_engine_serves() -> None:
+    async def act(scene: Scene) -> None:
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        scene.pool.dispatch([request(0)])
+        await scene.until(lambda: scene.engines["a"].submitted == [0, 0])
+        assert scene.pool.num_groups == 1
+
+    play(lambda: Scene("a"), act)
+
+
+def test_requests_that_waited_for_a_suspect_are_sent_once_it_answers() -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: "suspect" in scene.pool.describe()["engines"]["a"])
+        scene.pool.dispatch([request(0)])
+        assert scene.engines["a"].submitted == []
+        scene.engines["a"].answers.put_nowait([])
+        await scene.until(lambda: scene.engines["a"].submitted == [0])
+
+    play(lambda: Scene("a"), act)
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run() -> None:
+    async def act(scene: Scene) -> None:
+        for _ in range(2):
+            scene.engines["a"].answers.put_nowait(RayActorError())
+        await asyncio.sleep(5)
+
+    with pytest.RaisesGroup(EngineFailed) as caught:
+        play(lambda: Scene("a"), act)
+    assert "engine a died 2 times without finishing a group (cluster.max_engine_failures=1); the last time: " in str(
+        caught.value.exceptions[0]
+    )
