@@ -222,6 +222,9 @@ def test_a_folder_that_cannot_be_written_is_refused(
     assert f"output={file}/run can't be written ({file} is no folder): mend that, or choose another output" in error
     error = refusal(options(tmp_path / "run", f"ledger.folder={file}/ledgers"), capsys)
     assert f"can't be written: {file} is no folder; choose another ledger.folder or output" in error
+
+
+def test_a_read_only_disk_is_refused(options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mounted(tmp_path / "disk", "ro") as disk:
         assert f"({disk} can't be written to)" in refusal(options(disk / "run"), capsys)
 
