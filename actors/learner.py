@@ -39,7 +39,7 @@ from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
-from rlpipe.replay.ledger import NAME as LEDGER
+from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch, WeightsManifest
 from rlpipe.waiting import describe_failure, get_answer

@@ -28,7 +28,8 @@ import psutil
 from benchmarks.processes import find_processes
 from rlpipe.errors import LedgerError
 from rlpipe.replay.audit import audit
-from rlpipe.replay.ledger import NAME, Event, Ledger
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import Event, Ledger
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "driver")
 STEPS_PER_MINUTE = 75

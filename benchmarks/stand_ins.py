@@ -29,7 +29,7 @@ from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.evaluation import Evaluator
 from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.placement import Need, start_actor
-from rlpipe.replay.ledger import NAME as LEDGER
+from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.restore import RunStart
 from rlpipe.replay.steps import StepReport
 from rlpipe.rollout.engine import Engine

@@ -9,7 +9,8 @@ import numpy as np
 from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, ReplayConfig, RewardConfig
 from rlpipe.data.prompts import Cursor
 from rlpipe.replay.buffer import Admitted
-from rlpipe.replay.ledger import NAME, Ledger
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import Ledger
 from rlpipe.replay.store import Outcome, ReplayStore
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import NO_VERSION, Prompt, Rollout, RolloutGroup

@@ -69,7 +69,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
 
 def run_audit(arguments: argparse.Namespace) -> None:
     from rlpipe.replay.audit import audit, describe
-    from rlpipe.replay.ledger import damage
+    from rlpipe.replay.database import damage
     from rlpipe.replay.location import find_ledger, reading
 
     path = find_ledger(Path(arguments.run))

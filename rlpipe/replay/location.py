@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.errors import DataError, LedgerError
-from rlpipe.replay.ledger import NAME, Ledger
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import Ledger
 
 WANTED = "give the output folder of a run of reinforcement learning, one of its checkpoints, or a .sqlite file"
 

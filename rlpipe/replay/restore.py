@@ -13,7 +13,8 @@ from uuid import uuid4
 from rlpipe.configs.tree import changed_options
 from rlpipe.errors import ConfigError, LedgerError
 from rlpipe.folders import why_not_writable, writing_path
-from rlpipe.replay.ledger import NAME, Ledger, damage
+from rlpipe.replay.database import NAME, damage
+from rlpipe.replay.ledger import Ledger
 
 COMPANIONS = ("-wal", "-shm")
 """SQLite's files beside a database."""
@@ -58,6 +59,8 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
         ledger.checkpointed(start.step)
     ledger.begin_again(start.step, start.config["algorithm"]["num_steps"])
     if changed:
+        if _max_staleness(start.config) < _max_staleness(ledger.get("config")):
+            ledger.discard({group.group_id: "replay.max_staleness was lowered" for group, _ in ledger.unfinished()})
         ledger.change_config(start.config)
     ledger.set(config=start.config, num_rows=start.num_rows)
     return ledger, messages
@@ -100,6 +103,11 @@ def _why_unfit(path: Path, start: RunStart) -> str | None:
         if known > start.step:
             return f"goes on to step {known}"
         return None if found.has_steps(start.step) else f"does not know all of the {start.step} steps"
+
+
+def _max_staleness(config: Mapping[str, Any]) -> int:
+    bound: int = config["replay"]["max_staleness"]
+    return bound
 
 
 def _check_owner(ledger: Ledger, start: RunStart) -> bool:

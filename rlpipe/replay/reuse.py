@@ -23,6 +23,14 @@ class KeptGroups:
     def keep(self, groups: Iterable[RolloutGroup]) -> None:
         self._groups.extend(group for group in groups if has_signal(group, self._combine))
 
+    def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
+        """Takes what there is to keep of groups in that order, until it has enough."""
+        for group in newest_first:
+            if len(self._groups) == self._groups.maxlen:
+                return
+            if has_signal(group, self._combine):
+                self._groups.appendleft(group)
+
     def stand_in_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """One kept group for each of ``groups`` without signal, as far as there are any."""
         wanted = sum(not has_signal(group, self._combine) for group in groups)

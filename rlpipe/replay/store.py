@@ -188,7 +188,8 @@ class ReplayStore:
             self._buffer.add(group)
         self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
         self._times = dict.fromkeys(self._entries, (0.0, 0.0))
-        self._kept.keep(self.ledger.load(self.ledger.newest_trained(self._replay.reuse_groups)))
+        if self._replay.reuse_groups:
+            self._kept.fill_up(self.ledger.newest_taken())
 
     def _answer_again(self, outcome: Outcome, group_ids: Iterable[int], *, with_tokens: bool) -> None:
         """What a process that died had discarded, where its answer was lost and the call is repeated."""

@@ -20,7 +20,8 @@ import rlpipe
 from benchmarks.processes import find_processes
 from rlpipe.errors import EngineFailed, LearnerFailed, RlpipeError, WaitTimeout
 from rlpipe.replay.audit import audit
-from rlpipe.replay.ledger import NAME, GroupState, Ledger
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import GroupState, Ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -13,7 +13,8 @@ from rlpipe.errors import DataError
 from rlpipe.replay.audit import MAX_KEPT, Audit, audit
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.checks import CHECKS
-from rlpipe.replay.ledger import COMPARED, NAME, Ledger, StepGroups
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import COMPARED, Ledger, StepGroups
 from rlpipe.replay.location import reading
 
 CLAIMS = [check.claim for check in CHECKS]

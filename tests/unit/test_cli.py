@@ -13,7 +13,7 @@ import rlpipe
 from rlpipe import cli
 from rlpipe.commands import train
 from rlpipe.errors import ConfigError, InputError, RunError
-from rlpipe.replay.ledger import NAME
+from rlpipe.replay.database import NAME
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
 TIMES = ("--generate", "constant:2", "--train", "constant:1")

@@ -22,7 +22,8 @@ from rlpipe import cli
 from rlpipe.configs.schema import ModelConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import Cursor
-from rlpipe.replay.ledger import NAME, Ledger, StepGroups
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import Ledger, StepGroups
 from rlpipe.replay.query import Feed, GroupFilter, Row, find_groups, find_steps, to_tree
 from rlpipe.replay.steps import StepReport
 from rlpipe.tiny import make_tiny_policy

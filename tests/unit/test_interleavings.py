@@ -20,7 +20,8 @@ from rlpipe.data.prompts import Cursor
 from rlpipe.health import EngineState, Fleet
 from rlpipe.replay.admission import Admission
 from rlpipe.replay.buffer import Admitted
-from rlpipe.replay.ledger import NAME, GroupState, Ledger
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import GroupState, Ledger
 from rlpipe.replay.restore import RunStart, open_ledger
 from rlpipe.replay.steps import StepReport
 from rlpipe.replay.store import Outcome, ReplayStore
@@ -32,6 +33,7 @@ NUM_STEPS = 4
 CONFIG: dict[str, Any] = {
     "algorithm": {"num_steps": NUM_STEPS},
     "learner": {"schedule": {"name": "constant"}},
+    "replay": {"max_staleness": 2},
 }
 SILENCE_S, DEATH_S = 10.0, 30.0
 

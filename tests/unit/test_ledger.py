@@ -14,7 +14,8 @@ from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.errors import LedgerError
-from rlpipe.replay.ledger import COMPARED, NAME, GroupState, Ledger, StepGroups, damage
+from rlpipe.replay.database import NAME, damage
+from rlpipe.replay.ledger import COMPARED, GroupState, Ledger, StepGroups
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import RolloutGroup, RolloutStatus
 

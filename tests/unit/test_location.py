@@ -9,7 +9,7 @@ import pytest
 from ledger_cases import Run
 
 from rlpipe.errors import DataError
-from rlpipe.replay.ledger import NAME
+from rlpipe.replay.database import NAME
 from rlpipe.replay.location import find_ledger, ledger_path, reading
 
 

@@ -10,12 +10,14 @@ from disk_cases import largest_file
 from replay_cases import admit, bring, open_store
 
 from rlpipe.errors import ConfigError, LedgerError
-from rlpipe.replay.ledger import NAME, GroupState, Ledger
+from rlpipe.replay.database import NAME
+from rlpipe.replay.ledger import GroupState, Ledger
 from rlpipe.replay.restore import RunStart, open_ledger, why_unusable
 
 CONFIG: dict[str, Any] = {
     "algorithm": {"num_steps": 100},
     "learner": {"schedule": {"name": "constant"}},
+    "replay": {"max_staleness": 2},
     "seed": 0,
 }
 
@@ -221,3 +223,13 @@ def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
     ledger, _ = begin(path, config=other, num_rows=7)
     assert ledger.get("earlier_configs") == [{"steps": 1, "config": CONFIG}], "step 0 is trained again as it was"
     assert ledger.get("num_rows") == 7
+
+
+def test_groups_that_a_lower_bound_of_staleness_has_no_step_for_are_discarded(path: Path) -> None:
+    started(path)
+    lower = {**CONFIG, "replay": {"max_staleness": 0}}
+    ledger, _ = begin(path, config=lower, changes_allowed=True)
+    assert ledger.counts() == {GroupState.ASSIGNED: 2, GroupState.DISCARDED: 1}
+    assert ledger.rows("SELECT reason FROM groups WHERE reason IS NOT NULL") == [("replay.max_staleness was lowered",)]
+    again, _ = begin(path, config=lower)
+    assert again.counts() == ledger.counts()

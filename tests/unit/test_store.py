@@ -223,6 +223,17 @@ def test_a_group_is_replayed_once_and_the_oldest_are_forgotten(tmp_path: Path) -
     assert store.ledger.rows("SELECT group_id FROM replays ORDER BY 1") == [(1,), (2,)]
 
 
+def test_after_a_restart_the_newest_groups_with_signal_are_kept(tmp_path: Path) -> None:
+    replay = ReplayConfig(reuse_groups=1)
+    store = open_store(tmp_path, replay=replay)
+    run_step(store, 0, {0: MIXED, 1: FLAT})
+    run_step(store, 1, {2: FLAT, 3: FLAT})
+    run_step(store, 2, {4: MIXED, 5: FLAT})
+    store = open_store(tmp_path, replay=replay)
+    run_step(store, 3, {6: FLAT, 7: FLAT})
+    assert store.ledger.rows("SELECT group_id, step FROM replays ORDER BY step") == [(0, 1), (4, 3)]
+
+
 def test_kept_groups_survive_a_restart_and_the_dropping_of_tokens(tmp_path: Path) -> None:
     replay = ReplayConfig(reuse_groups=1)
     store = open_store(tmp_path, keep_steps=0, replay=replay)
