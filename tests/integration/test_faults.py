@@ -52,9 +52,9 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 
 def leave_room(folder: Path, num_bytes: int) -> None:
-    """Fills the disk but for that much."""
+    """Fills the disk that is mounted there, and no other, but for that much."""
     with suppress(OSError), (folder / "filler").open("ab", buffering=0) as file:
-        while (free := shutil.disk_usage(folder).free) > num_bytes:
+        while folder.is_mount() and (free := shutil.disk_usage(folder).free) > num_bytes:
             file.write(bytes(min(free - num_bytes, 2**20)))
 
 
@@ -65,7 +65,8 @@ def once(condition: Callable[[], bool], action: Callable[[], None]) -> threading
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and not condition():
             time.sleep(0.01)
-        action()
+        if condition():
+            action()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
