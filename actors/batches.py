@@ -70,6 +70,7 @@ class BatchActor(ABC):
         if silent := self._silent_ranks():
             cause = f"{cause}; {silent}"
         self._beats.clear()
+        await self._board.begin_again()
         deaths, limit = self._failures_in_row, self._learner.max_failures
         if deaths > limit:
             await self.fail(

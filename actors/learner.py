@@ -192,7 +192,8 @@ class LearnerLoop:
             if batch is None:
                 return
             self._report(num_steps, self._learner.compare(batch), last=True)
-        self._await_answers()
+        for kind in list(self._unanswered):
+            self._await_answer(kind)
         export_policy(self._policy, setup.output / "policy")
 
     def _newest_checkpoint(self) -> Path | None:
@@ -257,17 +258,17 @@ class LearnerLoop:
     def _in_order(self, kind: str, method: Any, *arguments: Any) -> None:
         """Calls an actor once the last call of the same kind has been answered: an actor may take calls that wait
         for it at one time in any order."""
-        if kind in self._unanswered:
-            self._get(self._unanswered.pop(kind), f"the answer to its last {kind}")
+        self._await_answer(kind)
         self._unanswered[kind] = method.remote(*arguments)
 
-    def _await_answers(self) -> None:
-        while self._unanswered:
-            kind, call = self._unanswered.popitem()
-            self._get(call, f"the answer to its last {kind}")
+    def _await_answer(self, kind: str) -> None:
+        """Where engines load the last version, another one that was restarted may have its turn before it."""
+        if kind in self._unanswered:
+            more_s = 2 * self._setup.weights.timeout_s if kind == "publish" else 0.0
+            self._get(self._unanswered.pop(kind), f"the answer to its last {kind}", more_s=more_s)
 
-    def _get(self, call: ray.ObjectRef, what: str) -> Any:
-        limit = self._setup.call_timeout_s
+    def _get(self, call: ray.ObjectRef, what: str, *, more_s: float = 0.0) -> Any:
+        limit = self._setup.call_timeout_s + more_s
         return get_answer(call, f"learner rank {self._rank}: {what}", within=limit, option="cluster.call_timeout_s")
 
     def _checkpoint(self, step: int, batch: TrainBatch) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlpipe.errors import InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
@@ -17,6 +17,8 @@ from rlpipe.waiting import describe_failure
 
 DEAD = "its process is dead"
 """Who collects from the engine notices that as well, and sees to it."""
+GONE = "the learner that published the version is dead, and its weights with it"
+"""No engine is to blame; the learner that comes publishes again."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,6 +66,9 @@ class WeightsActor:
             started = time.perf_counter()
             engines = sorted(self._enrolled)
             failures = await asyncio.gather(*(self._load(name, manifest, buckets) for name in engines))
+            if GONE in failures:
+                self._newest = None
+                return
             lost = {name: reason for name, reason in zip(engines, failures, strict=True) if reason is not None}
             self._enrolled -= lost.keys()
             lost = {name: reason for name, reason in lost.items() if reason != DEAD}
@@ -81,16 +86,20 @@ class WeightsActor:
 
         Answers the version that it serves now, or None if it could not load it.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._newest is not None)
-        async with self._turn:
-            assert self._newest is not None
-            manifest, buckets = self._newest
-            if await self._load(name, manifest, buckets) is not None:
-                return None
-            self._enrolled.add(name)
-        await self._notify()
-        return manifest.version
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._newest is not None)
+            async with self._turn:
+                if self._newest is None:
+                    continue
+                manifest, buckets = self._newest
+                failure = await self._load(name, manifest, buckets)
+                if failure is None:
+                    self._enrolled.add(name)
+                    return manifest.version
+                if failure != GONE:
+                    return None
+                self._newest = None
 
     async def newest(self) -> int:
         """The newest version that was published, or -1: the learner publishes again where this actor was restarted."""
@@ -135,6 +144,8 @@ class WeightsActor:
             return DEAD
         except RayError as error:
             cause = getattr(error, "cause", None) or error
+            if isinstance(cause, ObjectLostError):
+                return GONE
             if isinstance(cause, InputError):
                 self._error = WeightsMismatch(
                     f"engine {name} could not load weights version {manifest.version}: {cause}"

@@ -301,6 +301,7 @@ class Controller:
             self._pool.failed(name, reason)
         for name in served.engines:
             self._pool.loaded(name, served.version)
+        self._pool.fail_all_but(served.version)
 
     async def _load_newest(self, name: str) -> int | None:
         call: Any = self._parts.weights.load_newest.remote(name)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema import ClusterConfig
@@ -100,6 +100,12 @@ class EnginePool:
             self._router.add(name)
             self._dispatch_waiting()
 
+    def fail_all_but(self, version: int) -> None:
+        """The engines that serve another version have missed one, and will get no other."""
+        for name in self._fleet.serving:
+            if self._fleet.version(name) != version:
+                self.failed(name, f"it serves version {self._fleet.version(name)}, and missed version {version}")
+
     def failed(self, name: str, reason: str) -> None:
         """An engine is of no use any more, although its process may live."""
         if name in self._deaths and not self._deaths[name].done():
@@ -147,7 +153,7 @@ class EnginePool:
                 receipts: Sequence[Receipt] = await receipts_ref
             except RayTaskError as error:
                 raise EngineDied(describe_failure(error)) from None
-            except RayActorError as error:
+            except RayError as error:  # it died, or Ray ended it for its memory
                 raise EngineDied(describe_failure(error), process_lives=False) from None
             self._fleet.answered(name, finished=bool(receipts))
             self._dispatch_waiting()  # the engine may have been the last suspect
@@ -190,16 +196,17 @@ class EnginePool:
             await asyncio.wait_for(_value(self._start(name)), limit)
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
-        except RayActorError as error:
-            return EngineDied(describe_failure(error), process_lives=False)
         except RayTaskError as error:
             if isinstance(error.cause, InputError):
                 raise error.cause from None
             return EngineDied(describe_failure(error))
+        except RayError as error:
+            return EngineDied(describe_failure(error), process_lives=False)
         self._fleet.started(name)
         version = await self._load_newest(name)
         if version is None:
             return EngineDied("it could not load the newest weights")
+        self.published(version)  # the learner may have begun again at an older one
         self.loaded(name, version)
         self._notice(name, f"engine {name} serves again, version {version}")
         return None

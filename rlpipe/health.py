@@ -63,6 +63,10 @@ class Fleet:
     def state(self, name: str) -> EngineState:
         return self._engines[name].state
 
+    def version(self, name: str) -> int:
+        """What it serves, as far as is known."""
+        return self._engines[name].version
+
     def failures_in_row(self, name: str) -> int:
         """Deaths since it last finished something."""
         return self._engines[name].failures_in_row
@@ -76,11 +80,12 @@ class Fleet:
         self._move(name, EngineState.STALE)
 
     def loaded(self, name: str, version: int) -> None:
-        """It serves a version; a stale one becomes healthy if that is the newest."""
+        """It serves a version; a stale one becomes healthy if that is the newest. What is said of the dead is late."""
         engine = self._engines[name]
-        engine.version = version
-        if engine.state in ANSWERING or version >= self._version:
+        if engine.state in ANSWERING or (engine.state is EngineState.STALE and version >= self._version):
             self._move(name, EngineState.HEALTHY)
+        if engine.state is not EngineState.DEAD:
+            engine.version = version
 
     def answered(self, name: str, *, finished: bool = False) -> None:
         """It was heard of, and has ``finished`` a group or not."""

@@ -35,6 +35,7 @@ class Follower:
         self._name, self._batches, self._cluster = name, batches, cluster
         self._report, self._message = report, message
         self._last_step, self._last_event = first_step - 1, last_event
+        self._stops = False
         self.ended = asyncio.Event()
         """Set once the last step is reported."""
 
@@ -60,6 +61,8 @@ class Follower:
         limit = self._cluster.step_timeout_s
         while True:
             await asyncio.sleep(min(POLL_S, limit / 4))
+            if self._stops:
+                await self.stop_learner()  # again, as the actor may be a new process
             state = await self.ask(self._batches.describe.remote(), "the state of the run")
             if state["seconds_since_a_step"] > limit:
                 raise WaitTimeout(
@@ -68,6 +71,7 @@ class Follower:
 
     async def stop_learner(self) -> None:
         """Lets the learner write a checkpoint and end after the step that it is in."""
+        self._stops = True
         await self.ask(self._batches.stop.remote(), "the learner to be stopped")
 
     async def ask(self, call: Any, what: str, *, more_s: float = 0.0) -> Any:

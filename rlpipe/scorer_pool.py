@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from rlpipe.configs.schema import RewardConfig
-from rlpipe.errors import RlpipeError, WaitTimeout
+from rlpipe.errors import RlpipeError, RunError, WaitTimeout
 from rlpipe.scoring.checks import describe_exception
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import split_calls
@@ -22,6 +22,9 @@ from rlpipe.scoring.sandbox import OVERHEAD_S
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
+
+MAX_STARTS = 3
+"""Processes that may die at their start, one after the other, in one place."""
 
 Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
 """Starts an actor of a name, in the place of a name; returns it with the reference that says when it is ready."""
@@ -109,17 +112,28 @@ class ScorerPool:
 
     async def _restart(self, process: _Process, reason: str) -> None:
         logger.warning("scoring: %s; another takes its place", reason)
-        ray.kill(process.actor)
-        process.num_restarts += 1
-        process.name = f"{process.place}.{process.num_restarts}"
-        process.actor, ready = self._spawn(process.name, process.place)
-        try:
-            await asyncio.wait_for(_result(ready), self._start_timeout_s)
-        except TimeoutError:
-            raise WaitTimeout(
-                f"actor {process.name} was to replace one ({reason}), but has not started within "
-                f"cluster.start_timeout_s={self._start_timeout_s:g} seconds"
-            ) from None
+        for attempt in range(MAX_STARTS):
+            ray.kill(process.actor)
+            process.num_restarts += 1
+            process.name = f"{process.place}.{process.num_restarts}"
+            process.actor, ready = self._spawn(process.name, process.place)
+            try:
+                await asyncio.wait_for(_result(ready), self._start_timeout_s)
+            except TimeoutError:
+                raise self._late(process, reason) from None
+            except (RayActorError, OutOfMemoryError) as error:
+                if attempt + 1 == MAX_STARTS:
+                    raise RunError(
+                        f"{MAX_STARTS} processes died at their start, the last was {process.name}: {error}"
+                    ) from None
+            else:
+                return
+
+    def _late(self, process: _Process, reason: str) -> WaitTimeout:
+        return WaitTimeout(
+            f"actor {process.name} was to replace one ({reason}), but has not started within "
+            f"cluster.start_timeout_s={self._start_timeout_s:g} seconds"
+        )
 
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))

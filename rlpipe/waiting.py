@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
 
@@ -33,8 +33,8 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
         raise late(what, within, option) from None
     except RayTaskError as error:
         raise root_cause(error, f"while waiting for {what}") from None
-    except RayActorError as error:
-        raise RunError(f"an actor died while the run waited for {what}: {error}") from None
+    except RayError as error:
+        raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
 
 
 def get_answer(call: ObjectRef, what: str, *, within: float, option: str) -> Any:
@@ -45,8 +45,8 @@ def get_answer(call: ObjectRef, what: str, *, within: float, option: str) -> Any
         raise late(what, within, option) from None
     except RayTaskError as error:
         raise root_cause(error, f"while waiting for {what}") from None
-    except RayActorError as error:
-        raise RunError(f"an actor died while the run waited for {what}: {error}") from None
+    except RayError as error:
+        raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
 
 
 def late(what: str, within: float, option: str) -> WaitTimeout:

@@ -25,7 +25,7 @@ class StepBoard:
     """The batches of the newest steps, one a rank; for one event loop.
 
     A step's batches may be there before it is wanted. They stay until the step after the next is there, so that a
-    slower rank still finds its own. Ranks may begin again at an earlier step.
+    slower rank still finds its own.
     """
 
     def __init__(self, *, num_ranks: int) -> None:
@@ -34,6 +34,7 @@ class StepBoard:
         self._batches: dict[int, list[TrainBatch]] = {}
         self._newest = -1
         self._ends_before: int | None = None
+        self._life = 0
         self._changed = asyncio.Condition()
 
     @property
@@ -67,16 +68,29 @@ class StepBoard:
 
     async def stop(self) -> None:
         """Hands out no further step; the one that some rank has begun, the others still get."""
-        self._ends_before = self._newest + 1
+        if self._ends_before is None:
+            self._ends_before = self._newest + 1
+        await self.notify()
+
+    async def begin_again(self) -> None:
+        """New ranks will ask, from any step on; what the old ones still ask for is answered with None."""
+        self._life += 1
+        self._wanted, self._batches, self._newest = None, {}, -1
+        if self._ends_before is not None:
+            self._ends_before = 0
         await self.notify()
 
     async def batch(self, step: int, rank: int) -> TrainBatch | None:
         """The rank's share of the step, once it is there; None if the run stops before it."""
-        await self.wait_for(lambda: step in self._batches or self._is_past_the_end(step))
-        if self._is_past_the_end(step):
+        life = self._life
+
+        def is_over() -> bool:
+            return life != self._life or self._is_past_the_end(step)
+
+        await self.wait_for(lambda: step in self._batches or is_over())
+        if is_over():
             return None
-        began_again = step < self._newest - 1
-        self._newest = step if began_again else max(step, self._newest)
+        self._newest = max(step, self._newest)
         return self._batches[step][rank]
 
     def _is_past_the_end(self, step: int) -> bool:

@@ -89,6 +89,15 @@ def test_a_dead_engine_must_start_and_load_again(fleet: Fleet) -> None:
     assert fleet.serving == ["a"]
 
 
+def test_late_news_of_a_load_does_not_bring_an_engine_back(fleet: Fleet) -> None:
+    fleet.died("a", "killed")
+    fleet.loaded("a", 0)
+    assert fleet.state("a") is EngineState.DEAD
+    fleet.restarting("a")
+    fleet.loaded("a", 0)
+    assert (fleet.state("a"), fleet.serving) == (EngineState.STARTING, [])
+
+
 def test_deaths_are_counted_until_something_is_finished(fleet: Fleet) -> None:
     for _ in range(2):
         fleet.died("a", "killed")

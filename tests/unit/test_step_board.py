@@ -60,18 +60,42 @@ def test_after_a_stop_every_rank_ends_behind_the_same_step() -> None:
     assert asyncio.run(scenario()) == [True, False, True, False]
 
 
-def test_ranks_may_begin_again_at_an_earlier_step() -> None:
-    async def scenario() -> list[int]:
-        board = StepBoard(num_ranks=1)
-        for step in (0, 1, 2, 3, 1, 2):
-            if board.want(step):
-                await board.put(step, batches(step, 1))
-            await board.batch(step, 0)
-        await board.stop()
-        assert await board.batch(3, 0) is None
-        return [board.wanted is None]
+def test_new_ranks_may_begin_at_any_step_and_old_ones_are_answered_with_nothing() -> None:
+    async def scenario() -> list[int | None]:
+        board = StepBoard(num_ranks=2)
+        for step in (4, 5):
+            board.want(step)
+            await board.put(step, batches(step, 2))
+            for rank in (0, 1):
+                await board.batch(step, rank)
+        await board.put(6, batches(6, 2))
+        orphan = asyncio.create_task(board.batch(7, 0))
+        await asyncio.sleep(0)
+        await board.begin_again()
+        assert board.due is None, "nobody has said yet where the new ranks begin"
+        board.want(4)
+        await board.put(4, batches(4, 2))
+        answers = [await orphan, await board.batch(4, 0)]
+        assert board.due == 5
+        await board.put(5, batches(5, 2))
+        answers += [await board.batch(4, 1), await board.batch(5, 1)]
+        return [None if answer is None else answer.step for answer in answers]
 
-    assert asyncio.run(scenario()) == [True]
+    assert asyncio.run(scenario()) == [None, 4, 4, 5]
+
+
+def test_a_stop_holds_for_new_ranks() -> None:
+    async def scenario() -> None:
+        board = StepBoard(num_ranks=1)
+        board.want(3)
+        await board.put(3, batches(3, 1))
+        await board.batch(3, 0)
+        await board.stop()
+        await board.begin_again()
+        await board.stop()
+        assert await board.batch(2, 0) is None
+
+    asyncio.run(scenario())
 
 
 def test_the_next_step_is_due_once_ranks_have_one() -> None:
