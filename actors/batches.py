@@ -38,8 +38,13 @@ class BatchActor(ABC):
         self._board = StepBoard(num_ranks=learner.num_ranks)
         self._error: RlpipeError | None = None
         self._last_progress = time.monotonic()
-        self._failures_in_row = 0
+        self._failures_in_row = self._life = 0
         self._beats: dict[int, tuple[float, int]] = {}
+
+    async def begin_life(self) -> int:
+        """Called by the first rank of a group that begins; a higher number than any group before it got."""
+        self._life += 1
+        return self._life
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
         """Waits until the step is complete and returns the rank's share of it; None if the run stops before it."""

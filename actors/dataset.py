@@ -96,14 +96,14 @@ class DatasetActor(BatchActor):
             self._known_reports.append(report)
 
     def _keep_event(self, kind: str, subject: str, message: str) -> None:
-        number = len(self._known_events) + 1
+        number = time.time_ns()  # higher than those of a process before this one
         self._known_events.append(Event(number=number, time=time.time(), kind=kind, subject=subject, message=message))
 
     def _reports(self, after: int) -> Sequence[StepReport]:
         return [report for report in self._known_reports if report.step > after]
 
     def _events(self, after: int) -> Sequence[Event]:
-        return self._known_events[after:]
+        return [event for event in self._known_events if event.number > after]
 
     def _last_step(self) -> int:
         return self._known_reports[-1].step if self._known_reports else -1

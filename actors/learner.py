@@ -145,7 +145,8 @@ class LearnerLoop:
         self._setup = setup
         self._rank = ray.train.get_context().get_world_rank()
         self._step = 0
-        self._life = time.time_ns()
+        self._life = 0
+        self._saved_step = -1
         threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True).start()
         torch.set_num_threads(setup.learner.num_threads or max(1, int(setup.learner.num_cpus)))
         torch.manual_seed(setup.seed)
@@ -167,6 +168,8 @@ class LearnerLoop:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
         checkpoint = self._newest_checkpoint()
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
+        if self._rank == 0:
+            self._life = self._get(setup.batches.begin_life.remote(), "the number of this life of the learner group")
         self._publish(first_step)
         follows = setup.weights_actor is not None
         batch: TrainBatch | None = None
@@ -174,7 +177,7 @@ class LearnerLoop:
             self._step = step
             previous, (batch, waited) = batch, self._next_batch(step)
             if batch is None:
-                if previous is not None:
+                if previous is not None and self._saved_step < step:
                     self._checkpoint(step, previous)
                 return
             metrics = self._learner.train_step(batch)
@@ -281,6 +284,7 @@ class LearnerLoop:
                 message = f"the checkpoint after step {step} can't be written, the last whole one stays: {error}"
                 self._get(self._setup.batches.note.remote("checkpoint", "learner", message), "a note to be taken")
             return
+        self._saved_step = step
         if self._rank == 0:
             self._get(self._setup.batches.checkpointed.remote(step), "the ledger to count the checkpoint")
 

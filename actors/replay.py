@@ -51,7 +51,12 @@ class ReplayActor(BatchActor):
         """Opens the ledger that belongs to where the run goes on; answers where its accounts stand."""
         ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
         self._opened = self._open_store(ledger)
-        return self._opened.accounts(messages)
+        return self._opened.accounts(messages, first_step=start.step)
+
+    async def begin_life(self) -> int:
+        life: int = (self._store.ledger.get("life") or 0) + 1
+        self._store.ledger.set(life=life)
+        return life
 
     async def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed]) -> None:
         """Registers groups that are about to be generated; ``place`` is the prompt source's place behind them."""
@@ -59,7 +64,10 @@ class ReplayActor(BatchActor):
 
     async def generated(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> Outcome:
         """Keeps ``groups[indices]``; those that could not be sampled are discarded."""
-        return self._store.generated([groups[index] for index in indices])
+        outcome = self._store.generated([groups[index] for index in indices])
+        if outcome.discarded:
+            await self._fill()  # a step may have waited for them
+        return outcome
 
     async def scored(self, group_ids: Sequence[int], *pools: Sequence[GroupScores]) -> Outcome:
         """Takes what every pool said of groups that were generated."""

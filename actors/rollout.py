@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,17 @@ class RolloutActor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: EngineThread | None = None
+        self._starting = threading.Lock()
 
     def start(self, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int) -> None:
         """Loads the model; takes seconds to minutes."""
-        self._thread = EngineThread(
-            self._name, lambda: open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
-        )
+        with self._starting:  # Ray may repeat the call beside one that is made anew
+            if self._thread is not None:
+                return
+            self._thread = EngineThread(
+                self._name,
+                lambda: open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens),
+            )
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._engine.submit(requests)
@@ -38,6 +44,8 @@ class RolloutActor:
     def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
         """The groups that have finished, as soon as there is one; none after ``timeout_s``."""
         groups = self._engine.collect(timeout_s, max_groups)
+        for group in groups:
+            group.engine = self._name
         return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
 
     def load(self, manifest: WeightsManifest, timeout_s: float, *buckets: ByteArray) -> str:

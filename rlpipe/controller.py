@@ -87,7 +87,7 @@ class Controller:
             max_staleness=config.replay.max_staleness,
             num_steps=self._num_steps,
             first_step=first_step,
-            num_admitted=accounts.num_places_taken,
+            num_waiting=accounts.num_places_taken,
         )
         self._rerolls = Rerolls(
             after_steps=round((config.replay.reroll_after or 0) * self._num_steps),
@@ -110,6 +110,7 @@ class Controller:
             load_newest=self._load_newest,
             collected=self._flow.collected,
             notice=self._notice,
+            give_up=self.stop,
         )
         self._load_timeout_s = config.weights.timeout_s
         self._last_evaluated = first_step - 1

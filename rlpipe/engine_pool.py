@@ -43,7 +43,8 @@ class EnginePool:
 
     What a dead engine worked on, the others do. Ray restarts it, or, where it hangs, it is killed first; it gets work
     again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` says for how long.
-    Raises ``EngineFailed`` for an engine that dies again and again (``cluster.max_engine_failures``).
+    An engine that dies again and again (``cluster.max_engine_failures``) is retired; after the last one, ``give_up`` is
+    called.
     """
 
     def __init__(
@@ -55,15 +56,18 @@ class EnginePool:
         load_newest: LoadNewest,
         collected: Collected,
         notice: Callable[[str, str], None],
+        give_up: Callable[[EngineFailed], Awaitable[None]],
     ) -> None:
         self._engines, self._cluster = engines, cluster
         self._start, self._load_newest, self._collected, self._notice = start, load_newest, collected, notice
+        self._give_up = give_up
         self._router = Router()
         self._waiting: list[GroupRequest] = []
         self._fleet = Fleet(
             engines, suspect_after_s=cluster.suspect_after_s, dead_after_s=cluster.dead_after_s, clock=time.monotonic
         )
         self._deaths: dict[str, asyncio.Future[None]] = {}
+        self._retired: set[str] = set()
         for name in engines:
             self._fleet.started(name)
 
@@ -128,7 +132,23 @@ class EnginePool:
             death: EngineDied | None = await self._until_death(name, tasks)
             while death is not None:
                 self._mourn(name, str(death))
+                if self._fleet.failures_in_row(name) > self._cluster.max_engine_failures:
+                    await self._retire(name, str(death))
+                    return
                 death = await self._replace(name, death)
+
+    async def _retire(self, name: str, reason: str) -> None:
+        """An engine that dies again and again is not started any more; without any other the run gives up."""
+        limit = self._cluster.max_engine_failures
+        message = (
+            f"engine {name} died {limit + 1} times without finishing a group (cluster.max_engine_failures={limit}); "
+            f"the last time: {reason}"
+        )
+        self._retired.add(name)
+        if len(self._retired) == len(self._engines):
+            await self._give_up(EngineFailed(message))
+        else:
+            self._notice(name, f"{message}; the run goes on without it")
 
     async def _until_death(self, name: str, tasks: asyncio.TaskGroup) -> EngineDied:
         """Collects what the engine finishes; answers why it stopped to."""
@@ -173,15 +193,9 @@ class EnginePool:
         await self._collected(groups, receipts)
 
     def _mourn(self, name: str, reason: str) -> None:
-        """Gives the dead engine's work to the others; raises ``EngineFailed`` if it has died too often."""
+        """Gives the dead engine's work to the others."""
         self._fleet.died(name, reason)
         lost = self._router.remove(name)
-        failures, limit = self._fleet.failures_in_row(name), self._cluster.max_engine_failures
-        if failures > limit:
-            raise EngineFailed(
-                f"engine {name} died {failures} times without finishing a group (cluster.max_engine_failures={limit}); "
-                f"the last time: {reason}"
-            )
         again = f"; its {len(lost)} groups are generated again" if lost else ""
         self._notice(name, f"engine {name} died: {reason}{again}")
         self.dispatch(lost)

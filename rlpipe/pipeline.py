@@ -27,9 +27,10 @@ from rlpipe.controller import Controller, Parts, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import ConfigError, LearnerFailed, LedgerLost, RlpipeError, RunError
+from rlpipe.errors import ConfigError, EngineFailed, LearnerFailed, LedgerLost, RlpipeError, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
+from rlpipe.learner.checkpoint import list_checkpoints
 from rlpipe.news import Follower
 from rlpipe.placement import Need, connect, end_actors, no_room
 from rlpipe.prepare import (
@@ -96,7 +97,9 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
         try:
             return train_rl(run, start)
         except LedgerLost as loss:
-            found = find_resume_point(run.config)
+            has_own = bool(list_checkpoints(run.output / "checkpoints"))
+            resume = "auto" if has_own or run.config.resume == "never" else run.config.resume
+            found = find_resume_point(replace(run.config, resume=resume))
             start = replace(found, messages=[f"{loss}; what came after the last checkpoint is lost", *found.messages])
 
 
@@ -167,7 +170,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 with stop_on_signals(stop):
                     await _start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
-                        await follower.ended.wait()
+                        with suppress(TimeoutError):  # a dataset actor that died since has forgotten the last report
+                            await asyncio.wait_for(follower.ended.wait(), config.cluster.call_timeout_s)
                 for task in endless:
                     task.cancel()
             if stopped:
@@ -197,6 +201,9 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     async def ignore(groups: ObjectRef, group_ids: GroupIds) -> None:
         """Nothing is kept of an evaluation's tokens."""
 
+    async def end(failure: EngineFailed) -> None:
+        raise failure
+
     async def version_on_disk(name: str) -> int:
         return 0
 
@@ -211,6 +218,7 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
         load_newest=version_on_disk,
         collected=flow.collected,
         notice=lambda _, message: logger.warning(message),
+        give_up=end,
     )
     requests, metrics = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:

@@ -225,6 +225,11 @@ def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
             f"{checkpoint} belongs to a run with other options ({'; '.join(changed)}): set them back, "
             "or resume_changes=allow, or choose another output"
         )
+    if step > config.algorithm.num_steps:
+        raise ConfigError(
+            f"algorithm.num_steps: {config.algorithm.num_steps} steps are less than the {step} of {checkpoint}: "
+            "set it to at least that, or resume from an older checkpoint"
+        )
     return ResumePoint(checkpoint=checkpoint, step=step, cursor=Cursor(**extra["resume"]), run_id=extra.get("run_id"))
 
 

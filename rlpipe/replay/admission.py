@@ -19,14 +19,14 @@ class Admission:
         max_staleness: int,
         num_steps: int,
         first_step: int = 0,
-        num_admitted: int | None = None,
+        num_waiting: int = 0,
     ) -> None:
-        """``num_admitted`` groups have a place already: by default those of the steps before ``first_step``."""
+        """``num_waiting`` groups have a place in ``first_step`` or a later one already."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._num_steps = num_steps
         self._version = first_step
-        self._admitted = first_step * groups_per_step if num_admitted is None else num_admitted
+        self._admitted = first_step * groups_per_step + num_waiting
 
     @property
     def version(self) -> int:

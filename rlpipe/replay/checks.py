@@ -103,9 +103,9 @@ CHECKS = (
     Check(
         "the tokens of groups that are still to be trained, or trained again, are there",
         """SELECT 'group ' || group_id || ', ' || state FROM groups
-            WHERE state IN ('GENERATED', 'SCORED', 'ASSIGNED') AND group_id NOT IN (SELECT group_id FROM payloads)
+            WHERE state IN ('GENERATED', 'SCORED', 'ASSIGNED') AND group_id NOT IN (SELECT group_id FROM tokens)
             UNION ALL SELECT 'group ' || group_id || ', again in step ' || step FROM replays, run
-            WHERE step >= checkpoint_step AND group_id NOT IN (SELECT group_id FROM payloads)""",
+            WHERE step >= checkpoint_step AND group_id NOT IN (SELECT group_id FROM tokens)""",
     ),
     Check(
         "every step has algorithm.groups_per_step groups",

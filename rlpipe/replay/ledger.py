@@ -163,6 +163,15 @@ class Ledger(Database):
                 "INSERT OR IGNORE INTO replays VALUES (?, ?)", [(group.group_id, step) for group in groups.replayed]
             )
 
+    def release(self, step: int, reason: str) -> None:
+        """Discards the groups of no step, and those that ``step`` and later ones have not trained for good."""
+        with self._transaction():
+            self._connection.execute(
+                "UPDATE groups SET state = 'DISCARDED', reason = ?, step = NULL"
+                f" WHERE {_is_in(*UNFINISHED)} OR (state = 'ASSIGNED' AND step >= ?)",
+                (reason, step),
+            )
+
     def complete(self, report: StepReport) -> None:
         """A step was trained, or, as the last one, compared."""
         with self._transaction():
@@ -178,21 +187,25 @@ class Ledger(Database):
                     (COMPARED, report.step),
                 )
 
-    def checkpointed(self, step: int, *, kept: Collection[int] = ()) -> None:
-        """A checkpoint after ``step`` steps is whole; tokens of steps that are ``keep_steps`` older are dropped, but
-        for the groups in ``kept``."""
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint after ``step`` steps is whole."""
         with self._transaction():
             self._set(checkpoint_step=max(step, self.checkpoint_step))
             self._connection.execute(
                 "UPDATE groups SET state = 'TRAINED', trained_at = ? WHERE state = 'ASSIGNED' AND step < ?",
                 (time.time(), step),
             )
+
+    def drop_tokens(self, *, kept: Collection[int] = ()) -> None:
+        """Those of steps that are ``keep_steps`` behind the checkpoint, but for the groups in ``kept``."""
+        before = self.checkpoint_step - self._keep_steps
+        with self._transaction():
             self._connection.execute(
                 "DELETE FROM payloads WHERE group_id IN"
                 " (SELECT group_id FROM groups WHERE state = 'TRAINED' AND step < ?)"
                 " AND group_id NOT IN (SELECT group_id FROM replays WHERE step >= ?)"
                 f" AND group_id NOT IN ({', '.join(map(str, kept))})",
-                (step - self._keep_steps, step - self._keep_steps),
+                (before, before),
             )
 
     def begin_again(self, step: int, num_steps: int) -> None:
@@ -238,7 +251,7 @@ class Ledger(Database):
 
     def unfinished(self) -> list[tuple[Admitted, GroupState]]:
         """The groups that no step has taken, in the order of their ids."""
-        condition = f"state IN ({', '.join(repr(state.value) for state in UNFINISHED)})"
+        condition = _is_in(*UNFINISHED)
         groups = self._admitted(condition)
         states = dict(self._rows(f"SELECT group_id, state FROM groups WHERE {condition}"))
         return [(group, GroupState(states[group.group_id])) for group in groups]
@@ -305,9 +318,10 @@ class Ledger(Database):
         """Groups in each state."""
         return {GroupState(state): n for state, n in self._rows("SELECT state, count(*) FROM groups GROUP BY state")}
 
-    def num_places_taken(self) -> int:
-        """Groups that were admitted, and are in a step or can still come into one."""
-        return int(self._rows("SELECT count(*) FROM groups WHERE state != 'DISCARDED' OR step IS NOT NULL")[0][0])
+    def num_places_taken(self, step: int) -> int:
+        """Groups that were admitted, and are in ``step`` or a later one, or can still come into one."""
+        query = f"SELECT count(*) FROM groups WHERE step >= ? OR {_is_in(*UNFINISHED)}"
+        return int(self._rows(query, step)[0][0])
 
     def has_steps(self, before: int) -> bool:
         """Whether it knows what each step before that one took; a power failure may have taken the newest from it."""
@@ -336,3 +350,7 @@ class Ledger(Database):
         names = [entry.name for entry in fields(Admitted)]
         rows = self._rows(f"SELECT {', '.join(names)} FROM groups WHERE {condition} ORDER BY group_id", *values)
         return [Admitted(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _is_in(*states: GroupState) -> str:
+    return f"state IN ({', '.join(repr(state.value) for state in states)})"

@@ -55,12 +55,12 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     if ledger.get("run_id") is None:
         ledger.set(run_id=uuid4().hex, config=start.config)
     changed = _check_owner(ledger, start)
+    if reason := _why_released(ledger.get("config"), start.config):
+        ledger.release(start.step, reason)
     if start.step > ledger.checkpoint_step:
         ledger.checkpointed(start.step)
     ledger.begin_again(start.step, start.config["algorithm"]["num_steps"])
     if changed:
-        if _max_staleness(start.config) < _max_staleness(ledger.get("config")):
-            ledger.discard({group.group_id: "replay.max_staleness was lowered" for group, _ in ledger.unfinished()})
         ledger.change_config(start.config)
     ledger.set(config=start.config, num_rows=start.num_rows)
     return ledger, messages
@@ -105,9 +105,15 @@ def _why_unfit(path: Path, start: RunStart) -> str | None:
         return None if found.has_steps(start.step) else f"does not know all of the {start.step} steps"
 
 
-def _max_staleness(config: Mapping[str, Any]) -> int:
-    bound: int = config["replay"]["max_staleness"]
-    return bound
+def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Why groups that wait to be trained do not fit the steps to come."""
+    if new["algorithm"]["groups_per_step"] != old["algorithm"]["groups_per_step"]:
+        return "algorithm.groups_per_step was changed"
+    if new["replay"]["max_staleness"] < old["replay"]["max_staleness"]:
+        return "replay.max_staleness was lowered"
+    if new["algorithm"]["num_steps"] < old["algorithm"]["num_steps"]:
+        return "algorithm.num_steps was lowered"
+    return None
 
 
 def _check_owner(ledger: Ledger, start: RunStart) -> bool:

@@ -36,6 +36,7 @@ class OpenAccounts:
     place: Cursor
     next_group_id: int
     num_places_taken: int
+    """Groups that are in the driver's first step or a later one, or can still come into one."""
     unfinished: list[tuple[Admitted, GroupState]]
     attempts: list[int]
     """Attempts that groups without reward variance have left open."""
@@ -70,13 +71,13 @@ class ReplayStore:
         self._num_discarded = ledger.counts().get(GroupState.DISCARDED, 0)
         self._read_back()
 
-    def accounts(self, messages: list[str]) -> OpenAccounts:
-        """What a driver needs to know to go on, and ``messages`` for people."""
+    def accounts(self, messages: list[str], *, first_step: int = 0) -> OpenAccounts:
+        """What a driver needs to know to go on with ``first_step``, and ``messages`` for people."""
         events = self.ledger.events()
         return OpenAccounts(
             place=self.ledger.place,
             next_group_id=self.ledger.next_group_id(),
-            num_places_taken=self.ledger.num_places_taken(),
+            num_places_taken=self.ledger.num_places_taken(first_step),
             unfinished=self.ledger.unfinished(),
             attempts=self.ledger.open_attempts(),
             fruitless=self.ledger.fruitless(self._replay.reroll_below) if self._replay.reroll_after else [],
@@ -166,7 +167,8 @@ class ReplayStore:
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint after ``step`` steps is whole."""
-        self.ledger.checkpointed(step, kept=self._kept.ids)
+        self.ledger.checkpointed(step)
+        self.ledger.drop_tokens(kept=self._kept.ids)
 
     def describe(self) -> dict[str, int | list[int]]:
         """Its state in a few numbers, for error messages."""

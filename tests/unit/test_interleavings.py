@@ -31,7 +31,7 @@ from rlpipe.types import GroupRequest
 
 NUM_STEPS = 4
 CONFIG: dict[str, Any] = {
-    "algorithm": {"num_steps": NUM_STEPS},
+    "algorithm": {"num_steps": NUM_STEPS, "groups_per_step": 1},
     "learner": {"schedule": {"name": "constant"}},
     "replay": {"max_staleness": 2},
 }
@@ -89,7 +89,7 @@ class Schedule(RuleBasedStateMachine):
         ledger.close()
         self.open_store()
         assert self.store is not None
-        accounts = self.store.accounts([])
+        accounts = self.store.accounts([], first_step=self.checkpoint)
         self.step = self.checkpoint
         self.position, self.next_id = accounts.place.position, accounts.next_group_id
         self.attempts = list(accounts.attempts)
@@ -98,7 +98,7 @@ class Schedule(RuleBasedStateMachine):
             max_staleness=self.max_staleness,
             num_steps=NUM_STEPS,
             first_step=self.step,
-            num_admitted=accounts.num_places_taken,
+            num_waiting=accounts.num_places_taken,
         )
         self.fleet = Fleet(self.names, suspect_after_s=SILENCE_S, dead_after_s=DEATH_S, clock=lambda: self.now)
         self.router = Router()

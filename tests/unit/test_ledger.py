@@ -114,7 +114,7 @@ def test_tokens_are_dropped_some_steps_behind_the_checkpoint(tmp_path: Path) -> 
         admit(store, step, version=step)
         bring(store, step, [1.0, 0.0], version=step)
         store.batches(step)
-    store.ledger.checkpointed(3)
+    store.checkpointed(3)
     assert [g.group_id for g in store.ledger.load([0, 1, 2])] == [2]
     assert store.ledger.rows("SELECT group_id FROM tokens") == [(2,)], "dropped tokens still take room"
     assert states(store.ledger) == {0: "TRAINED", 1: "TRAINED", 2: "TRAINED"}
@@ -130,12 +130,12 @@ def test_what_is_only_compared_counts_as_discarded_and_can_be_asked_for_again(tm
     ledger.assign(5, StepGroups(fresh=[one]))
     ledger.complete(StepReport(step=5, metrics={}, last=True))
     assert ledger.rows("SELECT state, reason FROM groups") == [("DISCARDED", COMPARED)]
-    assert ledger.num_places_taken() == 1
+    assert ledger.num_places_taken(5) == 1
     assert ledger.groups_of(5) is not None
     ledger.begin_again(5, num_steps=5)
     assert (ledger.groups_of(5) is not None, ledger.last_step) == (True, -1)
     ledger.begin_again(5, num_steps=8)
-    assert (ledger.groups_of(5), ledger.num_places_taken()) == (None, 0), "a longer run trains step 5 on others"
+    assert (ledger.groups_of(5), ledger.num_places_taken(5)) == (None, 0), "a longer run trains step 5 on others"
 
 
 def test_reports_and_events_are_followed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rlpipe.replay.ledger import GroupState, Ledger
 from rlpipe.replay.restore import RunStart, open_ledger, why_unusable
 
 CONFIG: dict[str, Any] = {
-    "algorithm": {"num_steps": 100},
+    "algorithm": {"num_steps": 100, "groups_per_step": 2},
     "learner": {"schedule": {"name": "constant"}},
     "replay": {"max_staleness": 2},
     "seed": 0,
@@ -225,11 +225,22 @@ def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
     assert ledger.get("num_rows") == 7
 
 
-def test_groups_that_a_lower_bound_of_staleness_has_no_step_for_are_discarded(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "option", "value", "reason"),
+    [
+        ("replay", "max_staleness", 0, "replay.max_staleness was lowered"),
+        ("algorithm", "groups_per_step", 4, "algorithm.groups_per_step was changed"),
+        ("algorithm", "num_steps", 50, "algorithm.num_steps was lowered"),
+    ],
+)
+def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
+    path: Path, section: str, option: str, value: int, reason: str
+) -> None:
     started(path)
-    lower = {**CONFIG, "replay": {"max_staleness": 0}}
-    ledger, _ = begin(path, config=lower, changes_allowed=True)
-    assert ledger.counts() == {GroupState.ASSIGNED: 2, GroupState.DISCARDED: 1}
-    assert ledger.rows("SELECT reason FROM groups WHERE reason IS NOT NULL") == [("replay.max_staleness was lowered",)]
-    again, _ = begin(path, config=lower)
+    other = {**CONFIG, section: {**CONFIG[section], option: value}}
+    ledger, _ = begin(path, config=other, changes_allowed=True)
+    assert ledger.counts() == {GroupState.DISCARDED: 3}
+    assert ledger.rows("SELECT DISTINCT reason FROM groups") == [(reason,)]
+    assert (ledger.num_places_taken(0), ledger.groups_of(0)) == (0, None)
+    again, _ = begin(path, config=other)
     assert again.counts() == ledger.counts()

@@ -41,7 +41,7 @@ def test_a_failed_group_leaves_its_place_and_its_reason(tmp_path: Path) -> None:
     assert "KeyError" in reason
     rows = store.ledger.rows("SELECT group_id, state, reason FROM groups ORDER BY group_id")
     assert rows == [(0, "DISCARDED", "the engine refused it"), (1, "DISCARDED", reason)]
-    assert store.ledger.num_places_taken() == 0
+    assert store.ledger.num_places_taken(0) == 0
     assert not list(store.ledger.load([0, 1]))
 
 
