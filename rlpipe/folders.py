@@ -4,6 +4,7 @@ finished; and whether there is room for them."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 RESERVE = 16 * 2**20
 """Bytes that large files leave free, so that the ledger and the metrics beside them can still be written."""
+LOCK = ".lock"
 
 
 @contextmanager
@@ -24,6 +26,18 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     complete_folder(temporary, target)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Whether no other process holds the folder; holds it until the block, or the process, ends."""
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def begin_folder(target: Path) -> Path:

@@ -74,16 +74,18 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     started = time.monotonic()
     start = find_resume_point(config)
     run = prepare_run(config, rewards)
-    open_output(run)
-    try:
-        figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
-        metrics = run.output / "metrics.jsonl"
-        summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
-        write_summary(run.output / "summary.json", summary)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise RunError(f"{run.output} can't be written: {error}; the same command goes on once there is room") from None
+    with open_output(run):
+        try:
+            figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
+            metrics = run.output / "metrics.jsonl"
+            summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
+            write_summary(run.output / "summary.json", summary)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise RunError(
+                f"{run.output} can't be written: {error}; the same command goes on once there is room"
+            ) from None
     files = {"policy": run.output / "policy"}
     if plot_rewards(metrics, run.output / "reward.png", config.name):
         files["plot"] = run.output / "reward.png"

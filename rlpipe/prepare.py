@@ -14,7 +14,7 @@ from rlpipe.configs.schema import Config, ModelConfig, RewardConfig, ScoringConf
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError
-from rlpipe.folders import why_not_writable, write_whole
+from rlpipe.folders import held, why_not_writable, write_whole
 from rlpipe.imports import import_object
 from rlpipe.learner.checkpoint import (
     damaged,
@@ -75,11 +75,20 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
     )
 
 
-def open_output(run: Run) -> None:
-    """Makes the run's folder, with the resolved config in it; raises ``ConfigError`` if it can't be written."""
+@contextmanager
+def open_output(run: Run) -> Iterator[None]:
+    """Makes the run's folder, with the resolved config in it, and keeps other runs out of it meanwhile.
+
+    Raises ``ConfigError`` if it can't be written, or if another run writes there.
+    """
     with _naming(run.output):
         run.output.mkdir(parents=True, exist_ok=True)
-        write_whole(run.output / "config.yaml", to_yaml(run.config))
+    with held(run.output) as alone:
+        if not alone:
+            raise ConfigError(f"another run writes to output={run.output}: wait for its end, or choose another output")
+        with _naming(run.output):
+            write_whole(run.output / "config.yaml", to_yaml(run.config))
+        yield
 
 
 @contextmanager

@@ -100,8 +100,17 @@ def test_as_many_tokens_as_positions_are_fine(options: list[str]) -> None:
 def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("bare")]))
     assert not run.output.exists(), "an evaluation would leave a config that no run had"
-    open_output(run)
-    assert load_config(file=run.output / "config.yaml") == run.config
+    with open_output(run):
+        assert load_config(file=run.output / "config.yaml") == run.config
+
+
+def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("bare")]))
+    refusal = pytest.raises(ConfigError, match=r"another run writes to output=.*: wait for its end")
+    with open_output(run), refusal, open_output(run):
+        pass
+    with open_output(run):
+        assert (run.output / "config.yaml").exists()
 
 
 def used_folder(config: Config) -> None:
@@ -139,10 +148,11 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str],
 
 def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("bare")]))
-    open_output(run)
-    before = (run.output / "config.yaml").read_text()
-    with largest_file(100), pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): mend that, or"):
-        open_output(run)
+    with open_output(run):
+        before = (run.output / "config.yaml").read_text()
+    refusal = pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): mend that, or")
+    with largest_file(100), refusal, open_output(run):
+        pass
     assert (run.output / "config.yaml").read_text() == before
 
 
