@@ -7,6 +7,7 @@ group vanishes or counts twice, nothing waits for what can't come, and the run e
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "replay": {"max_staleness": 2},
 }
 SILENCE_S, DEATH_S = 10.0, 30.0
+SELDOM = st.sampled_from([False] * 7 + [True])
 
 
 class Schedule(RuleBasedStateMachine):
@@ -46,12 +48,17 @@ class Schedule(RuleBasedStateMachine):
         groups_per_step=st.integers(1, 3),
         num_engines=st.integers(1, 3),
         refill_attempts=st.integers(0, 2),
+        reuse_groups=st.integers(0, 2),
     )
-    def begin(self, max_staleness: int, groups_per_step: int, num_engines: int, refill_attempts: int) -> None:
+    def begin(
+        self, max_staleness: int, groups_per_step: int, num_engines: int, refill_attempts: int, reuse_groups: int
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.names = [f"rollout-{index}" for index in range(num_engines)]
         self.max_staleness, self.groups_per_step = max_staleness, groups_per_step
-        self.replay = ReplayConfig(max_staleness=max_staleness, refill_attempts=refill_attempts)
+        self.replay = ReplayConfig(
+            max_staleness=max_staleness, refill_attempts=refill_attempts, reuse_groups=reuse_groups
+        )
         self.now = 0.0
         self.step = self.checkpoint = 0
         self.num_repeated = 0
@@ -187,22 +194,21 @@ class Schedule(RuleBasedStateMachine):
             if request.min_version <= self.versions[name]
         ]
 
-    def finish_group(self, name: str, wanted: GroupRequest, failure: str | None = None) -> None:
+    def finish_group(self, name: str, wanted: GroupRequest, failure: str | None = None, *, dies: bool = False) -> None:
         self.engines[name].remove(wanted)
         self.fleet.answered(name, finished=True)
         assert self.router.finish(wanted.group_id)
         done = group(wanted.group_id, [0.0, 0.0], version=self.versions[name], scored=False)
         done.failure = failure
-        assert self.store is not None
-        self.settle(self.store.generated([done]))
+        self.tell(lambda store: store.generated([done]), dies=dies)
         if failure is None:
             self.unscored.append(wanted.group_id)
 
     @precondition(lambda self: self.ready())
-    @rule(data=st.data(), fails=st.sampled_from([False] * 7 + [True]))
-    def an_engine_finishes_a_group(self, data: st.DataObject, fails: bool) -> None:
+    @rule(data=st.data(), fails=SELDOM, dies=SELDOM)
+    def an_engine_finishes_a_group(self, data: st.DataObject, fails: bool, dies: bool) -> None:
         name, wanted = data.draw(st.sampled_from(self.ready()))
-        self.finish_group(name, wanted, "refused" if fails else None)
+        self.finish_group(name, wanted, "refused" if fails else None, dies=dies)
 
     @precondition(lambda self: self.fleet.serving)
     @rule(data=st.data())
@@ -235,20 +241,28 @@ class Schedule(RuleBasedStateMachine):
 
     # Scoring ----------------------------------------------------------------------------------------------------------
 
-    def give_scores(self, group_id: int, rewards: list[float] | None) -> None:
+    def tell(self, call: Callable[[ReplayStore], Outcome], *, dies: bool) -> None:
+        """Where the replay actor dies before it has answered, Ray repeats the call on the process that takes over."""
+        assert self.store is not None
+        outcome = call(self.store)
+        if dies:
+            self.open_store()
+            outcome = call(self.store)
+        self.settle(outcome)
+
+    def give_scores(self, group_id: int, rewards: list[float] | None, *, dies: bool = False) -> None:
         self.unscored.remove(group_id)
         scores = GroupScores(group_id=group_id)
         if rewards is None:
             scores.failures = {REWARD: "it raised"}
         else:
             scores.scores = {REWARD: list(rewards)}
-        assert self.store is not None
-        self.settle(self.store.scored([group_id], [[scores]]))
+        self.tell(lambda store: store.scored([group_id], [[scores]]), dies=dies)
 
     @precondition(lambda self: self.unscored)
-    @rule(data=st.data(), rewards=st.sampled_from([[1.0, 0.0]] * 4 + [[1.0, 1.0]] * 3 + [None]))
-    def a_group_is_scored(self, data: st.DataObject, rewards: list[float] | None) -> None:
-        self.give_scores(data.draw(st.sampled_from(self.unscored)), rewards)
+    @rule(data=st.data(), rewards=st.sampled_from([[1.0, 0.0]] * 4 + [[1.0, 1.0]] * 3 + [None]), dies=SELDOM)
+    def a_group_is_scored(self, data: st.DataObject, rewards: list[float] | None, dies: bool) -> None:
+        self.give_scores(data.draw(st.sampled_from(self.unscored)), rewards, dies=dies)
 
     # The learner ------------------------------------------------------------------------------------------------------
 
@@ -314,6 +328,8 @@ class Schedule(RuleBasedStateMachine):
         assert sorted(flying) == known[GroupState.ADMITTED]
         assert sorted(self.unscored) == known[GroupState.GENERATED]
         assert len(unfinished) <= (self.max_staleness + 1) * self.groups_per_step
+        again = self.ledger.rows("SELECT max(n) FROM (SELECT count(*) AS n FROM replays GROUP BY group_id)")
+        assert again in ([(None,)], [(1,)])
         counts = self.ledger.rows("SELECT step, count(*) FROM groups WHERE step IS NOT NULL GROUP BY step")
         assert all(count == self.groups_per_step for _, count in counts)
         positions = self.ledger.rows("SELECT count(*), count(DISTINCT position), max(position) FROM groups")
