@@ -18,7 +18,7 @@ from rlpipe.errors import EngineFailed, InputError
 from rlpipe.health import Fleet
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
-from rlpipe.waiting import describe_failure
+from rlpipe.waiting import ObjectsLost, describe_failure
 
 POLL_S = 5.0
 """Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
@@ -177,20 +177,24 @@ class EnginePool:
                 raise EngineDied(describe_failure(error), process_lives=False) from None
             self._fleet.answered(name, finished=bool(receipts))
             self._dispatch_waiting()  # the engine may have been the last suspect
-            fresh = [receipt for receipt in receipts if self._router.finish(receipt.group_id)]
-            assert len(fresh) == len(receipts), (
-                "a group that is given to another engine is never collected from the first"
-            )
+            requests = [request for receipt in receipts if (request := self._router.finish(receipt.group_id))]
+            assert len(requests) == len(receipts), "what is given to another engine is not collected from the first"
             if receipts:
-                tasks.create_task(self._hand_on(groups, receipts))
+                tasks.create_task(self._hand_on(name, groups, receipts, requests))
 
     def _dispatch_waiting(self) -> None:
         if self._waiting and self._fleet.serving:
             waiting, self._waiting = self._waiting, []
             self.dispatch(waiting)
 
-    async def _hand_on(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
-        await self._collected(groups, receipts)
+    async def _hand_on(
+        self, name: str, groups: ObjectRef, receipts: Sequence[Receipt], requests: Sequence[GroupRequest]
+    ) -> None:
+        try:
+            await self._collected(groups, receipts)
+        except ObjectsLost as loss:
+            self._notice(name, f"{len(requests)} groups of engine {name} are generated again: {loss}")
+            self.dispatch(requests)
 
     def _mourn(self, name: str, reason: str) -> None:
         """Gives the dead engine's work to the others."""

@@ -8,9 +8,14 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
+
+
+class ObjectsLost(RunError):
+    """What an actor was given went with the machine that held it."""
+
 
 MAX_DETAIL = 200
 """Characters of Ray's account of a death."""
@@ -21,7 +26,7 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
 
     ``what`` reads like "the replay actor to take 8 groups"; ``option`` is the setting that ``within`` comes from.
     Raises ``WaitTimeout`` after ``within`` seconds, rlpipe's own error out of a remote one, and ``RunError`` if the
-    actor is gone for good.
+    actor is gone for good; ``ObjectsLost`` if it was given something that is lost.
     """
     try:
         return await asyncio.wait_for(_value(call), within)
@@ -32,7 +37,11 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
     except TimeoutError:
         raise late(what, within, option) from None
     except RayTaskError as error:
+        if isinstance(error.cause, ObjectLostError):
+            raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None
         raise root_cause(error, f"while waiting for {what}") from None
+    except ObjectLostError as error:
+        raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None
     except RayError as error:
         raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
 

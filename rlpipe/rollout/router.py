@@ -46,13 +46,13 @@ class Router:
             shares.setdefault(engine, []).append(request)
         return shares
 
-    def finish(self, group_id: int) -> bool:
-        """Takes a finished group off its engine; False if no engine works on it."""
+    def finish(self, group_id: int) -> GroupRequest | None:
+        """Takes a finished group off its engine; answers its request, or None if no engine works on it."""
         if group_id not in self._assigned:
-            return False
+            return None
         engine, request = self._assigned.pop(group_id)
         self._outstanding[engine] -= request.outstanding_tokens
-        return True
+        return request
 
     @property
     def num_groups(self) -> int:

@@ -14,6 +14,7 @@ from rlpipe.configs.schema import ClusterConfig
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import EngineFailed
 from rlpipe.types import GroupRequest, Prompt
+from rlpipe.waiting import ObjectsLost
 
 CLUSTER = ClusterConfig(suspect_after_s=0.4, dead_after_s=30.0, start_timeout_s=5.0, max_engine_failures=1)
 
@@ -51,6 +52,7 @@ class Scene:
     def __init__(self, *names: str) -> None:
         self.engines = {name: FakeEngine() for name in names}
         self.collected: list[int] = []
+        self.loses = 0
         self.said: list[str] = []
         self.given_up: list[EngineFailed] = []
         self.pool = EnginePool(
@@ -72,6 +74,9 @@ class Scene:
         return 0
 
     async def take(self, groups: object, receipts: list[Receipt]) -> None:
+        self.loses -= 1
+        if self.loses == 0:
+            raise ObjectsLost("the machine is gone")
         self.collected += [receipt.group_id for receipt in receipts]
 
     async def give_up(self, failure: EngineFailed) -> None:
@@ -123,6 +128,19 @@ def test_the_work_of_a_dead_engine_goes_to_the_others_and_it_comes_back() -> Non
     assert "engine a died: " in scene.said[0]
     assert scene.said[0].endswith("its 2 groups are generated again")
     assert scene.said[1] == "engine a serves again, version 0"
+
+
+def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:
+    async def act(scene: Scene) -> None:
+        scene.loses = 1
+        scene.pool.dispatch([request(0)])
+        scene.engines["a"].answers.put_nowait([0])
+        await scene.until(lambda: scene.engines["a"].submitted == [0, 0])
+        scene.engines["a"].answers.put_nowait([0])
+        await scene.until(lambda: scene.collected == [0])
+
+    scene = play(lambda: Scene("a"), act)
+    assert scene.said == ["1 groups of engine a are generated again: the machine is gone"]
 
 
 def test_requests_wait_while_no_engine_serves() -> None:
