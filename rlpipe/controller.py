@@ -47,14 +47,12 @@ from rlpipe.waiting import answer
 
 @dataclass(kw_only=True, frozen=True)
 class Parts:
-    """The actors of a run."""
+    """What makes and scores groups."""
 
     engines: Mapping[str, ActorHandle]
     start_engine: Callable[[str], ObjectRef]
     """Has an engine's process load its model."""
     pools: Sequence[ScorerPool]
-    replay: ActorHandle
-    weights: ActorHandle
 
 
 class Controller:
@@ -68,13 +66,16 @@ class Controller:
         parts: Parts,
         config: Config,
         *,
+        replay: ActorHandle,
+        weights: ActorHandle,
         prompts: PromptSource,
         evaluator: Evaluator,
         reporter: Reporter,
         accounts: OpenAccounts,
         first_step: int,
     ) -> None:
-        self._parts, self._algorithm, self._cluster = parts, config.algorithm, config.cluster
+        self._replay, self._weights = replay, weights
+        self._algorithm, self._cluster = config.algorithm, config.cluster
         self._sampling, self._seed = config.rollout.sampling, config.seed
         self._evaluate_every = config.data.held_out.every_steps
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
@@ -121,7 +122,7 @@ class Controller:
         self._last_version = asyncio.Event()
         self._follower = Follower(
             "replay",
-            parts.replay,
+            replay,
             config.cluster,
             report=self._report,
             message=reporter.message,
@@ -175,7 +176,7 @@ class Controller:
         self._prompts.seek(self._accounts.place)
         self._pool.dispatch(requests)
         if generated:
-            groups = await self._ask(self._parts.replay.unscored.remote(list(generated)), "groups without scores")
+            groups = await self._ask(self._replay.unscored.remote(list(generated)), "groups without scores")
             for group in groups:
                 group.prompt = generated[group.group_id]
                 group.rollouts = [replace(rollout, task=group.prompt.task) for rollout in group]
@@ -213,7 +214,7 @@ class Controller:
         ]
         self._next_group_id += capacity
         self._admission.admit(capacity)
-        call: Any = self._parts.replay.admit.remote(admitted, place, passed)
+        call: Any = self._replay.admit.remote(admitted, place, passed)
         entry = asyncio.ensure_future(self._ask(call, f"an entry for each of {capacity} groups"))
         self._admitting |= dict.fromkeys((group.group_id for group in admitted), entry)
         self._pool.dispatch(requests)
@@ -243,7 +244,7 @@ class Controller:
         # An actor may run calls in another order than they were made in, and engines may be quick.
         await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
         if training:
-            call: Any = self._parts.replay.generated.remote(groups, training)
+            call: Any = self._replay.generated.remote(groups, training)
             await self._settle(await self._ask(call, f"a receipt for the tokens of {len(training)} groups"))
 
     async def _scored(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
@@ -253,7 +254,7 @@ class Controller:
             await add_evaluated(self._evaluator, groups, evaluated, scores)
         training = [group_id for group_id in group_ids.values() if group_id not in evaluated]
         if training:
-            call: Any = self._parts.replay.scored.remote(training, *scores)
+            call: Any = self._replay.scored.remote(training, *scores)
             await self._settle(await self._ask(call, f"a receipt for the scores of {len(training)} groups"))
 
     async def _settle(self, outcome: Outcome) -> None:
@@ -273,7 +274,7 @@ class Controller:
         number, version = 0, self._first_step - 1
         while True:
             served: Served | None = await answer(
-                self._parts.weights.wait_served.remote(number, POLL_S),
+                self._weights.wait_served.remote(number, POLL_S),
                 "the weights actor to say which version is served",
                 within=POLL_S + self._cluster.call_timeout_s,
                 option="cluster.call_timeout_s",
@@ -305,7 +306,7 @@ class Controller:
         self._pool.fail_all_but(served.version)
 
     async def _load_newest(self, name: str) -> int | None:
-        call: Any = self._parts.weights.load_newest.remote(name)
+        call: Any = self._weights.load_newest.remote(name)
         limit = self._cluster.start_timeout_s + 2 * self._load_timeout_s
         version: int | None = await answer(
             call,
@@ -348,7 +349,7 @@ class Controller:
 
     def _notice(self, subject: str, message: str) -> None:
         """The ledger keeps it; from there it comes to the terminal, with the news."""
-        self._parts.replay.note.remote("engine", subject, message)
+        self._replay.note.remote("engine", subject, message)
 
 
 async def add_evaluated(

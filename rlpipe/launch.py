@@ -89,7 +89,7 @@ def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryL
 
 @contextmanager
 def started_parts(run: Run) -> Iterator[Parts]:
-    """All actors but the learner group, once engines and scorers have loaded what they need."""
+    """Engines and scorers, once they have loaded what they need."""
     config, cluster = run.config, run.config.cluster
     needs = {need.name: need for need in engine_needs(config)}
     actors_before = set(ray.util.list_named_actors())
@@ -109,13 +109,7 @@ def started_parts(run: Run) -> Iterator[Parts]:
 
         starts = {name: start_engine(name) for name in engines}
         wait_started(starts | {name: ready for pool in pools for name, ready in pool.starts}, cluster.start_timeout_s)
-        yield Parts(
-            engines=engines,
-            start_engine=start_engine,
-            pools=pools,
-            replay=_start_replay(run),
-            weights=_start_weights(config, engines),
-        )
+        yield Parts(engines=engines, start_engine=start_engine, pools=pools)
     finally:
         end_actors(actors_before)
         places.release()
@@ -155,7 +149,8 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
     return dataset
 
 
-def _start_replay(run: Run) -> ActorHandle:
+def start_replay(run: Run) -> ActorHandle:
+    """Starts the replay actor, which has no ledger yet."""
     config = run.config
     setup = ReplaySetup(
         path=ledger_path(run.output, config.name, config.ledger.folder),
@@ -172,7 +167,8 @@ def _start_replay(run: Run) -> ActorHandle:
     )
 
 
-def _start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
+def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
+    """Starts the actor that hands weights to the engines."""
     return start_actor(
         WeightsActor,
         Need(name="weights"),

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -114,18 +114,26 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     check_reward_columns(run, held_out or [prompts.peek()])
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
-    with _cluster(config, needs), launch.started_parts(run) as parts, _reporter(run, start) as reporter:
-        if notice := cut_notice(config.rollout.sampling):
-            reporter.message(notice)
-        accounts = _open_accounts(run, start, parts, num_rows=len(prompts))
+    with ExitStack() as stack:
+        stack.enter_context(_cluster(config, needs))
+        # Before models are loaded, which takes minutes where they are large.
+        replay = launch.start_replay(run)
+        accounts = _open_accounts(run, start, replay, num_rows=len(prompts))
+        parts = stack.enter_context(launch.started_parts(run))
+        weights = launch.start_weights(config, parts.engines)
+        reporter = stack.enter_context(_reporter(run, start))
         for message in accounts.messages:
             reporter.message(message)
-        setup = _learner_setup(run, start, parts.replay, parts.weights)
+        if notice := cut_notice(config.rollout.sampling):
+            reporter.message(notice)
+        setup = _learner_setup(run, start, replay, weights)
 
         async def run_controller() -> None:
             controller = Controller(
                 parts,
                 config,
+                replay=replay,
+                weights=weights,
                 prompts=prompts,
                 evaluator=_evaluator(run, held_out),
                 reporter=reporter,
@@ -233,11 +241,11 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     return metrics.result()
 
 
-def _open_accounts(run: Run, start: ResumePoint, parts: Parts, *, num_rows: int) -> OpenAccounts:
+def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int) -> OpenAccounts:
     """Has the replay actor open the ledger that belongs to where the run goes on."""
     cluster = run.config.cluster
     accounts: OpenAccounts = get_answer(
-        parts.replay.start.remote(replace(run_start(run.config, start), num_rows=num_rows)),
+        replay.start.remote(replace(run_start(run.config, start), num_rows=num_rows)),
         "the replay actor to open the ledger",
         within=cluster.start_timeout_s,
         option="cluster.start_timeout_s",

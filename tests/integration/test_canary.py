@@ -170,8 +170,10 @@ async def run(
     )
     prompts, _ = open_prompts(config.data, load_tokenizer(config.model), seed=0)
     controller = Controller(
-        Parts(engines=engines, start_engine=lambda name: ray.put(None), pools=[pool], replay=replay, weights=weights),
+        Parts(engines=engines, start_engine=lambda name: ray.put(None), pools=[pool]),
         config,
+        replay=replay,
+        weights=weights,
         prompts=prompts,
         evaluator=Evaluator([], rewards=REWARDS, correct_at=1.0, max_tokens=1),
         reporter=reporter,  # type: ignore[arg-type]
