@@ -1,0 +1,155 @@
+"""Which engines get which version, whatever dies in between; the engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ObjectLostError, RayActorError
+
+from rlpipe.actors.weights import Served, WeightsActor
+from rlpipe.errors import WeightsMismatch
+from rlpipe.types import WeightsKind, WeightsManifest
+
+DIGEST = "right"
+
+
+class FakeEngine:
+    """As a handle of a rollout actor; ``answers`` are what its next loads come to, and after these the right digest."""
+
+    def __init__(self) -> None:
+        self.load = self
+        self.versions: list[int] = []
+        self.answers: list[str | Exception] = []
+
+    def remote(self, manifest: WeightsManifest, timeout_s: float, *buckets: Any) -> asyncio.Future[str]:
+        return asyncio.ensure_future(self._load(manifest.version))
+
+    async def _load(self, version: int) -> str:
+        await asyncio.sleep(0)
+        answer = self.answers.pop(0) if self.answers else DIGEST
+        if isinstance(answer, Exception):
+            raise answer
+        self.versions.append(version)
+        return answer
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeEngine]:
+    found = {name: FakeEngine() for name in ("a", "b")}
+    monkeypatch.setattr(ray, "get_actor", found.__getitem__)
+    return found
+
+
+def manifest(version: int) -> WeightsManifest:
+    return WeightsManifest(version=version, kind=WeightsKind.LORA, digest=DIGEST, num_buckets=0, num_bytes=0)
+
+
+def play(act: Callable[[WeightsActor], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
+        async with asyncio.timeout(5):
+            return await act(WeightsActor(engines=["a", "b"], timeout_s=1.0))
+
+    return asyncio.run(run())
+
+
+async def served(actor: WeightsActor, after: int = 0) -> Served:
+    news = await actor.wait_served(after, 1.0)
+    assert news is not None
+    return news
+
+
+def test_every_engine_gets_every_version(engines: dict[str, FakeEngine]) -> None:
+    async def act(actor: WeightsActor) -> Served:
+        for version in (0, 1):
+            await actor.publish(manifest(version), [], 1)
+        return await served(actor, 1)
+
+    news: Served = play(act)
+    assert (news.version, news.engines, dict(news.lost)) == (1, ("a", "b"), {})
+    assert engines["a"].versions == engines["b"].versions == [0, 1]
+
+
+def test_a_version_that_is_published_again_is_not_loaded_again(engines: dict[str, FakeEngine]) -> None:
+    async def act(actor: WeightsActor) -> None:
+        for version in (1, 1, 0):
+            await actor.publish(manifest(version), [], 1)
+        assert await actor.newest() == 1
+
+    play(act)
+    assert engines["a"].versions == [1]
+
+
+def test_a_learner_that_begins_again_publishes_older_versions(engines: dict[str, FakeEngine]) -> None:
+    async def act(actor: WeightsActor) -> None:
+        await actor.publish(manifest(7), [], 1)
+        await actor.publish(manifest(4), [], 2)
+        await actor.publish(manifest(8), [], 1)  # a late repetition of the dead learner's
+        assert (await served(actor)).version == 4
+
+    play(act)
+    assert engines["a"].versions == [7, 4]
+
+
+def test_an_engine_that_fails_is_named_and_gets_nothing_until_it_is_asked_for(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [WrongTensors()]
+
+    async def act(actor: WeightsActor) -> Served:
+        await actor.publish(manifest(0), [], 1)
+        first = await served(actor)
+        await actor.publish(manifest(1), [], 1)
+        assert await actor.load_newest("b") == 1
+        await actor.publish(manifest(2), [], 1)
+        assert (await served(actor, 2)).engines == ("a", "b")
+        return first
+
+    first: Served = play(act)
+    assert (first.engines, dict(first.lost)) == (("a",), {"b": "it could not load weights version 0: WrongTensors: no"})
+    assert engines["b"].versions == [1, 2]
+
+
+class WrongTensors(ray.exceptions.RayError):
+    def __str__(self) -> str:
+        return "no"
+
+
+def test_a_dead_engine_is_no_news(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [RayActorError()]
+
+    async def act(actor: WeightsActor) -> Served:
+        await actor.publish(manifest(0), [], 1)
+        return await served(actor)
+
+    news: Served = play(act)
+    assert (news.engines, dict(news.lost)) == (("a",), {}), "who collects from it knows"
+
+
+def test_weights_that_died_with_the_learner_blame_no_engine(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [ObjectLostError("00" * 28, None, "")]
+
+    async def act(actor: WeightsActor) -> None:
+        await actor.publish(manifest(3), [], 1)
+        assert await actor.wait_served(0, 0.01) is None
+        assert await actor.newest() == -1, "so that it is published again"
+        waiting = asyncio.create_task(actor.load_newest("a"))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await actor.publish(manifest(2), [], 2)
+        assert await waiting == 2
+        assert (await served(actor)).engines == ("a", "b")
+
+    play(act)
+
+
+def test_a_wrong_digest_ends_the_run(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = ["wrong"]
+
+    async def act(actor: WeightsActor) -> None:
+        await actor.publish(manifest(0), [], 1)
+        await actor.wait_served(0, 1.0)
+
+    with pytest.raises(WeightsMismatch, match="engine b does not serve weights version 0: its digest is wrong"):
+        play(act)
