@@ -32,10 +32,9 @@ from rlpipe.configs.schema import (
     SamplingConfig,
     WeightsConfig,
 )
-from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
-from rlpipe.placement import Need, start_actor
+from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest

@@ -27,8 +27,7 @@ from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.evaluation import Evaluator
-from rlpipe.launch import ASYNC_CALLS, ENGINE_CALLS
-from rlpipe.placement import Need, start_actor
+from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.restore import RunStart
 from rlpipe.replay.steps import StepReport

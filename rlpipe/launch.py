@@ -19,16 +19,12 @@ from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.controller import Parts
-from rlpipe.placement import Need, Reservation, end_actors, start_actor, wait_started
+from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, Reservation, end_actors, start_actor, wait_started
 from rlpipe.prepare import ResumePoint, Run
 from rlpipe.replay.location import ledger_path
 from rlpipe.scorer_pool import ScorerPool, Spawn
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
-
-ENGINE_CALLS = 4
-"""Calls that a rollout actor answers at one time: a waiting collect, a load, a submission, a health check."""
-ASYNC_CALLS = 1000
 
 
 def engine_needs(config: Config) -> list[Need]:

@@ -23,6 +23,10 @@ from rlpipe.waiting import root_cause
 
 logger = logging.getLogger(__name__)
 
+ENGINE_CALLS = 4
+"""Calls that a rollout actor answers at one time: a waiting collect, a load, a submission, a health check."""
+ASYNC_CALLS = 1000
+"""Calls that an actor of coroutines answers at one time."""
 END_TIMEOUT_S = 60.0
 """Seconds that the actors of a run may take to end."""
 
