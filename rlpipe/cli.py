@@ -10,13 +10,11 @@ from importlib.metadata import version
 
 from rlpipe.commands import config, generate, ledger, simulate, train
 from rlpipe.commands.arguments import OneLineParser
-from rlpipe.errors import RlpipeError
-
-INTERRUPTED = 130
+from rlpipe.errors import Interrupted, RlpipeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
+    """Runs one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
@@ -27,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("rlpipe: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Interrupted.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

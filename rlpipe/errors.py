@@ -12,7 +12,8 @@ RlpipeError
     ├── EngineFailed           a rollout engine died or raised
     ├── RewardFailed           a reward failed whose config says ``fail: raise``
     ├── LearnerFailed          the learner group died too often, or its steps went bad
-    ├── Interrupted            Ctrl-C or SIGTERM: exit code 130 or 143
+    ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
+    ├── AccountsDiffer         `rlpipe audit` found a difference: exit code 3
     └── LedgerError            the ledger can't be read or written
         └── LedgerLost         it stayed on another machine
 """
@@ -78,9 +79,13 @@ class LedgerLost(LedgerError):
     """The replay actor came up where the ledger is not; the run goes on from the copy in the last checkpoint."""
 
 
+class AccountsDiffer(RunError):
+    """The sums of a run's ledger do not add up."""
+
+    exit_code = 3
+
+
 class Interrupted(RunError):
     """Somebody stopped the run, which has written a checkpoint."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = 130

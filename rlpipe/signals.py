@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from rlpipe.errors import Interrupted, RunError
 
-STOPPING = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""Signals, with the exit codes that shells give to what they end."""
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -31,8 +30,7 @@ def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[Non
         if stopping:
             main.cancel()
             return
-        message = f"stopped by {number.name}; the same command goes on from the checkpoint"
-        reason = Interrupted(message, STOPPING[number])
+        reason = Interrupted(f"stopped by {number.name}; the same command goes on from the checkpoint")
         stopping.append(asyncio.ensure_future(stop(reason)))
 
     earlier = {number: signal.getsignal(number) for number in STOPPING}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, OneLineParser, add_command, at_least, span
-from rlpipe.errors import DataError, InputError, RunError
+from rlpipe.errors import AccountsDiffer, DataError, InputError
 
 if TYPE_CHECKING:
     from rlpipe.inspect import Question
@@ -80,7 +80,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:
         claims = "; ".join(finding.claim for finding in result.problems)
-        raise RunError(f"the accounts in {path} do not add up: it does not hold that {claims}")
+        raise AccountsDiffer(f"the accounts in {path} do not add up: it does not hold that {claims}")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

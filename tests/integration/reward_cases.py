@@ -34,13 +34,6 @@ def witness(completions: list[Any], rollouts: list[Any], folder: str, **columns:
     return [0.0] * len(completions)
 
 
-def hang_after_a_while(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
-    """Like ``digits`` for what the first policies wrote."""
-    if trainer_state.global_step >= 2:
-        time.sleep(3600)
-    return digits(completions)
-
-
 def misbehave(completions: list[Any], how: list[str], **columns: Any) -> Any:
     """Does what its row's column ``how`` says."""
     match how[0]:

@@ -233,7 +233,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     with sqlite3.connect(run / NAME) as connection:
         connection.execute("DELETE FROM groups WHERE group_id = 5")
         connection.execute("UPDATE groups SET reason = NULL WHERE group_id = 10")
-    assert cli.main(["audit", str(run)]) == 1
+    assert cli.main(["audit", str(run)]) == 3
     streams = capsys.readouterr()
     assert "FAILS  every place up to the prompt source's has a group, or a row that was skipped\n" in streams.out
     assert "         epoch 0, position 5\n" in streams.out
@@ -242,7 +242,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     assert (
         f"rlpipe: error: the accounts in {run / NAME} do not add up: it does not hold that every place" in streams.err
     )
-    assert cli.main(["audit", str(run), "--json"]) == 1
+    assert cli.main(["audit", str(run), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [
         ["epoch 0, position 5"],
