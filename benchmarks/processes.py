@@ -11,6 +11,7 @@ TITLES = {
     "weights": "ray::WeightsActor",
     "dataset": "ray::DatasetActor",
     "learner": "ray::RayTrainWorker",
+    "trainer": "ray::TrainController",
 }
 """How Ray names the processes of each kind."""
 

@@ -56,7 +56,7 @@ from rlpipe.tracking.progress import open_progress
 from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.trackers import open_trackers
 from rlpipe.types import Prompt
-from rlpipe.waiting import get_answer
+from rlpipe.waiting import describe_failure, get_answer
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,6 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
 
 def _start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
     """Runs the learner group on a thread of its own; cancelling the future leaves the thread behind."""
-    trainer = make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s)
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -299,11 +298,13 @@ def _start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
     def fit() -> None:
         error: Exception | None = None
         try:
-            trainer.fit()
+            _fit_learner(config, setup)
         except WorkerGroupError as failure:
             error = _learner_error(failure)
         except ControllerError as failure:
             error = _controller_error(config, failure)
+        except RlpipeError as failure:
+            error = failure
         except Exception as failure:  # noqa: BLE001 - the thread's boundary; raised again where it is awaited
             error = LearnerFailed(f"the learner group failed: {failure}")
         with suppress(RuntimeError):  # the loop is closed where the run has failed elsewhere
@@ -311,6 +312,22 @@ def _start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
 
     threading.Thread(target=fit, name="learner-group", daemon=True).start()
     return ended
+
+
+def _fit_learner(config: Config, setup: LearnerSetup) -> None:
+    """Ray Train restarts ranks that die; where its own controller dies, and the ranks with it, another one begins."""
+    while True:
+        try:
+            make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s).fit()
+        except RayActorError as death:
+            get_answer(
+                setup.batches.learner_died.remote(f"Ray Train's controller: {describe_failure(death)}"),
+                "the death of Ray Train's controller to be noted",
+                within=config.cluster.call_timeout_s,
+                option="cluster.call_timeout_s",
+            )
+        else:
+            return
 
 
 def _learner_error(failure: WorkerGroupError) -> RlpipeError:

@@ -305,6 +305,13 @@ class Ledger(Database):
             with_tokens,
         )
 
+    def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
+        """Of groups with scores: attempt, re-roll, and when they were generated and scored, in seconds since 1970."""
+        return self._rows(
+            "SELECT attempt, reroll, generated_at, scored_at FROM groups"
+            f" WHERE group_id IN ({', '.join(map(str, group_ids))})"
+        )
+
     def fruitless(self, at_most: float) -> list[Admitted]:
         """Groups of which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
         return self._admitted(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +65,6 @@ class ReplayStore:
         self._kept = KeptGroups(limit=replay.reuse_groups, combine=algorithm.combine)
         self._generated: dict[int, RolloutGroup] = {}
         self._entries: dict[int, Admitted] = {}
-        self._times: dict[int, tuple[float, float]] = {}
         self._samples: dict[int, list[RolloutGroup]] = {}
         self._num_discarded = ledger.counts().get(GroupState.DISCARDED, 0)
         self._read_back()
@@ -80,7 +78,7 @@ class ReplayStore:
             num_places_taken=self.ledger.num_places_taken(first_step),
             unfinished=self.ledger.unfinished(),
             attempts=self.ledger.open_attempts(),
-            fruitless=self.ledger.fruitless(self._replay.reroll_below) if self._replay.reroll_after else [],
+            fruitless=self._fruitless(),
             last_event=events[-1].number if events else 0,
             messages=messages,
         )
@@ -99,8 +97,6 @@ class ReplayStore:
         whole = [group for group in new if group.failure is None]
         self.ledger.generated(whole)
         self._generated.update((group.group_id, group) for group in whole)
-        now = time.monotonic()
-        self._times.update((group.group_id, (now, now)) for group in whole)
         outcome = self._discard({group.group_id: group.failure for group in new if group.failure is not None})
         self._answer_again(outcome, [group.group_id for group in groups], with_tokens=False)
         return outcome
@@ -127,8 +123,9 @@ class ReplayStore:
         self.ledger.scored(kept)
         for group in kept:
             self._buffer.add(group)
-            self._times[group.group_id] = (self._times[group.group_id][0], time.monotonic())
         self._answer_again(outcome, group_ids, with_tokens=True)
+        if repeated := set(group_ids) - {group.group_id for group in groups}:
+            outcome.fruitless += [group for group in self._fruitless() if group.group_id in repeated]
         outcome.discarded |= self._discard(failed).discarded
         return outcome
 
@@ -153,7 +150,6 @@ class ReplayStore:
         self._samples[step] = fresh[: self._num_samples]
         for group in fresh:
             del self._entries[group.group_id]
-            self._times.pop(group.group_id, None)
         return batches
 
     def reports(self, after: int) -> list[StepReport]:
@@ -189,7 +185,6 @@ class ReplayStore:
         for group in self.ledger.load(by_state.get(GroupState.SCORED, ())):
             self._buffer.add(group)
         self._generated = {g.group_id: g for g in self.ledger.load(by_state.get(GroupState.GENERATED, ()))}
-        self._times = dict.fromkeys(self._entries, (0.0, 0.0))
         if self._replay.reuse_groups:
             self._kept.fill_up(self.ledger.newest_taken())
 
@@ -209,13 +204,16 @@ class ReplayStore:
         for group_id in reasons:
             self._buffer.discard(group_id)
             self._entries.pop(group_id, None)
-            self._times.pop(group_id, None)
         self._num_discarded += len(reasons)
         return Outcome(discarded=reasons)
 
     def _is_refilled(self, group: RolloutGroup) -> bool:
         attempt = self._entries[group.group_id].attempt
         return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm.combine)
+
+    def _fruitless(self) -> list[Admitted]:
+        """Those that the ledger knows, and whose prompts have not been put back."""
+        return [] if self._replay.reroll_after is None else self.ledger.fruitless(self._replay.reroll_below)
 
     def _is_fruitless(self, group: RolloutGroup) -> bool:
         if self._replay.reroll_after is None:
@@ -241,11 +239,11 @@ class ReplayStore:
 
     def _group_metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """How many are prompts that were put back, and how many were scored while others were still generated."""
-        entries = [self._entries[group.group_id] for group in groups if group.group_id in self._entries]
-        times = [self._times[group.group_id] for group in groups if group.group_id in self._times]
-        last_generated = max((generated for generated, _ in times), default=0.0)
+        attempts, rerolls, generated_at, scored_at = zip(
+            *self.ledger.origins(group.group_id for group in groups), strict=True
+        )
         return {
-            "groups/rerolled": float(sum(entry.reroll > 0 for entry in entries)),
-            "groups/refilled": float(sum(entry.attempt > 0 for entry in entries)),
-            "groups/streamed": float(sum(scored < last_generated for _, scored in times)),
+            "groups/rerolled": float(sum(reroll > 0 for reroll in rerolls)),
+            "groups/refilled": float(sum(attempt > 0 for attempt in attempts)),
+            "groups/streamed": float(sum(scored < max(generated_at) for scored in scored_at)),
         }

@@ -100,13 +100,15 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
     overrides = [*SIX_STEPS, "replay.max_staleness=2", "rollout.num_engines=2", "learner=fsdp2"]
-    plan = {1: "rollout", 2: "learner", 4: "replay"}
+    plan = {1: "rollout", 2: "learner", 3: "trainer", 4: "replay"}
     with signals(tmp_path, plan, signal.SIGKILL) as killed:
         rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides))
     assert killed == list(plan.values())
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     stale = ledger_of(tmp_path).rows("SELECT max(step - oldest_version) FROM groups WHERE state = 'TRAINED'")
     assert stale[0][0] <= 2
+    said = [event.message for event in ledger_of(tmp_path).events()]
+    assert any("the learner group died: Ray Train's controller: its process died" in text for text in said)
 
 
 def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(

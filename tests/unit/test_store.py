@@ -69,8 +69,7 @@ def test_a_step_is_the_same_whenever_it_is_asked_for(tmp_path: Path, reopened: b
     for one, other in zip(first[0].mini_batches[0].micro_batches, second[0].mini_batches[0].micro_batches, strict=True):
         for name in ("token_ids", "loss_mask", "logprobs", "advantages", "policy_versions"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    same = {name: value for name, value in second[0].metrics.items() if name != "groups/streamed"}
-    assert same == {name: value for name, value in first[0].metrics.items() if name != "groups/streamed"}
+    assert second[0].metrics == first[0].metrics
 
 
 def test_a_new_process_goes_on_where_the_dead_one_was(tmp_path: Path) -> None:
@@ -299,3 +298,14 @@ def test_a_call_that_is_repeated_after_a_death_has_the_same_answer(tmp_path: Pat
     assert outcome.attempts == [1]
     store = open_store(tmp_path, replay=replay)
     assert score(store, 1, [1.0, 1.0]) == outcome
+
+
+def test_repeated_scores_name_prompts_that_earned_nothing_again(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, reroll_after=0.25)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1)
+    bring(store, 1, [0.0, 0.0])
+    outcome = bring(store, 0, [0.0, -1.0])
+    assert [g.group_id for g in outcome.fruitless] == [0]
+    store = open_store(tmp_path, replay=replay)
+    assert score(store, 0, [0.0, -1.0]) == outcome
