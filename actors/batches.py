@@ -43,8 +43,8 @@ class BatchActor(ABC):
 
     async def begin_life(self) -> int:
         """Called by the first rank of a group that begins; a higher number than any group before it got."""
-        self._life += 1
-        return self._life
+        self._last_progress = time.monotonic()
+        return self._count_life()
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
         """Waits until the step is complete and returns the rank's share of it; None if the run stops before it."""
@@ -126,7 +126,8 @@ class BatchActor(ABC):
             "learner_ranks": {
                 rank: f"in step {step}, last heard of {now - beat:.0f} s ago"
                 for rank, (beat, step) in sorted(self._beats.items())
-            },
+            }
+            or "no sign of life",
         }
 
     def _silent_ranks(self) -> str:
@@ -145,6 +146,10 @@ class BatchActor(ABC):
 
     def _has_news(self, after_step: int, after_event: int) -> bool:
         return bool(self._last_step() > after_step or self._events(after_event))
+
+    def _count_life(self) -> int:
+        self._life += 1
+        return self._life
 
     @abstractmethod
     def _batches(self, step: int) -> list[TrainBatch] | None:

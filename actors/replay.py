@@ -53,11 +53,6 @@ class ReplayActor(BatchActor):
         self._opened = self._open_store(ledger)
         return self._opened.accounts(messages, first_step=start.step)
 
-    async def begin_life(self) -> int:
-        life: int = (self._store.ledger.get("life") or 0) + 1
-        self._store.ledger.set(life=life)
-        return life
-
     async def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed]) -> None:
         """Registers groups that are about to be generated; ``place`` is the prompt source's place behind them."""
         self._store.admit(groups, place, passed)
@@ -88,6 +83,11 @@ class ReplayActor(BatchActor):
 
     async def describe(self) -> dict[str, Any]:
         return {**self._store.describe(), **await super().describe()}
+
+    def _count_life(self) -> int:
+        life: int = (self._store.ledger.get("life") or 0) + 1
+        self._store.ledger.set(life=life)
+        return life
 
     def _batches(self, step: int) -> list[TrainBatch] | None:
         return self._store.batches(step)

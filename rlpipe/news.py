@@ -64,6 +64,8 @@ class Follower:
             if self._stops:
                 await self.stop_learner()  # again, as the actor may be a new process
             state = await self.ask(self._batches.describe.remote(), "the state of the run")
+            if self.ended.is_set():
+                state["learner_group"] = "has reported its last step, but Ray Train has not ended it"
             if state["seconds_since_a_step"] > limit:
                 raise WaitTimeout(
                     f"no step has ended for cluster.step_timeout_s={limit:g} seconds: {state | describe()}"
