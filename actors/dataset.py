@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpipe.actors.batches import BatchActor
+from rlpipe.actors.batches import BatchActor, News
 from rlpipe.configs.schema import AlgorithmConfig, DataConfig, LearnerConfig, ModelConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.packing import pack_step
@@ -15,6 +15,9 @@ from rlpipe.imports import enter_folder
 from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch
+
+SEEN_WITHIN_S = 30.0
+"""Seconds that a report waits for the driver, which asks all the time."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -42,10 +45,21 @@ class DatasetActor(BatchActor):
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[Event] = []
+        self._seen = -1
 
     async def start(self) -> None:
         """Opens the rows."""
         self._open()
+
+    async def complete_step(self, report: StepReport) -> None:
+        """Answers once the driver has the report: until then, Ray repeats the call where this process dies."""
+        await super().complete_step(report)
+        await self._board.wait_for(lambda: self._seen >= report.step, SEEN_WITHIN_S)
+
+    async def wait_news(self, after_step: int, after_event: int, timeout_s: float) -> News:
+        self._seen = max(self._seen, after_step)
+        await self._board.notify()
+        return await super().wait_news(after_step, after_event, timeout_s)
 
     def _open(self) -> SequenceSource:
         if self._source is None:

@@ -141,7 +141,7 @@ class LossConfig(Freezable):
 @dataclass(kw_only=True)
 class CorrectionConfig(Freezable):
     mode: str = option(
-        "none",
+        "token_truncate",
         "What becomes of w, the learner's probability over the sampler's, of a token or a whole sequence.",
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )

@@ -180,7 +180,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 with stop_on_signals(stop):
                     await _start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
-                        with suppress(TimeoutError):  # a dataset actor that died since has forgotten the last report
+                        with suppress(TimeoutError):  # ranks that began again behind the last step have none to report
                             await asyncio.wait_for(follower.ended.wait(), config.cluster.call_timeout_s)
                 for task in endless:
                     task.cancel()

@@ -261,7 +261,9 @@ def test_on_policy_without_old_logprobs_equals_trl() -> None:
     rows = make_rows(torch.float64, 7, with_gaps=True)
     inputs = {name: value for name, value in padded_inputs(rows).items() if name != "old_per_token_logps"}
     theirs = GRPOTrainer._compute_loss(StandInTrainer(rows=rows), None, inputs)
-    ours = policy_loss(replace(packed_inputs(rows), old_logprobs=None), loss_config("grpo"))
+    ours = policy_loss(
+        replace(packed_inputs(rows), old_logprobs=None), loss_config("grpo"), CorrectionConfig(mode="none")
+    )
     assert_equal(rows, ours, theirs)
 
 

@@ -37,7 +37,7 @@ def make_inputs(
     return LossInputs(
         logprobs=logprobs.requires_grad_(),
         old_logprobs=logprobs.detach() - flat.log(),
-        sampling_logprobs=logprobs.detach(),
+        sampling_logprobs=logprobs.detach() - flat.log(),
         advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
         loss_mask=torch.ones(len(flat), dtype=torch.bool),
         sequence_ids=torch.arange(len(ratios)).repeat_interleave(lengths),
@@ -114,7 +114,8 @@ def test_aggregates_weigh_tokens_by_the_counts_of_the_step(aggregate: str, weigh
 
 
 def test_without_old_logprobs_the_present_policy_stands_in() -> None:
-    inputs = replace(make_inputs([[2.0, 0.5]], [1.0]), old_logprobs=None)
+    inputs = make_inputs([[2.0, 0.5]], [1.0])
+    inputs = replace(inputs, old_logprobs=None, sampling_logprobs=inputs.logprobs.detach())
     assert policy_loss(inputs, LossConfig()).loss.item() == pytest.approx(-1.0)
     assert gradient(inputs, LossConfig()) == pytest.approx([-0.5, -0.5])
 

@@ -73,7 +73,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
     ("changes", "option", "fix"),
     [
         ({"name": " "}, "name", "give the run a name"),
-        ({"replay.reuse_groups": 4}, "replay.reuse_groups", "set algorithm.correction.mode, such as token_truncate"),
+        (
+            {"replay.reuse_groups": 4, "algorithm.correction.mode": "none"},
+            "replay.reuse_groups",
+            "set algorithm.correction.mode, such as token_truncate",
+        ),
         (
             {"replay.refill_attempts": 1, "algorithm.advantage.name": "reinforce"},
             "replay.refill_attempts",
@@ -127,7 +131,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "beta above 0",
         ),
         (
-            {"algorithm.correction.bias_corrected_kl": True, "algorithm.loss.beta": 0.1},
+            {
+                "algorithm.correction.bias_corrected_kl": True,
+                "algorithm.correction.mode": "none",
+                "algorithm.loss.beta": 0.1,
+            },
             "algorithm.correction.bias_corrected_kl",
             "set another mode",
         ),
