@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from disk_cases import largest_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlpipe.configs.schema import TrackingConfig
@@ -82,22 +81,11 @@ def test_line_cut_off_by_a_crash_is_forgotten(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 3
 
 
-@contextmanager
-def disk_full_at(num_bytes: int) -> Iterator[None]:
-    """Writes beyond so many bytes of a file fail, the last of them after a part of it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_full_disk_warns_each_time_and_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path, 0)
     tracker.log(1, {"reward": 0.0})
-    with disk_full_at(path.stat().st_size + 10):
+    with largest_file(path.stat().st_size + 10):
         tracker.log(2, {"reward": 0.0})
         tracker.log(3, {"reward": 0.0})
     tracker.log(4, {"reward": 0.0})
