@@ -82,3 +82,9 @@ def slow_digits(completions: list[Any], **columns: Any) -> list[float]:
     """Slow enough that a run can be stopped between two of its steps."""
     time.sleep(0.1)
     return digits(completions)
+
+
+def slower_digits(completions: list[Any], **columns: Any) -> list[float]:
+    """Slow enough that an engine can be stopped while it has nothing to do but to wait for the next weights."""
+    time.sleep(1.0)
+    return digits(completions)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,9 +22,11 @@ def steps_done(output: Path) -> int:
 
 
 @contextmanager
-def signals(output: Path, plan: Mapping[int, str], number: signal.Signals) -> Iterator[list[str]]:
-    """Sends the signal to one process of a kind as soon as so many steps are done and such a process is there; yields
-    the kinds that got theirs."""
+def signals(
+    output: Path, plan: Mapping[int, str], number: signal.Signals, also: Callable[[], bool] = lambda: True
+) -> Iterator[list[str]]:
+    """Sends the signal to one process of a kind as soon as so many steps are done, such a process is there, and
+    ``also`` holds; yields the kinds that got theirs."""
     earlier = {pid for kind in plan.values() for pid in find_processes(kind)}
     hit: list[str] = []
     frozen: list[int] = []
@@ -34,7 +36,7 @@ def signals(output: Path, plan: Mapping[int, str], number: signal.Signals) -> It
         for step, kind in plan.items():
             while not ended.is_set():
                 found = [] if steps_done(output) < step else [pid for pid in find_processes(kind) if pid not in earlier]
-                if found:
+                if found and also():
                     os.kill(found[-1], number)
                     hit.append(kind)
                     frozen.extend([found[-1]] if number is signal.SIGSTOP else [])

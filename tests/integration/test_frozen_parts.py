@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_cases import SIX_STEPS, make_config, read_adapter, supervised_options
+from run_cases import REWARDS_FILE, SIX_STEPS, make_config, read_adapter, supervised_options
 from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
 from rlpipe.errors import RlpipeError, WaitTimeout
+from rlpipe.replay.ledger import GroupState
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -155,8 +156,14 @@ def test_a_frozen_rank_is_named_and_the_group_begins_again(
 def test_a_frozen_engine_that_should_load_weights_is_named(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
-    overrides = [*SIX_STEPS, "weights.timeout_s=3", "cluster.dead_after_s=100"]
-    with signals(tmp_path, {2: "rollout"}, signal.SIGSTOP):
+    slower = f"scoring.rewards.digits.path={REWARDS_FILE}:slower_digits"
+    overrides = [*SIX_STEPS, slower, "algorithm.num_steps=4", "weights.timeout_s=3", "cluster.dead_after_s=100"]
+
+    def engine_waits() -> bool:
+        counts = ledger_of(tmp_path).counts()
+        return counts == {GroupState.TRAINED: 2 * GROUPS_PER_STEP, GroupState.GENERATED: GROUPS_PER_STEP}
+
+    with signals(tmp_path, {2: "rollout"}, signal.SIGSTOP, also=engine_waits):
         rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides))
     said = [event.message for event in ledger_of(tmp_path).events()]
     assert any("engine rollout-0 died: it has not loaded weights version" in text for text in said)
