@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ class Follower:
 
         ``describe`` adds the state of the parts that only the driver knows.
         """
-        limit = self._cluster.step_timeout_s
+        limit, started = self._cluster.step_timeout_s, time.monotonic()
         while True:
             await asyncio.sleep(min(POLL_S, limit / 4))
             if self._stops:
@@ -66,7 +67,7 @@ class Follower:
             state = await self.ask(self._batches.describe.remote(), "the state of the run")
             if self.ended.is_set():
                 state["learner_group"] = "has reported its last step, but Ray Train has not ended it"
-            if state["seconds_since_a_step"] > limit:
+            if min(state["seconds_since_a_step"], time.monotonic() - started) > limit:
                 raise WaitTimeout(
                     f"no step has ended for cluster.step_timeout_s={limit:g} seconds: {state | describe()}"
                 )
