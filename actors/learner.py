@@ -276,6 +276,7 @@ class LearnerLoop:
 
     def _checkpoint(self, step: int, batch: TrainBatch) -> None:
         """A checkpoint that can't be written is reported at every attempt; the run goes on with the last whole one."""
+        self._await_answer("report")  # no step before a checkpoint may go unreported
         extra = {"resume": batch.resume, "config": dict(self._setup.resolved_config)}
         try:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)

@@ -58,7 +58,8 @@ class Parts:
 class Controller:
     """Runs the loops of one RL run on one event loop.
 
-    ``accounts`` is where the ledger stands, and ``first_step`` the steps that are trained already.
+    ``accounts`` is where the ledger stands, and ``first_step`` the steps that are trained already; the last of them may
+    not be among the ``num_steps_logged``, as the driver that should have logged them was killed.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Controller:
         reporter: Reporter,
         accounts: OpenAccounts,
         first_step: int,
+        num_steps_logged: int | None = None,
     ) -> None:
         self._replay, self._weights = replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
@@ -126,7 +128,7 @@ class Controller:
             config.cluster,
             report=self._report,
             message=reporter.message,
-            first_step=first_step,
+            first_step=first_step if num_steps_logged is None else num_steps_logged,
             last_event=accounts.last_event,
         )
         self._ask = self._follower.ask

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,23 +15,22 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from rlpipe import launch
-from rlpipe.actors.learner import LearnerSetup, make_trainer
+from rlpipe.actors.learner import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import ConfigError, EngineFailed, LearnerFailed, LedgerLost, RlpipeError, RunError
+from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.learner.checkpoint import list_checkpoints
+from rlpipe.learner_group import start_learner, wait_for_thread
 from rlpipe.news import Follower
-from rlpipe.placement import Need, connect, end_actors, no_room
+from rlpipe.placement import Need, connect, end_actors
 from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
@@ -51,12 +49,13 @@ from rlpipe.rollout.engine import resolve_engine
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.signals import stop_on_signals
 from rlpipe.tracking.completions import CompletionsLog
+from rlpipe.tracking.jsonl import num_steps_logged
 from rlpipe.tracking.plot import plot_rewards
 from rlpipe.tracking.progress import open_progress
 from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.trackers import open_trackers
 from rlpipe.types import Prompt
-from rlpipe.waiting import describe_failure, get_answer
+from rlpipe.waiting import get_answer
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +138,10 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 reporter=reporter,
                 accounts=accounts,
                 first_step=start.step,
+                num_steps_logged=num_steps_logged(run.output / "metrics.jsonl", start.step),
             )
             with stop_on_signals(controller.stop):
-                await controller.run(_start_learner(config, setup))
+                await controller.run(start_learner(config, setup))
 
         _run(run_controller())
     return {
@@ -178,7 +178,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
             async with asyncio.TaskGroup() as tasks:
                 endless = [tasks.create_task(follower.follow()), tasks.create_task(follower.watch())]
                 with stop_on_signals(stop):
-                    await _start_learner(config, setup)
+                    await start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
                         with suppress(TimeoutError):  # ranks that began again behind the last step have none to report
                             await asyncio.wait_for(follower.ended.wait(), config.cluster.call_timeout_s)
@@ -282,70 +282,6 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
     )
 
 
-def _start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
-    """Runs the learner group on a thread of its own; cancelling the future leaves the thread behind."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: Exception | None) -> None:
-        if ended.done():
-            return
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(error)
-
-    def fit() -> None:
-        error: Exception | None = None
-        try:
-            _fit_learner(config, setup)
-        except WorkerGroupError as failure:
-            error = _learner_error(failure)
-        except ControllerError as failure:
-            error = _controller_error(config, failure)
-        except RlpipeError as failure:
-            error = failure
-        except Exception as failure:  # noqa: BLE001 - the thread's boundary; raised again where it is awaited
-            error = LearnerFailed(f"the learner group failed: {failure}")
-        with suppress(RuntimeError):  # the loop is closed where the run has failed elsewhere
-            loop.call_soon_threadsafe(finish, error)
-
-    threading.Thread(target=fit, name="learner-group", daemon=True).start()
-    return ended
-
-
-def _fit_learner(config: Config, setup: LearnerSetup) -> None:
-    """Ray Train restarts ranks that die; where its own controller dies, and the ranks with it, another one begins."""
-    while True:
-        try:
-            make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s).fit()
-        except RayActorError as death:
-            get_answer(
-                setup.batches.learner_died.remote(f"Ray Train's controller: {describe_failure(death)}"),
-                "the death of Ray Train's controller to be noted",
-                within=config.cluster.call_timeout_s,
-                option="cluster.call_timeout_s",
-            )
-        else:
-            return
-
-
-def _learner_error(failure: WorkerGroupError) -> RlpipeError:
-    """rlpipe's own error out of those of the ranks; any other becomes ``LearnerFailed`` with its traceback."""
-    for error in failure.worker_failures.values():
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, RlpipeError):
-            return cause
-    return LearnerFailed(f"the learner group failed: {failure}")
-
-
-def _controller_error(config: Config, failure: ControllerError) -> RlpipeError:
-    if isinstance(failure.controller_failure, WorkerGroupStartupTimeoutError):
-        asked = {need.name: need.asked for need in launch.learner_needs(config)}
-        return no_room(asked, config.cluster.schedule_timeout_s)
-    return LearnerFailed(f"the learner group failed: {failure}")
-
-
 def _run(main: Coroutine[Any, Any, Result]) -> Result:
     """Runs the event loop; of several errors, the one that came first is raised alone."""
     try:
@@ -380,6 +316,7 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
             end_actors(actors_before)
         else:
             ray.shutdown()
+            wait_for_thread()
 
 
 @contextmanager

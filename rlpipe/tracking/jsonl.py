@@ -76,6 +76,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def num_steps_logged(path: Path, num_steps: int) -> int:
+    """How many of the first ``num_steps`` have a line, up to the newest; all in a file that has none of them."""
+    return max(
+        (row["step"] for row in read_rows(path) if "loss" in row and row["step"] <= num_steps), default=num_steps
+    )
+
+
 class JsonlTracker:
     """Appends a line per call: ``step``, ``time`` in seconds since 1970, and the metrics; NaN and infinity as null."""
 

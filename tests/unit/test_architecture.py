@@ -39,6 +39,7 @@ FLOORS = [
     ("rlpipe.reporting", 6),
     ("rlpipe.prepare", 6),
     ("rlpipe.launch", 6),
+    ("rlpipe.learner_group", 6),
     ("rlpipe.controller", 6),
     ("rlpipe.pipeline", 6),
     ("rlpipe.generate", 7),

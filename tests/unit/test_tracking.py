@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlpipe.configs.schema import TrackingConfig
 from rlpipe.tracking import open_trackers
 from rlpipe.tracking.completions import CompletionsLog
-from rlpipe.tracking.jsonl import JsonlTracker, read_rows
+from rlpipe.tracking.jsonl import JsonlTracker, num_steps_logged, read_rows
 from rlpipe.tracking.plot import plot_rewards, smooth
 from rlpipe.tracking.ray_metrics import RayMetricsTracker, prometheus_name
 from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
@@ -62,6 +62,17 @@ def test_resumed_run_logs_no_step_twice(tmp_path: Path) -> None:
     log_steps(path, 1, 5, value=0.0)
     log_steps(path, 4, 6, value=1.0)
     assert rewards(path) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]
+
+
+def test_steps_that_a_dead_driver_had_not_read_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert num_steps_logged(path, 4) == 4, "another folder has them"
+    tracker = JsonlTracker(path, 0)
+    for step in range(1, 4):
+        tracker.log(step, {"loss": 0.0})
+    tracker.log(4, {"eval/accuracy": 0.5})
+    assert num_steps_logged(path, 4) == 3
+    assert num_steps_logged(path, 2) == 2
 
 
 def test_new_run_in_an_old_folder_begins_anew(tmp_path: Path) -> None:
