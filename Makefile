@@ -39,7 +39,7 @@ parity: install
 
 # Much of its time goes into waiting, for processes to start and for silence to be noticed: two files run at one time.
 integration: install
-	$(BIN)/pytest -q -n 2 --dist loadfile tests/integration
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/integration
 
 clean:
 	rm -rf outputs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
