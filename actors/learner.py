@@ -33,7 +33,7 @@ from rlpipe.configs.schema import (
     WeightsConfig,
 )
 from rlpipe.errors import RlpipeError, WaitTimeout
-from rlpipe.learner.checkpoint import CheckpointStore, latest, read_extra
+from rlpipe.learner.checkpoint import CheckpointStore, newest_of_run
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
@@ -166,7 +166,7 @@ class LearnerLoop:
 
     def run(self) -> None:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
-        checkpoint = self._newest_checkpoint()
+        checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         if self._rank == 0:
             self._life = self._get(setup.batches.begin_life.remote(), "the number of this life of the learner group")
@@ -198,13 +198,6 @@ class LearnerLoop:
         for kind in list(self._unanswered):
             self._await_answer(kind)
         export_policy(self._policy, setup.output / "policy")
-
-    def _newest_checkpoint(self) -> Path | None:
-        """That of this run, or, before it has one, the one that the run began with."""
-        newest, first = latest(self._setup.output / "checkpoints"), self._setup.resume_from
-        if newest is None or first is None:
-            return newest or first
-        return newest if read_extra(newest).step >= read_extra(first).step else first
 
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
         """The rank's share of the step, or None where the run stops, and the seconds that it had to wait."""

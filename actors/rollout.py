@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
+from rlpipe.errors import EngineNotStarted
 from rlpipe.rollout.engine import open_engine
 from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
@@ -39,7 +40,8 @@ class RolloutActor:
             )
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        self._engine.submit(requests)
+        if self._thread is not None:  # else the pool learns from its collect that they are for another engine
+            self._thread.submit(requests)
 
     def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
         """The groups that have finished, as soon as there is one; none after ``timeout_s``."""
@@ -60,5 +62,6 @@ class RolloutActor:
 
     @property
     def _engine(self) -> EngineThread:
-        assert self._thread is not None, "start() comes first"
+        if self._thread is None:
+            raise EngineNotStarted(f"the process of engine {self._name} has no model yet")
         return self._thread

@@ -11,12 +11,12 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
-from rlpipe.errors import InputError, RlpipeError, WeightsMismatch
+from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
 from rlpipe.waiting import describe_failure
 
 DEAD = "its process is dead"
-"""Who collects from the engine notices that as well, and sees to it."""
+"""Or has been, and another has its place already, without a model."""
 GONE = "the learner that published the version is dead, and its weights with it"
 """No engine is to blame; the learner that comes publishes again."""
 
@@ -31,6 +31,7 @@ class Served:
     sync_s: float
     """Seconds from its publication until the last engine answered."""
     engines: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
     """Engines that live and could not load it, with the reasons."""
 
@@ -71,13 +72,13 @@ class WeightsActor:
                 return
             lost = {name: reason for name, reason in zip(engines, failures, strict=True) if reason is not None}
             self._enrolled -= lost.keys()
-            lost = {name: reason for name, reason in lost.items() if reason != DEAD}
             self._served = Served(
                 number=self._number,
                 version=manifest.version,
                 sync_s=time.perf_counter() - started,
                 engines=tuple(name for name in engines if name in self._enrolled),
-                lost=lost,
+                dead=tuple(name for name, reason in lost.items() if reason == DEAD),
+                lost={name: reason for name, reason in lost.items() if reason != DEAD},
             )
         await self._notify()
 
@@ -146,6 +147,8 @@ class WeightsActor:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ObjectLostError):
                 return GONE
+            if isinstance(cause, EngineNotStarted):
+                return DEAD
             if isinstance(cause, InputError):
                 self._error = WeightsMismatch(
                     f"engine {name} could not load weights version {manifest.version}: {cause}"

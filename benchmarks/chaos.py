@@ -72,12 +72,12 @@ class Driver:
         return self.process.poll()
 
     def kill(self) -> None:
-        """Ends the driver; Ray's processes end by themselves, and are waited for."""
+        """Ends the driver; the run's processes end by themselves, and are waited for. Ray's agents take a minute."""
         assert self.process is not None
         others = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
-        _, alive = psutil.wait_procs(others, timeout=60)
+        _, alive = psutil.wait_procs(others, timeout=5)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -27,7 +27,7 @@ from ray.actor import ActorHandle
 from rlpipe.actors.weights import Served
 from rlpipe.configs.schema import Config
 from rlpipe.data.prompts import Cursor, Passed, PromptSource
-from rlpipe.engine_pool import EnginePool
+from rlpipe.engine_pool import KILLED, EnginePool
 from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
@@ -301,6 +301,8 @@ class Controller:
 
     def _take_served(self, served: Served) -> None:
         self._pool.published(served.version)
+        for name in served.dead:
+            self._pool.failed(name, KILLED, process_lives=False)
         for name, reason in served.lost.items():
             self._pool.failed(name, reason)
         for name in served.engines:

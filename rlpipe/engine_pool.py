@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema import ClusterConfig
-from rlpipe.errors import EngineFailed, InputError
+from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
 from rlpipe.health import Fleet
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
@@ -23,6 +23,7 @@ from rlpipe.waiting import ObjectsLost, describe_failure
 POLL_S = 5.0
 """Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
 MAX_GROUPS_PER_COLLECT = 64
+KILLED = "its process died or was killed"
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
 """Takes the reference to a list of groups, and their receipts."""
@@ -110,10 +111,10 @@ class EnginePool:
             if self._fleet.version(name) != version:
                 self.failed(name, f"it serves version {self._fleet.version(name)}, and missed version {version}")
 
-    def failed(self, name: str, reason: str) -> None:
+    def failed(self, name: str, reason: str, *, process_lives: bool = True) -> None:
         """An engine is of no use any more, although its process may live."""
         if name in self._deaths and not self._deaths[name].done():
-            self._deaths[name].set_exception(EngineDied(reason))
+            self._deaths[name].set_exception(EngineDied(reason, process_lives=process_lives))
 
     async def run(self) -> None:
         """Serves until it is cancelled."""
@@ -172,6 +173,8 @@ class EnginePool:
             try:
                 receipts: Sequence[Receipt] = await receipts_ref
             except RayTaskError as error:
+                if isinstance(error.cause, EngineNotStarted):
+                    raise EngineDied(KILLED, process_lives=False) from None
                 raise EngineDied(describe_failure(error)) from None
             except RayError as error:  # it died, or Ray ended it for its memory
                 raise EngineDied(describe_failure(error), process_lives=False) from None

@@ -10,6 +10,7 @@ RlpipeError
     ├── WaitTimeout            something awaited did not come in time
     ├── WeightsMismatch        an engine does not serve the weights that were published
     ├── EngineFailed           a rollout engine died or raised
+    │   └── EngineNotStarted   its process has taken the place of a dead one, and has no model yet
     ├── RewardFailed           a reward failed whose config says ``fail: raise``
     ├── LearnerFailed          the learner group died too often, or its steps went bad
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
@@ -61,6 +62,10 @@ class WeightsMismatch(RunError):
 
 class EngineFailed(RunError):
     """A rollout engine died or raised; names the engine and the cause."""
+
+
+class EngineNotStarted(EngineFailed):
+    """The process of an engine has taken the place of a dead one, and has no model yet."""
 
 
 class RewardFailed(RunError):

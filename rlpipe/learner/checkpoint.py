@@ -142,6 +142,17 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def newest_of_run(folder: Path, first: Path | None) -> Path | None:
+    """The newest in a run's folder, or, before that is newer, the one that the run began with.
+
+    The first one may lie in the folder too, and goes once enough newer ones are there.
+    """
+    newest = latest(folder)
+    if newest is None or first is None or not first.exists():
+        return newest or first
+    return newest if read_extra(newest).step >= read_extra(first).step else first
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in the folder, by step."""
     return [path for path in _numbered(folder) if damage(path) is None]

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError
+import pytest
+import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import EngineFailed
+from rlpipe.errors import EngineFailed, EngineNotStarted
 from rlpipe.types import GroupRequest, Prompt
 from rlpipe.waiting import ObjectsLost
 
@@ -128,6 +130,26 @@ def test_the_work_of_a_dead_engine_goes_to_the_others_and_it_comes_back() -> Non
     assert "engine a died: " in scene.said[0]
     assert scene.said[0].endswith("its 2 groups are generated again")
     assert scene.said[1] == "engine a serves again, version 0"
+
+
+@pytest.mark.parametrize("noticed_by", ["collecting", "weights"])
+def test_a_process_that_has_taken_the_place_of_a_dead_one_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch, noticed_by: str
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+
+    async def act(scene: Scene) -> None:
+        await asyncio.sleep(0)  # it collects
+        if noticed_by == "collecting":
+            scene.engines["a"].answers.put_nowait(RayTaskError("collect", "", EngineNotStarted("no model yet")))
+        else:
+            scene.pool.failed("a", "its process died or was killed", process_lives=False)
+        await scene.until(lambda: len(scene.said) == 2)
+
+    scene = play(lambda: Scene("a"), act)
+    assert scene.said == ["engine a died: its process died or was killed", "engine a serves again, version 0"]
+    assert not killed
 
 
 def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:

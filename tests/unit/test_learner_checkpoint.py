@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LossConfig, ModelConfig, ReferenceConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError
-from rlpipe.learner.checkpoint import CheckpointStore, latest, list_checkpoints, read_extra, resolve_checkpoint
+from rlpipe.learner.checkpoint import (
+    CheckpointStore,
+    latest,
+    list_checkpoints,
+    newest_of_run,
+    read_extra,
+    resolve_checkpoint,
+)
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.publish import named_weights, publish_weights
 from rlpipe.learner.step import Learner
@@ -147,6 +154,21 @@ def test_the_oldest_checkpoints_are_removed_and_a_step_can_be_written_again(tiny
         store.save(learner, step=step, extra={"written": step})
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000010"]
     assert read_extra(list_checkpoints(tmp_path)[-1]) == (10, {"written": 10})
+
+
+def test_a_learner_that_begins_again_finds_the_newest_of_its_run(tiny: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny)
+    store, elsewhere = CheckpointStore(tmp_path / "run", keep=2), CheckpointStore(tmp_path / "other", keep=2)
+    other = elsewhere.save(learner, step=4, extra={})
+    assert newest_of_run(tmp_path / "run", None) is None
+    assert newest_of_run(tmp_path / "run", other) == other
+    first = store.save(learner, step=2, extra={})
+    assert newest_of_run(tmp_path / "run", first) == first
+    assert newest_of_run(tmp_path / "run", other) == other, "that of an earlier run"
+    newest = [store.save(learner, step=step, extra={}) for step in (6, 8)][-1]
+    assert not first.exists()
+    for began_with in (None, first, other):
+        assert newest_of_run(tmp_path / "run", began_with) == newest
 
 
 def test_resume_names_a_checkpoint(tiny: Path, tmp_path: Path) -> None:

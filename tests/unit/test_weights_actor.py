@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from rlpipe.actors.weights import Served, WeightsActor
-from rlpipe.errors import WeightsMismatch
+from rlpipe.errors import EngineNotStarted, WeightsMismatch
 from rlpipe.types import WeightsKind, WeightsManifest
 
 DIGEST = "right"
@@ -116,15 +116,20 @@ class WrongTensors(ray.exceptions.RayError):
         return "no"
 
 
-def test_a_dead_engine_is_no_news(engines: dict[str, FakeEngine]) -> None:
-    engines["b"].answers = [RayActorError()]
+@pytest.mark.parametrize(
+    "death",
+    [RayActorError(), RayTaskError("load", "", EngineNotStarted("another process, no model"))],
+    ids=["dead", "restarted"],
+)
+def test_a_dead_engine_is_named(engines: dict[str, FakeEngine], death: Exception) -> None:
+    engines["b"].answers = [death]
 
     async def act(actor: WeightsActor) -> Served:
         await actor.publish(manifest(0), [], 1)
         return await served(actor)
 
     news: Served = play(act)
-    assert (news.engines, dict(news.lost)) == (("a",), {}), "who collects from it knows"
+    assert (news.engines, news.dead, dict(news.lost)) == (("a",), ("b",), {})
 
 
 def test_weights_that_died_with_the_learner_blame_no_engine(engines: dict[str, FakeEngine]) -> None:
