@@ -14,7 +14,7 @@ from rlpipe import launch
 from rlpipe.actors.learner import LearnerSetup, make_trainer
 from rlpipe.configs.schema import Config
 from rlpipe.errors import LearnerFailed, RlpipeError
-from rlpipe.placement import no_room
+from rlpipe.placement import no_room, placement_groups, release_placement_groups
 from rlpipe.waiting import describe_failure, get_answer
 
 THREAD = "learner-group"
@@ -65,6 +65,7 @@ def wait_for_thread() -> None:
 
 def _fit(config: Config, setup: LearnerSetup) -> None:
     """Ray Train restarts ranks that die; where its own controller dies, and the ranks with it, another one begins."""
+    others = placement_groups()
     while True:
         try:
             make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s).fit()
@@ -75,6 +76,7 @@ def _fit(config: Config, setup: LearnerSetup) -> None:
                 within=config.cluster.call_timeout_s,
                 option="cluster.call_timeout_s",
             )
+            release_placement_groups(placement_groups() - others)
         else:
             return
 

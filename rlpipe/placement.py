@@ -12,9 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig
@@ -113,6 +119,19 @@ class Reservation:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def placement_groups() -> set[str]:
+    """Ids of those that this driver's job holds; an id ends with the job's."""
+    job = ray.get_runtime_context().get_job_id()
+    table = placement_group_table()
+    return {group for group, entry in table.items() if group.endswith(job) and entry["state"] != "REMOVED"}
+
+
+def release_placement_groups(ids: Set[str]) -> None:
+    """For those whose owner has died: Ray keeps them until the job ends."""
+    for group in ids:
+        remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))
 
 
 def no_room(asked: Mapping[str, Mapping[str, float]], timeout_s: float) -> WaitTimeout:

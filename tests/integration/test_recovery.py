@@ -17,6 +17,7 @@ from signal_cases import assert_accounts_add_up, ledger_of, signals, steps_done
 import rlpipe
 from benchmarks.processes import find_processes
 from rlpipe.errors import EngineFailed, LearnerFailed
+from rlpipe.placement import placement_groups
 from rlpipe.replay.audit import audit
 from rlpipe.replay.database import NAME
 from rlpipe.replay.ledger import Ledger
@@ -49,9 +50,11 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
 ) -> None:
     overrides = [*SIX_STEPS, "replay.max_staleness=2", "rollout.num_engines=2", "learner=fsdp2"]
     plan = {1: "rollout", 2: "learner", 3: "trainer", 4: "replay"}
+    held = placement_groups()
     with signals(tmp_path, plan, signal.SIGKILL) as killed:
         rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides))
     assert killed == list(plan.values())
+    assert placement_groups() <= held, "the dead controller's place is free again"
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     stale = ledger_of(tmp_path).rows("SELECT max(step - oldest_version) FROM groups WHERE state = 'TRAINED'")
     assert stale[0][0] <= 2
