@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from ray.exceptions import RayActorError
@@ -38,7 +39,7 @@ def start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
     def fit() -> None:
         error: Exception | None = None
         try:
-            _fit(config, setup)
+            _fit(config, setup, is_over=loop.is_closed)
         except WorkerGroupError as failure:
             error = _learner_error(failure)
         except ControllerError as failure:
@@ -63,13 +64,15 @@ def wait_for_thread() -> None:
             thread.join(THREAD_END_S)
 
 
-def _fit(config: Config, setup: LearnerSetup) -> None:
+def _fit(config: Config, setup: LearnerSetup, *, is_over: Callable[[], bool]) -> None:
     """Ray Train restarts ranks that die; where its own controller dies, and the ranks with it, another one begins."""
     others = placement_groups()
     while True:
         try:
             make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s).fit()
         except RayActorError as death:
+            if is_over():  # the driver has ended its actors, and may have left the cluster
+                raise
             get_answer(
                 setup.batches.learner_died.remote(f"Ray Train's controller: {describe_failure(death)}"),
                 "the death of Ray Train's controller to be noted",
