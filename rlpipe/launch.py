@@ -104,7 +104,9 @@ def started_parts(run: Run) -> Iterator[Parts]:
             return ref
 
         starts = {name: start_engine(name) for name in engines}
-        wait_started(starts | {name: ready for pool in pools for name, ready in pool.starts}, cluster.start_timeout_s)
+        wait_started(starts, cluster.start_timeout_s)
+        for pool in pools:
+            pool.wait_started()
         yield Parts(engines=engines, start_engine=start_engine, pools=pools)
     finally:
         end_actors(actors_before)

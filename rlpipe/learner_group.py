@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ray.exceptions import RayActorError
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
 from rlpipe import launch
 from rlpipe.actors.learner import LearnerSetup, make_trainer
@@ -65,23 +65,29 @@ def wait_for_thread() -> None:
 
 
 def _fit(config: Config, setup: LearnerSetup, *, is_over: Callable[[], bool]) -> None:
-    """Ray Train restarts ranks that die; where its own controller dies, and the ranks with it, another one begins."""
+    """Ray Train restarts ranks that die. Where they die at their start, or its own controller dies, and the ranks with
+    it, another controller begins."""
     others = placement_groups()
     while True:
         try:
             make_trainer(setup, config.name, schedule_timeout_s=config.cluster.schedule_timeout_s).fit()
-        except RayActorError as death:
-            if is_over():  # the driver has ended its actors, and may have left the cluster
+        except ControllerError as failure:
+            if not isinstance(failure.controller_failure, WorkerGroupStartupFailedError):
                 raise
-            get_answer(
-                setup.batches.learner_died.remote(f"Ray Train's controller: {describe_failure(death)}"),
-                "the death of Ray Train's controller to be noted",
-                within=config.cluster.call_timeout_s,
-                option="cluster.call_timeout_s",
-            )
-            release_placement_groups(placement_groups() - others)
+            cause = f"a rank did not start: {describe_failure(failure)}"
+        except RayActorError as death:
+            cause = f"Ray Train's controller: {describe_failure(death)}"
         else:
             return
+        if is_over():  # the driver has ended its actors, and may have left the cluster
+            return
+        get_answer(
+            setup.batches.learner_died.remote(cause),
+            "the death of the learner group to be noted",
+            within=config.cluster.call_timeout_s,
+            option="cluster.call_timeout_s",
+        )
+        release_placement_groups(placement_groups() - others)
 
 
 def _learner_error(failure: WorkerGroupError) -> RlpipeError:

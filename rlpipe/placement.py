@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
-from rlpipe.waiting import root_cause
+from rlpipe.waiting import describe_failure, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +174,13 @@ def start_actor(
     return actor
 
 
+class DiedAtStart(RunError):
+    """The process of an actor ended before it was ready."""
+
+
 def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:
-    """Waits for the ``start()`` of actors; raises their own error, or ``WaitTimeout`` naming the first that is late."""
+    """Waits for the ``start()`` of actors; raises their own error, ``DiedAtStart``, or ``WaitTimeout`` naming the
+    first that is late."""
     for name, start in starts.items():
         try:
             ray.get(start, timeout=timeout_s)
@@ -186,7 +191,7 @@ def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:
         except RayTaskError as error:
             raise root_cause(error, f"actor {name} failed at its start") from None
         except ActorDiedError as error:
-            raise RunError(f"actor {name} died at its start: {error}") from None
+            raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}") from None
 
 
 def end_actors(kept: Set[str]) -> None:

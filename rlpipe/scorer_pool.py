@@ -15,6 +15,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCa
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
+from rlpipe.placement import DiedAtStart, wait_started
 from rlpipe.scoring.checks import describe_exception
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import split_calls
@@ -62,12 +63,29 @@ class ScorerPool:
         self._memory = memory
         self._timeout_s = sum(map(longest_call_s, rewards.values()))
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
-        self.starts: list[tuple[str, ObjectRef]] = []
-        """The names of the pool's first actors, with the references that say when each is ready."""
+        self._starting: list[tuple[_Process, ObjectRef]] = []
         for place in (f"{name}-{index}" for index in range(size)):
             actor, ready = spawn(place, place)
-            self.starts.append((place, ready))
-            self._idle.put_nowait(_Process(place=place, name=place, actor=actor))
+            process = _Process(place=place, name=place, actor=actor)
+            self._starting.append((process, ready))
+            self._idle.put_nowait(process)
+
+    def wait_started(self) -> None:
+        """Waits for the first processes; another takes the place of one that dies at its start, up to ``MAX_STARTS``.
+
+        Raises ``WaitTimeout`` naming the first that is late, or its own error.
+        """
+        for process, ready in self._starting:
+            while True:
+                try:
+                    wait_started({process.name: ready}, self._start_timeout_s)
+                    break
+                except DiedAtStart as death:
+                    if process.num_restarts + 1 == MAX_STARTS:
+                        raise
+                    logger.warning("scoring: %s; another takes its place", death)
+                    ready = self._replace(process)
+        self._starting.clear()
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
@@ -113,10 +131,7 @@ class ScorerPool:
     async def _restart(self, process: _Process, reason: str) -> None:
         logger.warning("scoring: %s; another takes its place", reason)
         for attempt in range(MAX_STARTS):
-            ray.kill(process.actor)
-            process.num_restarts += 1
-            process.name = f"{process.place}.{process.num_restarts}"
-            process.actor, ready = self._spawn(process.name, process.place)
+            ready = self._replace(process)
             try:
                 await asyncio.wait_for(_result(ready), self._start_timeout_s)
             except TimeoutError:
@@ -128,6 +143,14 @@ class ScorerPool:
                     ) from None
             else:
                 return
+
+    def _replace(self, process: _Process) -> ObjectRef:
+        """Starts another actor in its place; answers the reference that says when it is ready."""
+        ray.kill(process.actor)
+        process.num_restarts += 1
+        process.name = f"{process.place}.{process.num_restarts}"
+        process.actor, ready = self._spawn(process.name, process.place)
+        return ready
 
     def _late(self, process: _Process, reason: str) -> WaitTimeout:
         return WaitTimeout(

@@ -17,7 +17,7 @@ import ray
 from run_cases import make_config
 
 from rlpipe.launch import scorer_needs, start_pools
-from rlpipe.placement import Reservation, end_actors, wait_started
+from rlpipe.placement import Reservation, end_actors
 from rlpipe.prepare import Run, prepare_run
 from rlpipe.scorer_pool import ScorerPool
 from rlpipe.scoring.processes import list_processes
@@ -65,7 +65,7 @@ def start_pool(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path:
         places = Reservation(scorer_needs(run.config, run.rewards), START_S)
         try:
             (pool,) = start_pools(run, places)
-            wait_started(dict(pool.starts), START_S)
+            pool.wait_started()
             yield pool
         finally:
             end_actors(before)
@@ -117,9 +117,9 @@ FAILURES: dict[How, str] = {
 
 def test_failures_leave_the_process_alone(start_pool: StartPool) -> None:
     with start_pool(timeout_s=60) as pool:
-        process = pool.starts[0][0]
+        actors = ray.util.list_named_actors()
         check(pool, FAILURES)
-        assert process in ray.util.list_named_actors()
+        assert ray.util.list_named_actors() == actors
 
 
 @pytest.mark.parametrize("how", DEATHS, ids=lambda how: how[0])
@@ -156,7 +156,7 @@ def test_a_sandbox_holds_and_its_process_goes_on(start_pool: StartPool, tmp_path
     ):
         listener.setblocking(False)
         port = listener.getsockname()[1]
-        process = pool.starts[0][0]
+        actors = ray.util.list_named_actors()
         cases: dict[How, str] = {
             ("reach", port): "PermissionError",
             ("segfault", None): "died of SIGSEGV",
@@ -172,4 +172,4 @@ def test_a_sandbox_holds_and_its_process_goes_on(start_pool: StartPool, tmp_path
         assert score(pool, [("reach_by_program", port)])[0].scores == {"behave": [0.0]}
         with pytest.raises(BlockingIOError):
             listener.accept()
-        assert process in ray.util.list_named_actors(), "the scoring process was never replaced"
+        assert ray.util.list_named_actors() == actors, "the scoring process was never replaced"

@@ -62,6 +62,16 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
     assert any("the learner group died: Ray Train's controller: its process died" in text for text in said)
 
 
+@pytest.mark.parametrize("kind", ["rollout", "scorer", "learner"])
+def test_a_part_that_is_killed_at_its_start_is_replaced(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, kind: str
+) -> None:
+    with signals(tmp_path, {0: kind}, signal.SIGKILL) as killed:
+        rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path))
+    assert killed == [kind]
+    assert_accounts_add_up(tmp_path, num_steps=3, groups_per_step=GROUPS_PER_STEP)
+
+
 def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(
     local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
