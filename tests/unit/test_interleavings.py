@@ -178,6 +178,13 @@ class Schedule(RuleBasedStateMachine):
             waiting, self.waiting = self.waiting, []
             self.dispatch(waiting)
 
+    def hear(self, name: str, *, finished: bool = False) -> None:
+        """An engine answers; what waited for the last suspect is sent."""
+        self.fleet.answered(name, finished=finished)
+        if self.fleet.serving:
+            waiting, self.waiting = self.waiting, []
+            self.dispatch(waiting)
+
     def bury(self, name: str) -> None:
         self.engines[name] = []
         self.dispatch(self.router.remove(name))
@@ -196,7 +203,7 @@ class Schedule(RuleBasedStateMachine):
 
     def finish_group(self, name: str, wanted: GroupRequest, failure: str | None = None, *, dies: bool = False) -> None:
         self.engines[name].remove(wanted)
-        self.fleet.answered(name, finished=True)
+        self.hear(name, finished=True)
         assert self.router.finish(wanted.group_id)
         done = group(wanted.group_id, [0.0, 0.0], version=self.versions[name], scored=False)
         done.failure = failure
@@ -235,7 +242,7 @@ class Schedule(RuleBasedStateMachine):
         self.now += seconds
         for name in self.names:
             if data.draw(st.booleans()):
-                self.fleet.answered(name)
+                self.hear(name)
         for name in self.fleet.check():
             self.bury(name)
 
@@ -346,7 +353,7 @@ class Schedule(RuleBasedStateMachine):
         """Without further failures, the run ends."""
         for _ in range(200):
             for name in self.names:
-                self.fleet.answered(name)
+                self.hear(name)
             for name in self.dead():
                 self.revive(name)
             for name, wanted in self.ready():
