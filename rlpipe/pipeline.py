@@ -286,8 +286,6 @@ def _run(main: Coroutine[Any, Any, Result]) -> Result:
     """Runs the event loop; of several errors, the one that came first is raised alone."""
     try:
         return asyncio.run(main)
-    except asyncio.CancelledError:  # by the second signal
-        raise KeyboardInterrupt from None
     except BaseExceptionGroup as group:
         error = _first_error(group)
     except RayActorError as death:

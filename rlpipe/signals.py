@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,21 +17,21 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[None]:
-    """Within the block, inside a running event loop, the first signal calls ``stop`` and the second one interrupts.
+    """Within the block, inside a running event loop, the first signal calls ``stop``, the second one ends the process.
 
     Threads other than the first can't receive signals; there it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop, main = asyncio.get_running_loop(), asyncio.current_task()
-    assert main is not None
+    loop = asyncio.get_running_loop()
     stopping: list[asyncio.Future[None]] = []
 
     def receive(number: signal.Signals) -> None:
         if stopping:
-            main.cancel()
-            return
+            # Without Python's own end, at which a thread that waits in Ray may crash; Ray ends what the driver started.
+            print("rlpipe: interrupted", file=sys.stderr, flush=True)
+            os._exit(Interrupted.exit_code)
         reason = Interrupted(f"stopped by {number.name}; the same command goes on from the checkpoint")
         stopping.append(asyncio.ensure_future(stop(reason)))
 
