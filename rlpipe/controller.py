@@ -27,7 +27,7 @@ from ray.actor import ActorHandle
 from rlpipe.actors.weights import Served
 from rlpipe.configs.schema import Config
 from rlpipe.data.prompts import Cursor, Passed, PromptSource
-from rlpipe.engine_pool import KILLED, EnginePool
+from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
@@ -42,7 +42,7 @@ from rlpipe.reporting import Reporter
 from rlpipe.scorer_pool import ScorerPool
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt
-from rlpipe.waiting import answer
+from rlpipe.waiting import KILLED, answer
 
 
 @dataclass(kw_only=True, frozen=True)

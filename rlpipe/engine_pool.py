@@ -18,12 +18,11 @@ from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
 from rlpipe.health import Fleet
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
-from rlpipe.waiting import ObjectsLost, describe_failure
+from rlpipe.waiting import KILLED, ObjectsLost, describe_failure
 
 POLL_S = 5.0
 """Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
 MAX_GROUPS_PER_COLLECT = 64
-KILLED = "its process died or was killed"
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
 """Takes the reference to a list of groups, and their receipts."""

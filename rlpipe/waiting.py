@@ -17,6 +17,7 @@ class ObjectsLost(RunError):
     """What an actor was given went with the machine that held it."""
 
 
+KILLED = "its process died or was killed"
 MAX_DETAIL = 200
 """Characters of Ray's account of a death."""
 
@@ -75,7 +76,7 @@ def describe_failure(error: Exception) -> str:
     words = " ".join(str(cause).split()).split(" Some common causes include")[0]
     if isinstance(cause, RayActorError) or "Worker exit detail: " in words:  # Ray Train wraps these
         detail = words.partition("Worker exit detail: ")[2] or words.partition("unavailable: ")[2] or words
-        return f"its process died or was killed ({detail.rstrip('.')[:MAX_DETAIL]})"
+        return f"{KILLED} ({detail.rstrip('.')[:MAX_DETAIL]})"
     last = next((line.strip() for line in reversed(str(cause).splitlines()) if line.strip()), "")
     return last if isinstance(error, RayTaskError) and cause is error else f"{type(cause).__name__}: {last}"
 
