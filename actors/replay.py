@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from rlpipe.actors.batches import BatchActor
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, LedgerConfig, ReplayConfig, RewardConfig
+from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.errors import LedgerLost, RunError
 from rlpipe.replay.buffer import Admitted
@@ -23,33 +22,19 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
 
 
-@dataclass(kw_only=True, frozen=True)
-class ReplaySetup:
-    """What the replay actor needs for a run; ``path`` is the ledger's."""
-
-    path: Path
-    algorithm: AlgorithmConfig
-    learner: LearnerConfig
-    replay: ReplayConfig
-    ledger: LedgerConfig
-    rewards: Mapping[str, RewardConfig]
-    seed: int
-    num_samples: int
-
-
 class ReplayActor(BatchActor):
-    """Remote shell of ``ReplayStore``."""
+    """Remote shell of ``ReplayStore``; ``path`` is the ledger's."""
 
-    def __init__(self, setup: ReplaySetup) -> None:
-        super().__init__(setup.learner)
-        self._setup = setup
+    def __init__(self, path: Path, config: Config, rewards: Mapping[str, RewardConfig]) -> None:
+        super().__init__(config.learner)
+        self._path, self._config, self._rewards = path, config, rewards
         self._opened: ReplayStore | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._reopen()
 
     async def start(self, start: RunStart) -> OpenAccounts:
         """Opens the ledger that belongs to where the run goes on; answers where its accounts stand."""
-        ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
+        ledger, messages = open_ledger(self._path, start, keep_steps=self._config.ledger.keep_steps)
         self._opened = self._open_store(ledger)
         return self._opened.accounts(messages, first_step=start.step)
 
@@ -115,22 +100,21 @@ class ReplayActor(BatchActor):
 
     def _reopen(self) -> None:
         """Goes on where the dead process was, unless this is another machine."""
-        path = self._setup.path
-        if not path.exists():
-            self._error = LedgerLost(f"the replay actor was restarted on a machine where {path} is not")
+        if not self._path.exists():
+            self._error = LedgerLost(f"the replay actor was restarted on a machine where {self._path} is not")
             return
-        ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
+        ledger = Ledger(self._path, keep_steps=self._config.ledger.keep_steps)
         ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
         self._opened = self._open_store(ledger)
 
     def _open_store(self, ledger: Ledger) -> ReplayStore:
-        setup = self._setup
+        config = self._config
         return ReplayStore(
             ledger,
-            algorithm=setup.algorithm,
-            learner=setup.learner,
-            replay=setup.replay,
-            rewards=setup.rewards,
-            seed=setup.seed,
-            num_samples=setup.num_samples,
+            algorithm=config.algorithm,
+            learner=config.learner,
+            replay=config.replay,
+            rewards=self._rewards,
+            seed=config.seed,
+            num_samples=config.tracking.log_completions,
         )

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import ray
 from ray import ObjectRef
@@ -15,10 +16,19 @@ from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMism
 from rlpipe.types import WeightsManifest
 from rlpipe.waiting import describe_failure
 
-DEAD = "its process is dead"
-"""Or has been, and another has its place already, without a model."""
-GONE = "the learner that published the version is dead, and its weights with it"
-"""No engine is to blame; the learner that comes publishes again."""
+
+class Cause(Enum):
+    """Why an engine does not serve a version that it was given."""
+
+    ENGINE = "it lives, and could not load the version"
+    PROCESS = "its process is dead, or has been, and another has its place already, without a model"
+    LEARNER = "the learner that published the version is dead, and its weights with it; the next one publishes again"
+
+
+@dataclass(slots=True, frozen=True)
+class _Failure:
+    cause: Cause
+    reason: str = ""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -67,18 +77,18 @@ class WeightsActor:
             started = time.perf_counter()
             engines = sorted(self._enrolled)
             failures = await asyncio.gather(*(self._load(name, manifest, buckets) for name in engines))
-            if GONE in failures:
+            lost = {name: failure for name, failure in zip(engines, failures, strict=True) if failure is not None}
+            if any(failure.cause is Cause.LEARNER for failure in lost.values()):
                 self._newest = None
                 return
-            lost = {name: reason for name, reason in zip(engines, failures, strict=True) if reason is not None}
             self._enrolled -= lost.keys()
             self._served = Served(
                 number=self._number,
                 version=manifest.version,
                 sync_s=time.perf_counter() - started,
                 engines=tuple(name for name in engines if name in self._enrolled),
-                dead=tuple(name for name, reason in lost.items() if reason == DEAD),
-                lost={name: reason for name, reason in lost.items() if reason != DEAD},
+                dead=tuple(name for name, failure in lost.items() if failure.cause is Cause.PROCESS),
+                lost={name: failure.reason for name, failure in lost.items() if failure.cause is Cause.ENGINE},
             )
         await self._notify()
 
@@ -98,7 +108,7 @@ class WeightsActor:
                 if failure is None:
                     self._enrolled.add(name)
                     return manifest.version
-                if failure != GONE:
+                if failure.cause is not Cause.LEARNER:
                     return None
                 self._newest = None
 
@@ -131,37 +141,35 @@ class WeightsActor:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> str | None:
+    async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> _Failure | None:
         """Answers why the engine does not serve the version, or None; a wrong digest and wrong tensors end the run."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
-            digest = await asyncio.wait_for(_result(call), self._timeout_s)
+            digest = await asyncio.wait_for(call, self._timeout_s)
         except TimeoutError:
-            return (
+            return _Failure(
+                Cause.ENGINE,
                 f"it has not loaded weights version {manifest.version} ({manifest.num_bytes:,} bytes) "
-                f"within weights.timeout_s={self._timeout_s:g} seconds"
+                f"within weights.timeout_s={self._timeout_s:g} seconds",
             )
         except RayActorError:
-            return DEAD
+            return _Failure(Cause.PROCESS)
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ObjectLostError):
-                return GONE
+                return _Failure(Cause.LEARNER)
             if isinstance(cause, EngineNotStarted):
-                return DEAD
+                return _Failure(Cause.PROCESS)
             if isinstance(cause, InputError):
                 self._error = WeightsMismatch(
                     f"engine {name} could not load weights version {manifest.version}: {cause}"
                 )
-            return f"it could not load weights version {manifest.version}: {describe_failure(error)}"
+            reason = f"it could not load weights version {manifest.version}: {describe_failure(error)}"
+            return _Failure(Cause.ENGINE, reason)
         if digest != manifest.digest:
             self._error = WeightsMismatch(
                 f"engine {name} does not serve weights version {manifest.version}: "
                 f"its digest is {digest}, the published one {manifest.digest}"
             )
-            return "its digest is wrong"
+            return _Failure(Cause.ENGINE, "its digest is wrong")
         return None
-
-
-async def _result(call: ObjectRef) -> str:
-    return await call

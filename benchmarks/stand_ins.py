@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.replay import ReplayActor, ReplaySetup
+from rlpipe.actors.replay import ReplayActor
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
@@ -249,17 +249,9 @@ async def run_pipeline(
     """One run of ``config.algorithm.num_steps`` steps, with its ledger in ``folder``."""
     engines = workers.engines
     await asyncio.gather(*(engine.open.remote(make_engine) for engine in engines.values()))
-    setup = ReplaySetup(
-        path=folder / LEDGER,
-        algorithm=config.algorithm,
-        learner=config.learner,
-        replay=config.replay,
-        ledger=config.ledger,
-        rewards=REWARDS,
-        seed=0,
-        num_samples=0,
+    replay = start_actor(
+        ReplayActor, Need(name="replay"), folder / LEDGER, config, REWARDS, max_concurrency=ASYNC_CALLS
     )
-    replay = start_actor(ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS)
     weights = start_actor(
         WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=TIMEOUT_S, max_concurrency=ASYNC_CALLS
     )
@@ -279,10 +271,6 @@ async def run_pipeline(
         first_step=0,
     )
     learner = learn.remote(replay, weights, config.algorithm.num_steps, train_s)
-    await controller.run(asyncio.ensure_future(_value(learner)))
+    await controller.run(learner)
     for actor in (replay, weights):
         ray.kill(actor)
-
-
-async def _value(call: ray.ObjectRef) -> None:
-    await call

@@ -213,7 +213,7 @@ class EnginePool:
         if death.process_lives:
             ray.kill(self._engines[name], no_restart=False)
         try:
-            await asyncio.wait_for(_value(self._start(name)), limit)
+            await asyncio.wait_for(self._start(name), limit)
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
         except RayTaskError as error:
@@ -230,7 +230,3 @@ class EnginePool:
         self.loaded(name, version)
         self._notice(name, f"engine {name} serves again, version {version}")
         return None
-
-
-async def _value(call: ObjectRef) -> Any:
-    return await call

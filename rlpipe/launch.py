@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.dataset import DatasetActor, DatasetSetup
-from rlpipe.actors.replay import ReplayActor, ReplaySetup
+from rlpipe.actors.replay import ReplayActor
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
@@ -149,19 +149,15 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
 
 def start_replay(run: Run) -> ActorHandle:
     """Starts the replay actor, which has no ledger yet."""
-    config = run.config
-    setup = ReplaySetup(
-        path=ledger_path(run.output, config.name, config.ledger.folder),
-        algorithm=config.algorithm,
-        learner=config.learner,
-        replay=config.replay,
-        ledger=config.ledger,
-        rewards=dict(run.rewards),
-        seed=config.seed,
-        num_samples=config.tracking.log_completions,
-    )
     return start_actor(
-        ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True
+        ReplayActor,
+        Need(name="replay"),
+        ledger_path(run.output, run.config.name, run.config.ledger.folder),
+        run.config,
+        dict(run.rewards),
+        max_concurrency=ASYNC_CALLS,
+        restarts=True,
+        repeats_calls=True,
     )
 
 

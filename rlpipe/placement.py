@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray import PlacementGroupID
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -182,16 +183,28 @@ def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:
     """Waits for the ``start()`` of actors; raises their own error, ``DiedAtStart``, or ``WaitTimeout`` naming the
     first that is late."""
     for name, start in starts.items():
-        try:
+        with _failures_at_start(name, timeout_s):
             ray.get(start, timeout=timeout_s)
-        except GetTimeoutError:
-            raise WaitTimeout(
-                f"actor {name} has not started within cluster.start_timeout_s={timeout_s:g} seconds"
-            ) from None
-        except RayTaskError as error:
-            raise root_cause(error, f"actor {name} failed at its start") from None
-        except ActorDiedError as error:
-            raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}") from None
+
+
+async def started(name: str, start: ray.ObjectRef, timeout_s: float) -> None:
+    """As ``wait_started``, on an event loop."""
+    with _failures_at_start(name, timeout_s):
+        await asyncio.wait_for(start, timeout_s)
+
+
+@contextmanager
+def _failures_at_start(name: str, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:  # Ray's own is one as well
+        raise WaitTimeout(
+            f"actor {name} has not started within cluster.start_timeout_s={timeout_s:g} seconds"
+        ) from None
+    except RayTaskError as error:
+        raise root_cause(error, f"actor {name} failed at its start") from None
+    except (RayActorError, OutOfMemoryError) as error:
+        raise DiedAtStart(f"actor {name} died at its start: {describe_failure(error)}") from None
 
 
 def end_actors(kept: Set[str]) -> None:

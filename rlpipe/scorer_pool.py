@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -14,8 +13,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from rlpipe.configs.schema import RewardConfig
-from rlpipe.errors import RlpipeError, RunError, WaitTimeout
-from rlpipe.placement import DiedAtStart, wait_started
+from rlpipe.errors import RlpipeError
+from rlpipe.placement import DiedAtStart, started
 from rlpipe.scoring.checks import describe_exception
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import split_calls
@@ -71,21 +70,13 @@ class ScorerPool:
             self._idle.put_nowait(process)
 
     def wait_started(self) -> None:
-        """Waits for the first processes; another takes the place of one that dies at its start, up to ``MAX_STARTS``.
-
-        Raises ``WaitTimeout`` naming the first that is late, or its own error.
-        """
-        for process, ready in self._starting:
-            while True:
-                try:
-                    wait_started({process.name: ready}, self._start_timeout_s)
-                    break
-                except DiedAtStart as death:
-                    if process.num_restarts + 1 == MAX_STARTS:
-                        raise
-                    logger.warning("scoring: %s; another takes its place", death)
-                    ready = self._replace(process)
+        """Waits for the first processes; raises ``WaitTimeout`` naming the first that is late, or its own error."""
+        asyncio.run(self._first_processes())
         self._starting.clear()
+
+    async def _first_processes(self) -> None:
+        for process, ready in self._starting:
+            await self._until_ready(process, ready)
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
@@ -111,7 +102,7 @@ class ScorerPool:
         limit = self._timeout_s * len(indices)
         reason = None
         try:
-            return await asyncio.wait_for(_result(process.actor.score.remote(groups, list(indices))), limit)
+            return await asyncio.wait_for(process.actor.score.remote(groups, list(indices)), limit)
         except TimeoutError:
             reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
         except (RayActorError, OutOfMemoryError):
@@ -130,17 +121,18 @@ class ScorerPool:
 
     async def _restart(self, process: _Process, reason: str) -> None:
         logger.warning("scoring: %s; another takes its place", reason)
-        for attempt in range(MAX_STARTS):
-            ready = self._replace(process)
+        await self._until_ready(process, self._replace(process))
+
+    async def _until_ready(self, process: _Process, ready: ObjectRef) -> None:
+        """Another takes the place of one that dies at its start; the last of ``MAX_STARTS`` raises ``DiedAtStart``."""
+        for starts_left in reversed(range(MAX_STARTS)):
             try:
-                await asyncio.wait_for(_result(ready), self._start_timeout_s)
-            except TimeoutError:
-                raise self._late(process, reason) from None
-            except (RayActorError, OutOfMemoryError) as error:
-                if attempt + 1 == MAX_STARTS:
-                    raise RunError(
-                        f"{MAX_STARTS} processes died at their start, the last was {process.name}: {error}"
-                    ) from None
+                await started(process.name, ready, self._start_timeout_s)
+            except DiedAtStart as death:
+                if not starts_left:
+                    raise
+                logger.warning("scoring: %s; another takes its place", death)
+                ready = self._replace(process)
             else:
                 return
 
@@ -152,12 +144,6 @@ class ScorerPool:
         process.actor, ready = self._spawn(process.name, process.place)
         return ready
 
-    def _late(self, process: _Process, reason: str) -> WaitTimeout:
-        return WaitTimeout(
-            f"actor {process.name} was to replace one ({reason}), but has not started within "
-            f"cluster.start_timeout_s={self._start_timeout_s:g} seconds"
-        )
-
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
 
@@ -165,7 +151,3 @@ class ScorerPool:
 def longest_call_s(reward: RewardConfig) -> float:
     """Seconds for one group; a sandbox notices the timeout itself."""
     return reward.timeout_s + (OVERHEAD_S if reward.isolation == "sandbox" else 0.0)
-
-
-async def _result(call: ObjectRef) -> Any:
-    return await call

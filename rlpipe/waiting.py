@@ -30,7 +30,7 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
     actor is gone for good; ``ObjectsLost`` if it was given something that is lost.
     """
     try:
-        return await asyncio.wait_for(_value(call), within)
+        return await asyncio.wait_for(call, within)
     except asyncio.CancelledError:
         if isinstance(call, ObjectRef):
             ray.cancel(call, recursive=False)  # else Ray would repeat it on a new process once the actor is ended
@@ -79,7 +79,3 @@ def describe_failure(error: Exception) -> str:
         return f"{KILLED} ({detail.rstrip('.')[:MAX_DETAIL]})"
     last = next((line.strip() for line in reversed(str(cause).splitlines()) if line.strip()), "")
     return last if isinstance(error, RayTaskError) and cause is error else f"{type(cause).__name__}: {last}"
-
-
-async def _value(call: ObjectRef | Awaitable[Any]) -> Any:
-    return await call

@@ -16,7 +16,7 @@ from engine_cases import Published, adapted, corrupted, publish_adapter, without
 from ray.actor import ActorHandle
 from run_cases import REWARDS_FILE, make_config
 
-from rlpipe.actors.replay import ReplayActor, ReplaySetup
+from rlpipe.actors.replay import ReplayActor
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
@@ -151,17 +151,9 @@ async def run(
 ) -> None:
     """The controller with its real parts, but for the learner."""
     engines = {ENGINE: engine}
-    setup = ReplaySetup(
-        path=folder / "ledger.sqlite",
-        algorithm=config.algorithm,
-        learner=config.learner,
-        replay=config.replay,
-        ledger=config.ledger,
-        rewards=REWARDS,
-        seed=0,
-        num_samples=0,
+    replay = start_actor(
+        ReplayActor, Need(name="canary-replay"), folder / "ledger.sqlite", config, REWARDS, max_concurrency=100
     )
-    replay = start_actor(ReplayActor, Need(name="canary-replay"), setup, max_concurrency=100)
     weights = start_actor(
         WeightsActor, Need(name="canary-weights"), engines=list(engines), timeout_s=60.0, max_concurrency=100
     )
@@ -182,14 +174,10 @@ async def run(
     )
     learner = publish_only.remote(replay, weights, versions)
     try:
-        await controller.run(asyncio.ensure_future(value(learner)))
+        await controller.run(learner)
     finally:
         ray.cancel(learner, force=True)
         ray.kill(replay)
         ray.kill(weights)
         # The engine outlives the run: a collect that still waits there would take the groups of the next one.
         time.sleep(2 * POLL_S)
-
-
-async def value(call: ray.ObjectRef) -> None:
-    await call
