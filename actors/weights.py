@@ -109,8 +109,10 @@ class WeightsActor:
                     self._enrolled.add(name)
                     return manifest.version
                 if failure.cause is not Cause.LEARNER:
-                    return None
+                    break
                 self._newest = None
+        await self._notify()  # it may end the run
+        return None
 
     async def newest(self) -> int:
         """The newest version that was published, or -1: the learner publishes again where this actor was restarted."""

@@ -6,7 +6,6 @@ its ledger and packing, versions through the weights actor, and the controller.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -248,7 +247,6 @@ async def run_pipeline(
 ) -> None:
     """One run of ``config.algorithm.num_steps`` steps, with its ledger in ``folder``."""
     engines = workers.engines
-    await asyncio.gather(*(engine.open.remote(make_engine) for engine in engines.values()))
     replay = start_actor(
         ReplayActor, Need(name="replay"), folder / LEDGER, config, REWARDS, max_concurrency=ASYNC_CALLS
     )
@@ -270,7 +268,6 @@ async def run_pipeline(
         accounts=await replay.start.remote(RunStart(config=to_tree(config))),
         first_step=0,
     )
-    learner = learn.remote(replay, weights, config.algorithm.num_steps, train_s)
-    await controller.run(learner)
+    await controller.run(lambda: learn.remote(replay, weights, config.algorithm.num_steps, train_s))
     for actor in (replay, weights):
         ray.kill(actor)

@@ -115,6 +115,8 @@ class Controller:
             notice=self._notice,
             give_up=self.stop,
         )
+        self._scorers = parts.pools
+        self._shares_gpus = config.rollout.num_gpus % 1 > 0 and config.learner.num_gpus % 1 > 0
         self._load_timeout_s = config.weights.timeout_s
         self._last_evaluated = first_step - 1
         self._evaluations: list[asyncio.Task[None]] = []
@@ -133,17 +135,22 @@ class Controller:
         )
         self._ask = self._follower.ask
 
-    async def run(self, learner: Awaitable[None]) -> None:
-        """Runs until the last step is reported, all is evaluated, and ``learner``, the learner group, has ended.
+    async def run(self, start_learner: Callable[[], Awaitable[None]]) -> None:
+        """Runs until the last step is reported, all is evaluated, and the learner group has ended.
 
-        Raises why the run stopped before that, once the learner has written a checkpoint.
+        Everything starts at one time, but for a learner that shares GPUs with engines: these measure how much memory
+        is free. Raises why the run stopped before its end, once the learner has written a checkpoint.
         """
         async with asyncio.TaskGroup() as tasks:
-            watching = [self._follower.follow(), self._follower.watch(self._pool.describe), self._watch_engines()]
+            watching = [self._follower.follow(), self._watch_steps(), self._watch_engines()]
             loops = [self._pool.run(), self._follow_versions(tasks), *watching]
             endless = [tasks.create_task(loop) for loop in loops]
+            for pool in self._scorers:
+                tasks.create_task(pool.start())
             await self._take_up(tasks)
-            await learner
+            if self._shares_gpus:
+                await self._pool.started.wait()
+            await start_learner()
             if self._stop_reason is None:
                 await self._follower.ended.wait()
                 await self._last_version.wait()
@@ -340,6 +347,11 @@ class Controller:
             self._reporter.compared(report)
 
     # Watching -----------------------------------------------------------------------------------------------------
+
+    async def _watch_steps(self) -> None:
+        """Steps are due once the engines have started, for which there is a limit of its own."""
+        await self._pool.started.wait()
+        await self._follower.watch(self._pool.describe)
 
     async def _watch_engines(self) -> None:
         limit = self._cluster.max_outage_s

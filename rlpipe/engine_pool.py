@@ -16,6 +16,7 @@ from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
 from rlpipe.health import Fleet
+from rlpipe.placement import started
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
 from rlpipe.waiting import KILLED, ObjectsLost, describe_failure
@@ -41,6 +42,7 @@ class EngineDied(Exception):
 class EnginePool:
     """The engines behind one queue of requests; for one event loop.
 
+    An engine gets work once it has started and loaded the newest version; the run fails where its first start does.
     What a dead engine worked on, the others do. Ray restarts it, or, where it hangs, it is killed first; it gets work
     again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` says for how long.
     An engine that dies again and again (``cluster.max_engine_failures``) is retired; after the last one, ``give_up`` is
@@ -68,8 +70,9 @@ class EnginePool:
         )
         self._deaths: dict[str, asyncio.Future[None]] = {}
         self._retired: set[str] = set()
-        for name in engines:
-            self._fleet.started(name)
+        self._num_starting = len(engines)
+        self.started = asyncio.Event()
+        """Set once every engine has started."""
 
     @property
     def outage_s(self) -> float:
@@ -128,14 +131,19 @@ class EnginePool:
                     )
 
     async def _serve(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        await started(name, self._start(name), self._cluster.start_timeout_s)
+        self._num_starting -= 1
+        if not self._num_starting:
+            self.started.set()
+        death = await self._take_up(name)
         while True:
-            death: EngineDied | None = await self._until_death(name, tasks)
             while death is not None:
                 self._mourn(name, str(death))
                 if self._fleet.failures_in_row(name) > self._cluster.max_engine_failures:
                     await self._retire(name, str(death))
                     return
                 death = await self._replace(name, death)
+            death = await self._until_death(name, tasks)
 
     async def _retire(self, name: str, reason: str) -> None:
         """An engine that dies again and again is not started any more; without any other the run gives up."""
@@ -222,11 +230,17 @@ class EnginePool:
             return EngineDied(describe_failure(error))
         except RayError as error:
             return EngineDied(describe_failure(error), process_lives=False)
+        failure = await self._take_up(name)
+        if failure is None:
+            self._notice(name, f"engine {name} serves again, version {self._fleet.version(name)}")
+        return failure
+
+    async def _take_up(self, name: str) -> EngineDied | None:
+        """Has a started engine load the newest version, and gives it work; answers why that failed, or None."""
         self._fleet.started(name)
         version = await self._load_newest(name)
         if version is None:
             return EngineDied("it could not load the newest weights")
         self.published(version)  # the learner may have begun again at an older one
         self.loaded(name, version)
-        self._notice(name, f"engine {name} serves again, version {version}")
         return None

@@ -84,8 +84,8 @@ def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryL
 
 
 @contextmanager
-def started_parts(run: Run) -> Iterator[Parts]:
-    """Engines and scorers, once they have loaded what they need."""
+def open_parts(run: Run) -> Iterator[Parts]:
+    """The processes of engines and scorers; they have loaded nothing yet."""
     config, cluster = run.config, run.config.cluster
     needs = {need.name: need for need in engine_needs(config)}
     actors_before = set(ray.util.list_named_actors())
@@ -103,10 +103,6 @@ def started_parts(run: Run) -> Iterator[Parts]:
             ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
 
-        starts = {name: start_engine(name) for name in engines}
-        wait_started(starts, cluster.start_timeout_s)
-        for pool in pools:
-            pool.wait_started()
         yield Parts(engines=engines, start_engine=start_engine, pools=pools)
     finally:
         end_actors(actors_before)
@@ -143,7 +139,7 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
     )
     dataset = start_actor(DatasetActor, need, setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True)
     started: ObjectRef = dataset.start.remote()
-    wait_started({need.name: started}, config.cluster.start_timeout_s)
+    wait_started(need.name, started, config.cluster.start_timeout_s)
     return dataset
 
 

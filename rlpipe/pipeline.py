@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -118,7 +119,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         # Before models are loaded, which takes minutes where they are large.
         replay = launch.start_replay(run)
         accounts = _open_accounts(run, start, replay, num_rows=len(prompts))
-        parts = stack.enter_context(launch.started_parts(run))
+        parts = stack.enter_context(launch.open_parts(run))
         weights = launch.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
         for message in accounts.messages:
@@ -141,7 +142,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 num_steps_logged=num_steps_logged(run.output / "metrics.jsonl", start.step),
             )
             with stop_on_signals(controller.stop):
-                await controller.run(start_learner(config, setup))
+                await controller.run(partial(start_learner, config, setup))
 
         _run(run_controller())
     return {
@@ -201,7 +202,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
     needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
-    with _cluster(config, needs), launch.started_parts(run) as parts:
+    with _cluster(config, needs), launch.open_parts(run) as parts:
         return _run(_evaluate_once(run, parts, held_out))
 
 
@@ -233,8 +234,8 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     requests, metrics = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(pool.run())
-        for name in parts.engines:
-            pool.loaded(name, 0)
+        for scorers in parts.pools:
+            tasks.create_task(scorers.start())
         pool.dispatch(requests)
         await metrics
         serving.cancel()

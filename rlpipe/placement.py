@@ -179,12 +179,10 @@ class DiedAtStart(RunError):
     """The process of an actor ended before it was ready."""
 
 
-def wait_started(starts: Mapping[str, ray.ObjectRef], timeout_s: float) -> None:
-    """Waits for the ``start()`` of actors; raises their own error, ``DiedAtStart``, or ``WaitTimeout`` naming the
-    first that is late."""
-    for name, start in starts.items():
-        with _failures_at_start(name, timeout_s):
-            ray.get(start, timeout=timeout_s)
+def wait_started(name: str, start: ray.ObjectRef, timeout_s: float) -> None:
+    """Waits for the ``start()`` of an actor; raises its own error, ``DiedAtStart``, or ``WaitTimeout`` naming it."""
+    with _failures_at_start(name, timeout_s):
+        ray.get(start, timeout=timeout_s)
 
 
 async def started(name: str, start: ray.ObjectRef, timeout_s: float) -> None:

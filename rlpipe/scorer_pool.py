@@ -41,7 +41,7 @@ class _Process:
 
 
 class ScorerPool:
-    """Scores groups for some of the rewards; for one event loop.
+    """Scores groups for some of the rewards, once it is started; for one event loop.
 
     A call that takes longer than the rewards' timeouts allow, breaks off, or whose process dies, ends that process
     and another takes its place; the call's groups are scored once more, each alone, and then count as failed, with the
@@ -67,16 +67,13 @@ class ScorerPool:
             actor, ready = spawn(place, place)
             process = _Process(place=place, name=place, actor=actor)
             self._starting.append((process, ready))
-            self._idle.put_nowait(process)
 
-    def wait_started(self) -> None:
-        """Waits for the first processes; raises ``WaitTimeout`` naming the first that is late, or its own error."""
-        asyncio.run(self._first_processes())
-        self._starting.clear()
-
-    async def _first_processes(self) -> None:
-        for process, ready in self._starting:
+    async def start(self) -> None:
+        """Waits until all processes are ready; raises ``WaitTimeout`` naming one that is late, or its own error."""
+        starting, self._starting = self._starting, []
+        for process, ready in starting:
             await self._until_ready(process, ready)
+            self._idle.put_nowait(process)
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""

@@ -172,11 +172,17 @@ async def run(
         accounts=await replay.start.remote(RunStart(config=to_tree(config))),
         first_step=0,
     )
-    learner = publish_only.remote(replay, weights, versions)
+    learners: list[ray.ObjectRef] = []
+
+    def start_learner() -> ray.ObjectRef:
+        learners.append(publish_only.remote(replay, weights, versions))
+        return learners[0]
+
     try:
-        await controller.run(learner)
+        await controller.run(start_learner)
     finally:
-        ray.cancel(learner, force=True)
+        for learner in learners:
+            ray.cancel(learner, force=True)
         ray.kill(replay)
         ray.kill(weights)
         # The engine outlives the run: a collect that still waits there would take the groups of the next one.

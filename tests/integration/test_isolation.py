@@ -65,7 +65,7 @@ def start_pool(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path:
         places = Reservation(scorer_needs(run.config, run.rewards), START_S)
         try:
             (pool,) = start_pools(run, places)
-            pool.wait_started()
+            asyncio.run(pool.start())
             yield pool
         finally:
             end_actors(before)

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlpipe.actors.rollout import Receipt
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import EngineFailed, EngineNotStarted
+from rlpipe.errors import EngineFailed, EngineNotStarted, WaitTimeout
 from rlpipe.types import GroupRequest, Prompt
 from rlpipe.waiting import ObjectsLost
 
@@ -49,9 +49,10 @@ class FakeEngine:
 
 
 class Scene:
-    """A pool of fakes, and what it says and hands on."""
+    """A pool of fakes, and what it says and hands on; their first starts take until ``may_start`` is set."""
 
     def __init__(self, *names: str) -> None:
+        self.may_start = asyncio.Event()
         self.engines = {name: FakeEngine() for name in names}
         self.collected: list[int] = []
         self.loses = 0
@@ -66,11 +67,12 @@ class Scene:
             notice=lambda _, message: self.said.append(message),
             give_up=self.give_up,
         )
-        for name in names:
-            self.pool.loaded(name, 0)
 
     def start(self, name: str) -> asyncio.Future[None]:
-        return asyncio.ensure_future(asyncio.sleep(0))
+        return asyncio.ensure_future(self._started())
+
+    async def _started(self) -> None:
+        await self.may_start.wait()
 
     async def load_newest(self, name: str) -> int:
         return 0
@@ -83,6 +85,9 @@ class Scene:
 
     async def give_up(self, failure: EngineFailed) -> None:
         self.given_up.append(failure)
+
+    def all_serve(self) -> bool:
+        return all(state.startswith("healthy") for state in self.pool.describe()["engines"].values())
 
     def ends(self) -> list[str]:
         return [*self.said, *map(str, self.given_up)]
@@ -98,10 +103,13 @@ def request(group_id: int) -> GroupRequest:
     return GroupRequest(group_id=group_id, prompt=prompt, group_size=1, max_tokens=1, temperature=1.0, seed=0)
 
 
-def play(scene: Callable[[], Scene], act: Callable[[Scene], Any]) -> Scene:
+def play(scene: Callable[[], Scene], act: Callable[[Scene], Any], *, starts: bool = True) -> Scene:
     async def run() -> Scene:
         stage = scene()
         serving = asyncio.create_task(stage.pool.run())
+        if starts:
+            stage.may_start.set()
+            await stage.until(stage.all_serve)
         acting = asyncio.ensure_future(act(stage))
         await asyncio.wait((serving, acting), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -163,6 +171,30 @@ def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:
 
     scene = play(lambda: Scene("a"), act)
     assert scene.said == ["1 groups of engine a are generated again: the machine is gone"]
+
+
+def test_requests_wait_until_an_engine_has_started() -> None:
+    async def act(scene: Scene) -> None:
+        scene.pool.dispatch([request(0)])
+        await asyncio.sleep(0.05)
+        assert not scene.engines["a"].submitted
+        assert not scene.pool.started.is_set()
+        scene.may_start.set()
+        await scene.until(lambda: scene.engines["a"].submitted == [0])
+        assert scene.pool.started.is_set()
+
+    scene = play(lambda: Scene("a"), act, starts=False)
+    assert scene.said == []
+
+
+def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CLUSTER, "start_timeout_s", 0.2)
+
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: False)
+
+    with pytest.RaisesGroup(pytest.RaisesExc(WaitTimeout, match="actor a has not started within cluster.start")):
+        play(lambda: Scene("a"), act, starts=False)
 
 
 def test_requests_wait_while_no_engine_serves() -> None:

@@ -158,3 +158,19 @@ def test_a_wrong_digest_ends_the_run(engines: dict[str, FakeEngine]) -> None:
 
     with pytest.raises(WeightsMismatch, match="engine b does not serve weights version 0: its digest is wrong"):
         play(act)
+
+
+def test_a_wrong_digest_of_an_engine_that_comes_late_ends_the_run_too(engines: dict[str, FakeEngine]) -> None:
+    engines["b"].answers = [RayActorError(), "wrong"]
+
+    async def act(actor: WeightsActor) -> None:
+        await actor.publish(manifest(0), [], 1)
+        number = (await served(actor)).number
+        waiting = asyncio.create_task(actor.wait_served(number, 4.0))
+        await asyncio.sleep(0.01)
+        assert await actor.load_newest("b") is None
+        async with asyncio.timeout(1):
+            await waiting
+
+    with pytest.raises(WeightsMismatch, match="engine b does not serve weights version 0: its digest is wrong"):
+        play(act)
