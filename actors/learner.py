@@ -1,39 +1,22 @@
-"""The learner group: the loop that every rank runs under Ray Train."""
+"""A learner rank: the loop that it runs under Ray Train."""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import torch
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
-from ray.train.v2._internal.execution.callback import RayTrainCallback
-from ray.train.v2._internal.execution.context import TrainRunContext
-from ray.train.v2.api.callback import UserCallback
 
-from rlpipe.configs.schema import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    LearnerConfig,
-    ModelConfig,
-    SamplingConfig,
-    WeightsConfig,
-)
+from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.errors import RlpipeError, WaitTimeout
-from rlpipe.learner.checkpoint import CheckpointStore, newest_of_run
+from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
@@ -42,93 +25,19 @@ from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import TrainBatch, WeightsManifest
-from rlpipe.waiting import describe_failure, get_answer
+from rlpipe.waiting import get_answer
 from rlpipe.weights import BucketMemory
 
 POLL_S = 5.0
 """Seconds between a rank's signs of life, and between its looks for a new weights actor while it waits."""
 
 
-@dataclass(kw_only=True, frozen=True)
-class LearnerSetup:
-    """What a rank needs for a run; ``weights_actor`` is None where no engine follows, as in SFT."""
-
-    model: ModelConfig
-    algorithm: AlgorithmConfig
-    learner: LearnerConfig
-    sampling: SamplingConfig
-    weights: WeightsConfig
-    checkpoint: CheckpointConfig
-    output: Path
-    seed: int
-    resume_from: Path | None
-    resolved_config: Mapping[str, Any]
-    batches: ActorHandle
-    weights_actor: ActorHandle | None
-    call_timeout_s: float
-    step_timeout_s: float
-
-
-class ReportDeaths(UserCallback):
-    """Tells the replay actor why the learner group died; Ray Train then starts it again."""
-
-    def __init__(self, batches: ActorHandle, timeout_s: float) -> None:
-        self._batches, self._timeout_s = batches, timeout_s
-
-    def after_exception(self, run_context: TrainRunContext, worker_exceptions: dict[int, Exception]) -> None:
-        causes = {rank: describe_failure(error) for rank, error in sorted(worker_exceptions.items())}
-        ray.get(
-            self._batches.learner_died.remote("; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())),
-            timeout=self._timeout_s,
-        )
-
-
-class LearnerTrainer(TorchTrainer):
-    """Ray Train without the helper that looks for its controller in whatever cluster this machine started last.
-
-    Where that is another cluster, the helper finds no controller and removes the learner's placement group. What it
-    is for, freeing the group after a crash, Ray does by itself when the job ends.
-    """
-
-    def _create_default_callbacks(self) -> list[RayTrainCallback]:
-        callbacks: list[RayTrainCallback] = super()._create_default_callbacks()  # type: ignore[misc]
-        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
-
-
-def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float) -> TorchTrainer:
-    """The Ray Train job whose workers are the learner ranks.
-
-    ``fit`` raises ``ControllerError`` if the cluster has no room for them within ``schedule_timeout_s``.
-    """
-    learner = setup.learner
-    per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
-    os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(schedule_timeout_s)  # Ray Train has no other way
-    return LearnerTrainer(
-        train_loop,
-        train_loop_config={"setup": setup},
-        scaling_config=ScalingConfig(
-            num_workers=learner.num_ranks, use_gpu=learner.num_gpus > 0, resources_per_worker=per_rank
-        ),
-        torch_config=TorchConfig(timeout_s=max(1, int(learner.collective_timeout_s))),
-        run_config=RunConfig(
-            name=run_name,
-            storage_path=str(setup.output / "ray_train"),
-            # How often the group may die, the replay actor says: it knows whether there were steps in between.
-            failure_config=FailureConfig(  # type: ignore[call-arg]
-                max_failures=-1, max_preemption_failures=-1, controller_failure_limit=0
-            ),
-            callbacks=[ReportDeaths(setup.batches, setup.call_timeout_s)],  # type: ignore[list-item]
-        ),
-    )
-
-
-def train_loop(config: dict[str, Any]) -> None:
+def run_rank(setup: LearnerSetup) -> None:
     """Runs on every rank, until the last step is trained, checkpointed and exported, or until the run stops.
 
     An error of rlpipe's own ends the run: the replay actor hands it to the controller. Any other kills the group, which
     Ray Train starts again.
     """
-    setup: LearnerSetup = config["setup"]
     try:
         LearnerLoop(setup).run()
     except (RlpipeError, RayTaskError) as error:

@@ -72,9 +72,10 @@ class Driver:
         return self.process.poll()
 
     def kill(self) -> None:
-        """Ends the driver; the run's processes end by themselves, and are waited for. Ray's agents take a minute."""
+        """Ends the driver; the run's processes end by themselves, and are waited for. Ray's own take up to a minute."""
         assert self.process is not None
-        others = psutil.Process(self.process.pid).children(recursive=True)
+        pids = [pid for kind in KINDS if kind != "driver" for pid in find_processes(kind, self.process.pid)]
+        others = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         self.process.kill()
         self.process.wait()
         _, alive = psutil.wait_procs(others, timeout=5)

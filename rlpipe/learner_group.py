@@ -12,7 +12,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
 from rlpipe import launch
-from rlpipe.actors.learner import LearnerSetup, make_trainer
+from rlpipe.actors.trainer import LearnerSetup, make_trainer
 from rlpipe.configs.schema import Config
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.placement import no_room, placement_groups, release_placement_groups

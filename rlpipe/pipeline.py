@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rlpipe import launch
-from rlpipe.actors.learner import LearnerSetup
+from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, Parts, add_evaluated
@@ -28,7 +28,7 @@ from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
-from rlpipe.learner.checkpoint import list_checkpoints
+from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner_group import start_learner, wait_for_thread
 from rlpipe.news import Follower
 from rlpipe.placement import Need, connect, end_actors

@@ -16,7 +16,7 @@ from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.folders import held, why_not_writable, write_whole
 from rlpipe.imports import import_object
-from rlpipe.learner.checkpoint import (
+from rlpipe.learner.checkpoint_files import (
     damaged,
     read_extra,
     resolve_checkpoint,

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LossConfig, ModelConfig, ReferenceConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError
-from rlpipe.learner.checkpoint import (
-    CheckpointStore,
+from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.learner.checkpoint_files import (
     latest,
     list_checkpoints,
     newest_of_run,
