@@ -32,6 +32,7 @@ from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.news import POLL_S, Follower
+from rlpipe.placement import shares_gpus
 from rlpipe.replay.admission import Admission
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.ledger import GroupState
@@ -116,7 +117,7 @@ class Controller:
             give_up=self.stop,
         )
         self._scorers = parts.pools
-        self._shares_gpus = config.rollout.num_gpus % 1 > 0 and config.learner.num_gpus % 1 > 0
+        self._shares_gpus = shares_gpus(config)
         self._load_timeout_s = config.weights.timeout_s
         self._last_evaluated = first_step - 1
         self._evaluations: list[asyncio.Task[None]] = []

@@ -24,7 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.configs.schema import ClusterConfig
+from rlpipe.configs.schema import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
 from rlpipe.waiting import describe_failure, root_cause
 
@@ -173,6 +173,11 @@ def start_actor(
     remote_class: Any = ray.remote(actor_class)
     actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)
     return actor
+
+
+def shares_gpus(config: Config) -> bool:
+    """Whether an engine and a learner rank may be placed on the same GPU: both ask for a part of one."""
+    return config.rollout.num_gpus % 1 > 0 and config.learner.num_gpus % 1 > 0
 
 
 class DiedAtStart(RunError):

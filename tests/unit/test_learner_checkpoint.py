@@ -99,7 +99,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("rlpipe.learner.checkpoint.complete_folder", crash)
+        patched.setattr("rlpipe.learner.checkpoint_files.complete_folder", crash)
         with pytest.raises(KeyboardInterrupt):
             store.save(learner, step=2, extra={})
     assert latest(tmp_path) == first

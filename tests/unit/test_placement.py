@@ -5,7 +5,7 @@ import pytest
 from rlpipe.configs.schema import Config, RewardConfig, ScoringConfig
 from rlpipe.errors import ConfigError
 from rlpipe.launch import memory_limit, pools_of
-from rlpipe.placement import Need, check_fit
+from rlpipe.placement import Need, check_fit, shares_gpus
 from rlpipe.scoring.pools import pool_size
 
 
@@ -25,6 +25,13 @@ def test_more_gpus_than_the_cluster_has_are_named() -> None:
 def test_custom_resources_are_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"needs 1 big_node .* has 0"):
         check_fit([Need(name="rollout-0", resources={"big_node": 1.0})], {"CPU": 8.0})
+
+
+@pytest.mark.parametrize(("engine", "rank", "shared"), [(0.5, 0.5, True), (1.0, 1.0, False), (0.0, 0.0, False)])
+def test_parts_of_gpus_may_be_of_the_same_one(engine: float, rank: float, shared: bool) -> None:
+    config = Config()
+    config.rollout.num_gpus, config.learner.num_gpus = engine, rank
+    assert shares_gpus(config) is shared
 
 
 def test_rewards_share_a_pool_unless_they_ask_for_processes() -> None:
