@@ -12,6 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
 from ray.train.v2._internal.execution.callback import RayTrainCallback
@@ -27,6 +28,8 @@ from rlpipe.configs.schema import (
     WeightsConfig,
 )
 from rlpipe.waiting import describe_failure
+
+UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -64,15 +67,16 @@ class ReportDeaths(UserCallback):
 
 
 class LearnerTrainer(TorchTrainer):
-    """Ray Train without the helper that looks for its controller in whatever cluster this machine started last.
+    """Ray Train without two of its helpers.
 
-    Where that is another cluster, the helper finds no controller and removes the learner's placement group. What it
-    is for, freeing the group after a crash, Ray does by itself when the job ends.
+    One looks for its controller in whatever cluster this machine started last; where that is another one, it finds no
+    controller and removes the learner's placement group. What it is for, freeing the group after a crash, Ray does by
+    itself when the job ends. The other starts a process that serves Ray datasets, of which there are none.
     """
 
     def _create_default_callbacks(self) -> list[RayTrainCallback]:
         callbacks: list[RayTrainCallback] = super()._create_default_callbacks()  # type: ignore[misc]
-        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+        return [callback for callback in callbacks if not isinstance(callback, UNUSED)]
 
 
 def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float) -> TorchTrainer:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,12 @@ class Driver:
     options: list[str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
-    exit_codes: list[int] = field(default_factory=list)
+    started_at: float = 0.0
+    """In seconds since 1970."""
 
     def start(self) -> None:
         command = [sys.executable, "-m", "rlpipe", "train", *self.options]
+        self.started_at = time.time()
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
 
@@ -173,14 +175,16 @@ class Chaos:
             raise RuntimeError(f"no step for {PATIENCE_S:g} s after the {open_kills[0].kind} was killed")
 
     def _back_since(self, kill: Kill) -> float:
-        """When what was killed was there again; a step that ends after that shows that the run is over the death."""
+        """When what was killed was there again; a step that ends after that shows that the run is over the death.
+
+        All parts of another driver are new, so its first step is proof for them too.
+        """
+        assert self._driver.process is not None
+        if self._driver.started_at > kill.at:
+            return self._driver.started_at
         if kill.kind == "rollout":
             served = [e.time for e in self._watcher.events_after(kill.at) if "serves again" in e.message]
             return served[0] if served else float("inf")
-        assert self._driver.process is not None
-        if kill.kind == "driver":
-            started = psutil.Process(self._driver.process.pid).create_time() if self._driver.poll() is None else kill.at
-            return max(started, kill.at)
         found = find_processes(kill.kind, self._driver.process.pid) if self._driver.poll() is None else []
         born = [process.create_time() for process in map(psutil.Process, found) if process.create_time() > kill.at]
         return min(born, default=float("inf"))
@@ -285,6 +289,9 @@ def main() -> None:
     finally:
         if driver.poll() is None:
             driver.kill()
+    for kill in chaos.kills:
+        after = "never" if kill.recovery_s is None else f"after {kill.recovery_s:.1f} s"
+        print(f"{kill.at - chaos.kills[0].at:6.1f} s: {kill.kind} killed, mended {after}")
     result = summarize(
         chaos.kills, disturbed, read_summary(disturbed)["eval_accuracy_end"], undisturbed["eval_accuracy_end"]
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from peft import LoraConfig, PeftConfig
-
 from rlpipe.configs.schema import AdapterConfig
 from rlpipe.errors import ModelError
 from rlpipe.hub import hub_has
@@ -14,6 +12,8 @@ from rlpipe.imports import describe_error
 
 def read_adapter_config(path: str) -> AdapterConfig:
     """What an engine must know of a PEFT adapter before it loads it; raises ``ModelError`` if it can't be read."""
+    from peft import LoraConfig, PeftConfig  # a second, which every start of a run would take
+
     if not Path(path).is_dir() and not hub_has(path, kind="model", option="--adapter", error=ModelError):
         raise ModelError(f"--adapter: there is no folder {Path(path).absolute()}, and the hub can't be reached")
     try:
