@@ -31,7 +31,7 @@ from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner_group import start_learner, wait_for_thread
 from rlpipe.news import Follower
-from rlpipe.placement import Need, connect, end_actors
+from rlpipe.placement import Need, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
@@ -307,12 +307,13 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
     """A cluster that the run fits on; what the run started is ended with it."""
     joined = ray.is_initialized()
     connect(config.cluster, needs)
-    actors_before = set(ray.util.list_named_actors())
+    actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
     try:
         yield
     finally:
         if joined:
             end_actors(actors_before)
+            release_placement_groups(placement_groups() - places_before)  # ranks, where the run failed beside them
         else:
             ray.shutdown()
             wait_for_thread()

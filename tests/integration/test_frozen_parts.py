@@ -13,6 +13,7 @@ from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
 from rlpipe.errors import RlpipeError, WaitTimeout
+from rlpipe.placement import placement_groups
 from rlpipe.replay.ledger import GroupState
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -53,9 +54,11 @@ def test_a_part_that_is_frozen_at_its_start_is_named(
 ) -> None:
     limit, message = AT_START[kind]
     config = make_config(tiny_policy, prompts_file, tmp_path, *SIX_STEPS, limit)
+    places = placement_groups()
     with signals(tmp_path, {0: kind}, signal.SIGSTOP) as frozen, pytest.raises(WaitTimeout, match=message):
         rlpipe.train(config)
     assert frozen == [kind]
+    assert placement_groups() <= places, "the others have given their places back"
 
 
 SUPERVISED: dict[str, tuple[int, str, str]] = {
