@@ -46,6 +46,9 @@ class Kill:
 
     kind: str
     at: float
+    known: frozenset[int] = frozenset()
+    """Process ids of the kind at that moment; Ray may put a process that it had in store in the dead one's place."""
+    back_at: float | None = None
     mended_at: float | None = None
 
     @property
@@ -149,7 +152,7 @@ class Chaos:
         processes = find_processes(kind, self._driver.process.pid)
         if not processes:  # it is just being replaced
             return
-        self.kills.append(Kill(kind=kind, at=time.time()))
+        self.kills.append(Kill(kind=kind, at=time.time(), known=frozenset(processes)))
         with suppress(ProcessLookupError):
             os.kill(self._random.choice(processes), signal.SIGKILL)
 
@@ -169,25 +172,23 @@ class Chaos:
         open_kills = [kill for kill in self.kills if kill.mended_at is None]
         newest = self._watcher.newest_step_at()
         for kill in open_kills:
-            if newest > self._back_since(kill):
+            kill.back_at = kill.back_at or self._back_since(kill)
+            if kill.back_at is not None and newest > kill.back_at:
                 kill.mended_at = newest
         if open_kills and time.time() - max(newest, open_kills[0].at) > PATIENCE_S:
             raise RuntimeError(f"no step for {PATIENCE_S:g} s after the {open_kills[0].kind} was killed")
 
-    def _back_since(self, kill: Kill) -> float:
-        """When what was killed was there again; a step that ends after that shows that the run is over the death.
-
-        All parts of another driver are new, so its first step is proof for them too.
-        """
+    def _back_since(self, kill: Kill) -> float | None:
+        """When what was killed was there again, if it is; a step that ends after that shows that the run is over the
+        death. All parts of another driver are new, so its first step is proof for them too."""
         assert self._driver.process is not None
         if self._driver.started_at > kill.at:
             return self._driver.started_at
         if kill.kind == "rollout":
             served = [e.time for e in self._watcher.events_after(kill.at) if "serves again" in e.message]
-            return served[0] if served else float("inf")
+            return served[0] if served else None
         found = find_processes(kill.kind, self._driver.process.pid) if self._driver.poll() is None else []
-        born = [process.create_time() for process in map(psutil.Process, found) if process.create_time() > kill.at]
-        return min(born, default=float("inf"))
+        return time.time() if set(found) - kill.known else None
 
     def _wait_for_steps_after(self, moment: float) -> None:
         while self._watcher.newest_step_at() <= moment:
