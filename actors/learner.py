@@ -111,13 +111,14 @@ class LearnerLoop:
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
         """The rank's share of the step, or None where the run stops, and the seconds that it had to wait."""
         started = time.perf_counter()
-        limit = self._setup.step_timeout_s
+        limit = self._setup.start_timeout_s + self._setup.step_timeout_s
         call: Any = self._setup.batches.next_batch.remote(step, self._rank)
         while not ray.wait([call], timeout=min(POLL_S, limit))[0]:
             if time.perf_counter() - started >= limit:
                 raise WaitTimeout(
-                    f"learner rank {self._rank} has waited {limit:g} seconds (cluster.step_timeout_s) for the batch of "
-                    f"step {step}; the replay actor's state: {self._describe_batches()}"
+                    f"learner rank {self._rank} has waited {limit:g} seconds (cluster.start_timeout_s and "
+                    f"cluster.step_timeout_s) for the batch of step {step}; the replay actor's state: "
+                    f"{self._describe_batches()}"
                 )
             self._publish_again()
         batch: TrainBatch | None = ray.get(call)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from rlpipe.actors.batches import BatchActor
-from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.schema import AlgorithmConfig, Config, LearnerConfig, LedgerConfig, ReplayConfig, RewardConfig
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.errors import LedgerLost, RunError
 from rlpipe.replay.buffer import Admitted
@@ -22,19 +23,46 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
 
 
-class ReplayActor(BatchActor):
-    """Remote shell of ``ReplayStore``; ``path`` is the ledger's."""
+@dataclass(kw_only=True, frozen=True)
+class ReplaySetup:
+    """What the replay actor needs for a run; ``path`` is the ledger's."""
 
-    def __init__(self, path: Path, config: Config, rewards: Mapping[str, RewardConfig]) -> None:
-        super().__init__(config.learner)
-        self._path, self._config, self._rewards = path, config, rewards
+    path: Path
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    replay: ReplayConfig
+    ledger: LedgerConfig
+    rewards: Mapping[str, RewardConfig]
+    seed: int
+    num_samples: int
+
+    @classmethod
+    def of(cls, config: Config, path: Path, rewards: Mapping[str, RewardConfig]) -> ReplaySetup:
+        return cls(
+            path=path,
+            algorithm=config.algorithm,
+            learner=config.learner,
+            replay=config.replay,
+            ledger=config.ledger,
+            rewards=dict(rewards),
+            seed=config.seed,
+            num_samples=config.tracking.log_completions,
+        )
+
+
+class ReplayActor(BatchActor):
+    """Remote shell of ``ReplayStore``."""
+
+    def __init__(self, setup: ReplaySetup) -> None:
+        super().__init__(setup.learner)
+        self._setup = setup
         self._opened: ReplayStore | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._reopen()
 
     async def start(self, start: RunStart) -> OpenAccounts:
         """Opens the ledger that belongs to where the run goes on; answers where its accounts stand."""
-        ledger, messages = open_ledger(self._path, start, keep_steps=self._config.ledger.keep_steps)
+        ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
         self._opened = self._open_store(ledger)
         return self._opened.accounts(messages, first_step=start.step)
 
@@ -100,21 +128,22 @@ class ReplayActor(BatchActor):
 
     def _reopen(self) -> None:
         """Goes on where the dead process was, unless this is another machine."""
-        if not self._path.exists():
-            self._error = LedgerLost(f"the replay actor was restarted on a machine where {self._path} is not")
+        path = self._setup.path
+        if not path.exists():
+            self._error = LedgerLost(f"the replay actor was restarted on a machine where {path} is not")
             return
-        ledger = Ledger(self._path, keep_steps=self._config.ledger.keep_steps)
+        ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
         ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
         self._opened = self._open_store(ledger)
 
     def _open_store(self, ledger: Ledger) -> ReplayStore:
-        config = self._config
+        setup = self._setup
         return ReplayStore(
             ledger,
-            algorithm=config.algorithm,
-            learner=config.learner,
-            replay=config.replay,
-            rewards=self._rewards,
-            seed=config.seed,
-            num_samples=config.tracking.log_completions,
+            algorithm=setup.algorithm,
+            learner=setup.learner,
+            replay=setup.replay,
+            rewards=setup.rewards,
+            seed=setup.seed,
+            num_samples=setup.num_samples,
         )

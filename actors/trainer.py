@@ -1,23 +1,26 @@
-"""The Ray Train job of the learner group, without what only its ranks need: its controller starts in half the time."""
+"""The Ray Train job of the learner group, without what only its ranks need, as its controller imports this."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR
+from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2.api.callback import UserCallback
+from ray.train.v2.api.result import Result
 
 from rlpipe.configs.schema import (
     AlgorithmConfig,
@@ -49,6 +52,8 @@ class LearnerSetup:
     batches: ActorHandle
     weights_actor: ActorHandle | None
     call_timeout_s: float
+    start_timeout_s: float
+    """Of the engines, whose start a batch may have to wait for."""
     step_timeout_s: float
 
 
@@ -72,15 +77,33 @@ class LearnerTrainer(TorchTrainer):
     One looks for its controller in whatever cluster this machine started last; where that is another one, it finds no
     controller and removes the learner's placement group. What it is for, freeing the group after a crash, Ray does by
     itself when the job ends. The other starts a process that serves Ray datasets, of which there are none.
+
+    ``started`` gets the handle of the controller, which Ray Train keeps to itself.
     """
+
+    def __init__(self, *args: Any, started: Callable[[ActorHandle], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._started = started
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        node = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        environment = {"env_vars": get_env_vars_to_propagate()}
+        options: Any = ray.remote(num_cpus=0, label_selector=node, runtime_env=environment)
+        controller = options(TrainController).remote(**arguments)
+        self._started(controller)
+        ray.get(controller.run.remote())
+        result: Result = ray.get(controller.get_result.remote())
+        return result
 
     def _create_default_callbacks(self) -> list[RayTrainCallback]:
         callbacks: list[RayTrainCallback] = super()._create_default_callbacks()  # type: ignore[misc]
         return [callback for callback in callbacks if not isinstance(callback, UNUSED)]
 
 
-def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float) -> TorchTrainer:
-    """The Ray Train job whose workers are the learner ranks.
+def make_trainer(
+    setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float, started: Callable[[ActorHandle], None]
+) -> TorchTrainer:
+    """The Ray Train job whose workers are the learner ranks; ``started`` gets its controller.
 
     ``fit`` raises ``ControllerError`` if the cluster has no room for them within ``schedule_timeout_s``.
     """
@@ -89,6 +112,7 @@ def make_trainer(setup: LearnerSetup, run_name: str, *, schedule_timeout_s: floa
     os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(schedule_timeout_s)  # Ray Train has no other way
     return LearnerTrainer(
         train_loop,
+        started=started,
         train_loop_config={"setup": setup},
         scaling_config=ScalingConfig(
             num_workers=learner.num_ranks, use_gpu=learner.num_gpus > 0, resources_per_worker=per_rank

@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
-from rlpipe.waiting import describe_failure
+from rlpipe.waiting import KILLED, describe_failure
 
 
 class Cause(Enum):
@@ -26,9 +26,15 @@ class Cause(Enum):
 
 
 @dataclass(slots=True, frozen=True)
-class _Failure:
+class NotLoaded:
+    """An engine's failure to load a version."""
+
     cause: Cause
-    reason: str = ""
+    reason: str
+
+    @property
+    def process_lives(self) -> bool:
+        return self.cause is not Cause.PROCESS
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,15 +47,14 @@ class Served:
     sync_s: float
     """Seconds from its publication until the last engine answered."""
     engines: tuple[str, ...] = ()
-    dead: tuple[str, ...] = ()
-    lost: Mapping[str, str] = field(default_factory=dict)
-    """Engines that live and could not load it, with the reasons."""
+    lost: Mapping[str, NotLoaded] = field(default_factory=dict)
 
 
 class WeightsActor:
     """Keeps the newest version in the object store; an engine whose digest differs stops the run.
 
-    An engine that could not load a version, or that is dead, gets none until ``load_newest`` is called for it.
+    What is published waits until it is asked for with ``wait_served``: then the engines have started. An engine that
+    could not load a version, or that is dead, gets none until ``load_newest`` is called for it.
     """
 
     def __init__(self, *, engines: Sequence[str], timeout_s: float) -> None:
@@ -63,6 +68,7 @@ class WeightsActor:
         self._error: RlpipeError | None = None
         self._changed = asyncio.Condition()
         self._turn = asyncio.Lock()
+        self._followed = asyncio.Event()
 
     async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], life: int) -> None:
         """Loads the version into every engine; the engines take versions one after the other.
@@ -73,6 +79,7 @@ class WeightsActor:
             if (life, manifest.version) <= (self._life, self.version):
                 return
             self._newest, self._life = (manifest, buckets), life
+            await self._followed.wait()
             self._number += 1
             started = time.perf_counter()
             engines = sorted(self._enrolled)
@@ -87,15 +94,14 @@ class WeightsActor:
                 version=manifest.version,
                 sync_s=time.perf_counter() - started,
                 engines=tuple(name for name in engines if name in self._enrolled),
-                dead=tuple(name for name, failure in lost.items() if failure.cause is Cause.PROCESS),
-                lost={name: failure.reason for name, failure in lost.items() if failure.cause is Cause.ENGINE},
+                lost=lost,
             )
         await self._notify()
 
-    async def load_newest(self, name: str) -> int | None:
+    async def load_newest(self, name: str) -> int | NotLoaded:
         """Waits for the first version, has an engine load the newest one, and gives it all that follow.
 
-        Answers the version that it serves now, or None if it could not load it.
+        Answers the version that it serves now, or why it does not.
         """
         while True:
             async with self._changed:
@@ -112,7 +118,7 @@ class WeightsActor:
                     break
                 self._newest = None
         await self._notify()  # it may end the run
-        return None
+        return failure
 
     async def newest(self) -> int:
         """The newest version that was published, or -1: the learner publishes again where this actor was restarted."""
@@ -123,6 +129,7 @@ class WeightsActor:
 
         Raises ``WeightsMismatch`` if an engine answered with another digest.
         """
+        self._followed.set()
         try:
             async with self._changed:
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._has_news(after)), timeout_s)
@@ -143,35 +150,35 @@ class WeightsActor:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> _Failure | None:
+    async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> NotLoaded | None:
         """Answers why the engine does not serve the version, or None; a wrong digest and wrong tensors end the run."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
             digest = await asyncio.wait_for(call, self._timeout_s)
         except TimeoutError:
-            return _Failure(
+            return NotLoaded(
                 Cause.ENGINE,
                 f"it has not loaded weights version {manifest.version} ({manifest.num_bytes:,} bytes) "
                 f"within weights.timeout_s={self._timeout_s:g} seconds",
             )
         except RayActorError:
-            return _Failure(Cause.PROCESS)
+            return NotLoaded(Cause.PROCESS, KILLED)
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ObjectLostError):
-                return _Failure(Cause.LEARNER)
+                return NotLoaded(Cause.LEARNER, Cause.LEARNER.value)
             if isinstance(cause, EngineNotStarted):
-                return _Failure(Cause.PROCESS)
+                return NotLoaded(Cause.PROCESS, KILLED)
             if isinstance(cause, InputError):
                 self._error = WeightsMismatch(
                     f"engine {name} could not load weights version {manifest.version}: {cause}"
                 )
             reason = f"it could not load weights version {manifest.version}: {describe_failure(error)}"
-            return _Failure(Cause.ENGINE, reason)
+            return NotLoaded(Cause.ENGINE, reason)
         if digest != manifest.digest:
             self._error = WeightsMismatch(
                 f"engine {name} does not serve weights version {manifest.version}: "
                 f"its digest is {digest}, the published one {manifest.digest}"
             )
-            return _Failure(Cause.ENGINE, "its digest is wrong")
+            return NotLoaded(Cause.ENGINE, "its digest is wrong")
         return None

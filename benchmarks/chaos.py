@@ -80,7 +80,10 @@ class Driver:
         """Ends the driver; the run's processes end by themselves, and are waited for. Ray's own take up to a minute."""
         assert self.process is not None
         pids = [pid for kind in KINDS if kind != "driver" for pid in find_processes(kind, self.process.pid)]
-        others = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        others = []
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                others.append(psutil.Process(pid))
         self.process.kill()
         self.process.wait()
         _, alive = psutil.wait_procs(others, timeout=5)
@@ -290,9 +293,9 @@ def main() -> None:
     finally:
         if driver.poll() is None:
             driver.kill()
-    for kill in chaos.kills:
-        after = "never" if kill.recovery_s is None else f"after {kill.recovery_s:.1f} s"
-        print(f"{kill.at - chaos.kills[0].at:6.1f} s: {kill.kind} killed, mended {after}")
+        for kill in chaos.kills:
+            after = "never" if kill.recovery_s is None else f"after {kill.recovery_s:.1f} s"
+            print(f"{kill.at - chaos.kills[0].at:6.1f} s: {kill.kind} killed, mended {after}", flush=True)
     result = summarize(
         chaos.kills, disturbed, read_summary(disturbed)["eval_accuracy_end"], undisturbed["eval_accuracy_end"]
     )

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
@@ -170,6 +170,9 @@ class StandInReporter:
         self.synced: list[float] = []
         """Seconds from the publication of every version until the last engine served it."""
 
+    def admitting(self) -> None:
+        pass
+
     def served(self, sync_s: float) -> None:
         self.synced.append(sync_s)
 
@@ -247,9 +250,8 @@ async def run_pipeline(
 ) -> None:
     """One run of ``config.algorithm.num_steps`` steps, with its ledger in ``folder``."""
     engines = workers.engines
-    replay = start_actor(
-        ReplayActor, Need(name="replay"), folder / LEDGER, config, REWARDS, max_concurrency=ASYNC_CALLS
-    )
+    setup = ReplaySetup.of(config, folder / LEDGER, REWARDS)
+    replay = start_actor(ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS)
     weights = start_actor(
         WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=TIMEOUT_S, max_concurrency=ASYNC_CALLS
     )

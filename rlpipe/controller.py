@@ -24,7 +24,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from rlpipe.actors.weights import Served
+from rlpipe.actors.weights import NotLoaded, Served
 from rlpipe.configs.schema import Config
 from rlpipe.data.prompts import Cursor, Passed, PromptSource
 from rlpipe.engine_pool import EnginePool
@@ -32,7 +32,7 @@ from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.news import POLL_S, Follower
-from rlpipe.placement import shares_gpus
+from rlpipe.placement import shares_gpus, started
 from rlpipe.replay.admission import Admission
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.ledger import GroupState
@@ -43,7 +43,7 @@ from rlpipe.reporting import Reporter
 from rlpipe.scorer_pool import ScorerPool
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt
-from rlpipe.waiting import KILLED, answer
+from rlpipe.waiting import answer
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -54,6 +54,14 @@ class Parts:
     start_engine: Callable[[str], ObjectRef]
     """Has an engine's process load its model."""
     pools: Sequence[ScorerPool]
+
+    async def start(self, timeout_s: float) -> None:
+        """Waits until all have loaded what they need; raises their own error, or ``WaitTimeout`` naming one."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in self.engines:
+                tasks.create_task(started(name, self.start_engine(name), timeout_s))
+            for pool in self.pools:
+                tasks.create_task(pool.start())
 
 
 class Controller:
@@ -77,7 +85,7 @@ class Controller:
         first_step: int,
         num_steps_logged: int | None = None,
     ) -> None:
-        self._replay, self._weights = replay, weights
+        self._parts, self._replay, self._weights = parts, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
         self._sampling, self._seed = config.rollout.sampling, config.seed
         self._evaluate_every = config.data.held_out.every_steps
@@ -116,7 +124,6 @@ class Controller:
             notice=self._notice,
             give_up=self.stop,
         )
-        self._scorers = parts.pools
         self._shares_gpus = shares_gpus(config)
         self._load_timeout_s = config.weights.timeout_s
         self._last_evaluated = first_step - 1
@@ -124,6 +131,9 @@ class Controller:
         self._admitting: dict[int, asyncio.Future[None]] = {}
         """Groups whose entry in the ledger is on its way."""
         self._stop_reason: RunError | None = None
+        self._stopped = asyncio.Event()
+        self._admits = False
+        """Whether all parts have started."""
         self._last_version = asyncio.Event()
         self._follower = Follower(
             "replay",
@@ -139,19 +149,23 @@ class Controller:
     async def run(self, start_learner: Callable[[], Awaitable[None]]) -> None:
         """Runs until the last step is reported, all is evaluated, and the learner group has ended.
 
-        Everything starts at one time, but for a learner that shares GPUs with engines: these measure how much memory
-        is free. Raises why the run stopped before its end, once the learner has written a checkpoint.
+        The learner group starts beside engines and scorers, unless it may share GPUs with engines: these measure how
+        much memory is free. Raises why the run stopped before its end, once the learner has written a checkpoint.
         """
         async with asyncio.TaskGroup() as tasks:
-            watching = [self._follower.follow(), self._watch_steps(), self._watch_engines()]
-            loops = [self._pool.run(), self._follow_versions(tasks), *watching]
-            endless = [tasks.create_task(loop) for loop in loops]
-            for pool in self._scorers:
-                tasks.create_task(pool.start())
-            await self._take_up(tasks)
+            endless = [tasks.create_task(self._follower.follow())]
+            starting = tasks.create_task(self._parts.start(self._cluster.start_timeout_s))
             if self._shares_gpus:
-                await self._pool.started.wait()
-            await start_learner()
+                await self._until_started(starting)
+            learner = asyncio.ensure_future(start_learner())
+            await self._until_started(starting, learner)
+            self._admits = True
+            self._reporter.admitting()
+            watching = [self._follower.watch(self._pool.describe), self._watch_engines()]
+            loops = [self._pool.run(), self._follow_versions(tasks), *watching]
+            endless += [tasks.create_task(loop) for loop in loops]
+            await self._take_up(tasks)
+            await learner
             if self._stop_reason is None:
                 await self._follower.ended.wait()
                 await self._last_version.wait()
@@ -165,8 +179,25 @@ class Controller:
         """Has the learner write a checkpoint after the step that it is in; ``run`` then raises the reason."""
         if self._stop_reason is None:
             self._stop_reason = reason
-            self._reporter.message(f"ending with a checkpoint after this step: {reason}")
+            self._stopped.set()
+            when = "with a checkpoint after this step" if self._admits else "before the first step"
+            self._reporter.message(f"ending {when}: {reason}")
             await self._follower.stop_learner()
+
+    async def _until_started(self, starting: asyncio.Task[None], *beside: asyncio.Future[None]) -> None:
+        """Raises why the run stops or fails meanwhile: there is nothing yet that a checkpoint could keep."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        awaited: list[asyncio.Future[Any]] = [starting, stopped, *beside]
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if self._stop_reason is not None:
+            raise self._stop_reason
+        for part in beside:
+            if part.done():
+                await part
+        await starting
 
     # Admission ----------------------------------------------------------------------------------------------------
 
@@ -309,18 +340,16 @@ class Controller:
 
     def _take_served(self, served: Served) -> None:
         self._pool.published(served.version)
-        for name in served.dead:
-            self._pool.failed(name, KILLED, process_lives=False)
-        for name, reason in served.lost.items():
-            self._pool.failed(name, reason)
+        for name, failure in served.lost.items():
+            self._pool.failed(name, failure)
         for name in served.engines:
             self._pool.loaded(name, served.version)
         self._pool.fail_all_but(served.version)
 
-    async def _load_newest(self, name: str) -> int | None:
+    async def _load_newest(self, name: str) -> int | NotLoaded:
         call: Any = self._weights.load_newest.remote(name)
         limit = self._cluster.start_timeout_s + 2 * self._load_timeout_s
-        version: int | None = await answer(
+        version: int | NotLoaded = await answer(
             call,
             f"engine {name} to load the newest weights",
             within=limit,
@@ -348,11 +377,6 @@ class Controller:
             self._reporter.compared(report)
 
     # Watching -----------------------------------------------------------------------------------------------------
-
-    async def _watch_steps(self) -> None:
-        """Steps are due once the engines have started, for which there is a limit of its own."""
-        await self._pool.started.wait()
-        await self._follower.watch(self._pool.describe)
 
     async def _watch_engines(self) -> None:
         limit = self._cluster.max_outage_s

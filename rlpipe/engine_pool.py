@@ -13,10 +13,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.weights import NotLoaded
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
 from rlpipe.health import Fleet
-from rlpipe.placement import started
 from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
 from rlpipe.waiting import KILLED, ObjectsLost, describe_failure
@@ -27,8 +27,8 @@ MAX_GROUPS_PER_COLLECT = 64
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
 """Takes the reference to a list of groups, and their receipts."""
-LoadNewest = Callable[[str], Awaitable[int | None]]
-"""Has an engine load the newest version; answers which it serves now, or None if it could not."""
+LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
+"""Has an engine load the newest version; answers which it serves now, or why it could not."""
 
 
 class EngineDied(Exception):
@@ -42,7 +42,6 @@ class EngineDied(Exception):
 class EnginePool:
     """The engines behind one queue of requests; for one event loop.
 
-    An engine gets work once it has started and loaded the newest version; the run fails where its first start does.
     What a dead engine worked on, the others do. Ray restarts it, or, where it hangs, it is killed first; it gets work
     again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` says for how long.
     An engine that dies again and again (``cluster.max_engine_failures``) is retired; after the last one, ``give_up`` is
@@ -70,9 +69,8 @@ class EnginePool:
         )
         self._deaths: dict[str, asyncio.Future[None]] = {}
         self._retired: set[str] = set()
-        self._num_starting = len(engines)
-        self.started = asyncio.Event()
-        """Set once every engine has started."""
+        for name in engines:
+            self._fleet.started(name)
 
     @property
     def outage_s(self) -> float:
@@ -111,12 +109,12 @@ class EnginePool:
         """The engines that serve another version have missed one, and will get no other."""
         for name in self._fleet.serving:
             if self._fleet.version(name) != version:
-                self.failed(name, f"it serves version {self._fleet.version(name)}, and missed version {version}")
+                reason = f"it serves version {self._fleet.version(name)}, and missed version {version}"
+                self._give_up_on(name, EngineDied(reason))
 
-    def failed(self, name: str, reason: str, *, process_lives: bool = True) -> None:
-        """An engine is of no use any more, although its process may live."""
-        if name in self._deaths and not self._deaths[name].done():
-            self._deaths[name].set_exception(EngineDied(reason, process_lives=process_lives))
+    def failed(self, name: str, failure: NotLoaded) -> None:
+        """An engine does not serve a version that it should."""
+        self._give_up_on(name, EngineDied(failure.reason, process_lives=failure.process_lives))
 
     async def run(self) -> None:
         """Serves until it is cancelled."""
@@ -126,24 +124,23 @@ class EnginePool:
             while True:
                 await asyncio.sleep(min(1.0, self._cluster.suspect_after_s / 2))
                 for name in self._fleet.check():
-                    self.failed(
-                        name, f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
-                    )
+                    reason = f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
+                    self._give_up_on(name, EngineDied(reason))
+
+    def _give_up_on(self, name: str, death: EngineDied) -> None:
+        """Ends what is collected from an engine whose process may live."""
+        if name in self._deaths and not self._deaths[name].done():
+            self._deaths[name].set_exception(death)
 
     async def _serve(self, name: str, tasks: asyncio.TaskGroup) -> None:
-        await started(name, self._start(name), self._cluster.start_timeout_s)
-        self._num_starting -= 1
-        if not self._num_starting:
-            self.started.set()
-        death = await self._take_up(name)
         while True:
+            death: EngineDied | None = await self._until_death(name, tasks)
             while death is not None:
                 self._mourn(name, str(death))
                 if self._fleet.failures_in_row(name) > self._cluster.max_engine_failures:
                     await self._retire(name, str(death))
                     return
                 death = await self._replace(name, death)
-            death = await self._until_death(name, tasks)
 
     async def _retire(self, name: str, reason: str) -> None:
         """An engine that dies again and again is not started any more; without any other the run gives up."""
@@ -230,17 +227,11 @@ class EnginePool:
             return EngineDied(describe_failure(error))
         except RayError as error:
             return EngineDied(describe_failure(error), process_lives=False)
-        failure = await self._take_up(name)
-        if failure is None:
-            self._notice(name, f"engine {name} serves again, version {self._fleet.version(name)}")
-        return failure
-
-    async def _take_up(self, name: str) -> EngineDied | None:
-        """Has a started engine load the newest version, and gives it work; answers why that failed, or None."""
         self._fleet.started(name)
         version = await self._load_newest(name)
-        if version is None:
-            return EngineDied("it could not load the newest weights")
+        if isinstance(version, NotLoaded):
+            return EngineDied(version.reason, process_lives=version.process_lives)
         self.published(version)  # the learner may have begun again at an older one
         self.loaded(name, version)
+        self._notice(name, f"engine {name} serves again, version {version}")
         return None

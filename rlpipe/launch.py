@@ -1,4 +1,4 @@
-"""Starts the processes of a run: what each asks of the cluster, its name there, and the wait until all are ready."""
+"""Starts the processes of a run: what each asks of the cluster, and its name there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.dataset import DatasetActor, DatasetSetup
-from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
@@ -145,15 +145,9 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
 
 def start_replay(run: Run) -> ActorHandle:
     """Starts the replay actor, which has no ledger yet."""
+    setup = ReplaySetup.of(run.config, ledger_path(run.output, run.config.name, run.config.ledger.folder), run.rewards)
     return start_actor(
-        ReplayActor,
-        Need(name="replay"),
-        ledger_path(run.output, run.config.name, run.config.ledger.folder),
-        run.config,
-        dict(run.rewards),
-        max_concurrency=ASYNC_CALLS,
-        restarts=True,
-        repeats_calls=True,
+        ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True
     )
 
 

@@ -29,7 +29,7 @@ from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.learner.checkpoint_files import list_checkpoints
-from rlpipe.learner_group import start_learner, wait_for_thread
+from rlpipe.learner_group import end_learner, start_learner
 from rlpipe.news import Follower
 from rlpipe.placement import Need, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.prepare import (
@@ -233,9 +233,10 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     )
     requests, metrics = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:
+        await parts.start(run.config.cluster.start_timeout_s)
         serving = tasks.create_task(pool.run())
-        for scorers in parts.pools:
-            tasks.create_task(scorers.start())
+        for name in parts.engines:
+            pool.loaded(name, 0)
         pool.dispatch(requests)
         await metrics
         serving.cancel()
@@ -279,6 +280,7 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
         batches=batches,
         weights_actor=weights,
         call_timeout_s=config.cluster.call_timeout_s,
+        start_timeout_s=config.cluster.start_timeout_s,
         step_timeout_s=config.cluster.step_timeout_s,
     )
 
@@ -311,12 +313,12 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
     try:
         yield
     finally:
+        end_learner()
         if joined:
             end_actors(actors_before)
-            release_placement_groups(placement_groups() - places_before)  # ranks, where the run failed beside them
+            release_placement_groups(placement_groups() - places_before)
         else:
             ray.shutdown()
-            wait_for_thread()
 
 
 @contextmanager

@@ -52,6 +52,10 @@ class Reporter:
 
     def start(self, total: int, done: int) -> None:
         self._progress.start(total, done)
+        self.admitting()
+
+    def admitting(self) -> None:
+        """The first groups are about to be admitted: times are counted from here."""
         self._started = self._last = time.monotonic()
 
     def served(self, sync_s: float) -> None:

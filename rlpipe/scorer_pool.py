@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from rlpipe.configs.schema import RewardConfig
-from rlpipe.errors import RlpipeError
+from rlpipe.errors import RlpipeError, RunError
 from rlpipe.placement import DiedAtStart, started
 from rlpipe.scoring.checks import describe_exception
 from rlpipe.scoring.memory import MemoryLimit
@@ -71,9 +71,11 @@ class ScorerPool:
     async def start(self) -> None:
         """Waits until all processes are ready; raises ``WaitTimeout`` naming one that is late, or its own error."""
         starting, self._starting = self._starting, []
-        for process, ready in starting:
-            await self._until_ready(process, ready)
-            self._idle.put_nowait(process)
+        await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
+
+    async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
+        await self._until_ready(process, ready)
+        self._idle.put_nowait(process)
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
@@ -121,13 +123,13 @@ class ScorerPool:
         await self._until_ready(process, self._replace(process))
 
     async def _until_ready(self, process: _Process, ready: ObjectRef) -> None:
-        """Another takes the place of one that dies at its start; the last of ``MAX_STARTS`` raises ``DiedAtStart``."""
+        """Another takes the place of one that dies at its start; ``RunError`` after ``MAX_STARTS`` of them."""
         for starts_left in reversed(range(MAX_STARTS)):
             try:
                 await started(process.name, ready, self._start_timeout_s)
             except DiedAtStart as death:
                 if not starts_left:
-                    raise
+                    raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None
                 logger.warning("scoring: %s; another takes its place", death)
                 ready = self._replace(process)
             else:

@@ -53,14 +53,6 @@ def signals(
         for pid in frozen:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_for_learner_threads()
-
-
-def wait_for_learner_threads() -> None:
-    """A run that failed leaves one behind, which ends with the frozen process that it waits for."""
-    for thread in threading.enumerate():
-        if thread.name == "learner-group":
-            thread.join(timeout=60)
 
 
 def ledger_of(output: Path) -> Ledger:

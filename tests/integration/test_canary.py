@@ -16,7 +16,7 @@ from engine_cases import Published, adapted, corrupted, publish_adapter, without
 from ray.actor import ActorHandle
 from run_cases import REWARDS_FILE, make_config
 
-from rlpipe.actors.replay import ReplayActor
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
@@ -115,6 +115,9 @@ class StepCounter:
     def __init__(self) -> None:
         self.num_trained = 0
 
+    def admitting(self) -> None:
+        pass
+
     def served(self, sync_s: float) -> None:
         assert sync_s > 0
 
@@ -151,9 +154,8 @@ async def run(
 ) -> None:
     """The controller with its real parts, but for the learner."""
     engines = {ENGINE: engine}
-    replay = start_actor(
-        ReplayActor, Need(name="canary-replay"), folder / "ledger.sqlite", config, REWARDS, max_concurrency=100
-    )
+    setup = ReplaySetup.of(config, folder / "ledger.sqlite", REWARDS)
+    replay = start_actor(ReplayActor, Need(name="canary-replay"), setup, max_concurrency=100)
     weights = start_actor(
         WeightsActor, Need(name="canary-weights"), engines=list(engines), timeout_s=60.0, max_concurrency=100
     )

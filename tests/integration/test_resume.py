@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 from run_cases import SIX_STEPS, read_adapter, read_jsonl, run_options, trained_steps
+from signal_cases import signals
 
 from benchmarks.processes import find_processes
 from rlpipe import cli
@@ -141,6 +142,24 @@ def test_a_second_signal_ends_the_run_at_once(
         with suppress(ProcessLookupError):
             os.kill(learner, signal.SIGKILL)
     assert "rlpipe: interrupted" in log.read_text()
+
+
+def test_a_run_that_is_told_to_end_while_it_starts_ends_at_once(
+    cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    output, log = tmp_path / "run", tmp_path / "log.txt"
+    earlier = find_processes("learner")
+    with signals(output, {0: "rollout"}, signal.SIGSTOP) as frozen:
+        driver = start_driver(run_options(tiny_policy, prompts_file, output, *SIX_STEPS), cluster_environment, log)
+        while not frozen or find_processes("learner") == earlier:  # the engine will not start; the learner has begun to
+            assert driver.poll() is None, log.read_text()
+            time.sleep(0.1)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(timeout=60) == 130
+    said = log.read_text()
+    assert "rlpipe: error: stopped by SIGTERM" in said
+    assert "Traceback" not in said
+    assert not (output / "policy").exists()
 
 
 def test_an_asynchronous_run_whose_driver_dies_keeps_its_accounts(

@@ -12,11 +12,12 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.weights import Cause, NotLoaded
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import EngineFailed, EngineNotStarted, WaitTimeout
+from rlpipe.errors import EngineFailed, EngineNotStarted
 from rlpipe.types import GroupRequest, Prompt
-from rlpipe.waiting import ObjectsLost
+from rlpipe.waiting import KILLED, ObjectsLost
 
 CLUSTER = ClusterConfig(suspect_after_s=0.4, dead_after_s=30.0, start_timeout_s=5.0, max_engine_failures=1)
 
@@ -49,15 +50,16 @@ class FakeEngine:
 
 
 class Scene:
-    """A pool of fakes, and what it says and hands on; their first starts take until ``may_start`` is set."""
+    """A pool of fakes, and what it says and hands on."""
 
     def __init__(self, *names: str) -> None:
-        self.may_start = asyncio.Event()
         self.engines = {name: FakeEngine() for name in names}
         self.collected: list[int] = []
         self.loses = 0
         self.said: list[str] = []
         self.given_up: list[EngineFailed] = []
+        self.failures: list[NotLoaded] = []
+        """What the next loads of engines that come back end in."""
         self.pool = EnginePool(
             self.engines,  # type: ignore[arg-type]
             cluster=CLUSTER,
@@ -67,15 +69,14 @@ class Scene:
             notice=lambda _, message: self.said.append(message),
             give_up=self.give_up,
         )
+        for name in names:
+            self.pool.loaded(name, 0)
 
     def start(self, name: str) -> asyncio.Future[None]:
-        return asyncio.ensure_future(self._started())
+        return asyncio.ensure_future(asyncio.sleep(0))
 
-    async def _started(self) -> None:
-        await self.may_start.wait()
-
-    async def load_newest(self, name: str) -> int:
-        return 0
+    async def load_newest(self, name: str) -> int | NotLoaded:
+        return self.failures.pop(0) if self.failures else 0
 
     async def take(self, groups: object, receipts: list[Receipt]) -> None:
         self.loses -= 1
@@ -85,9 +86,6 @@ class Scene:
 
     async def give_up(self, failure: EngineFailed) -> None:
         self.given_up.append(failure)
-
-    def all_serve(self) -> bool:
-        return all(state.startswith("healthy") for state in self.pool.describe()["engines"].values())
 
     def ends(self) -> list[str]:
         return [*self.said, *map(str, self.given_up)]
@@ -103,13 +101,10 @@ def request(group_id: int) -> GroupRequest:
     return GroupRequest(group_id=group_id, prompt=prompt, group_size=1, max_tokens=1, temperature=1.0, seed=0)
 
 
-def play(scene: Callable[[], Scene], act: Callable[[Scene], Any], *, starts: bool = True) -> Scene:
+def play(scene: Callable[[], Scene], act: Callable[[Scene], Any]) -> Scene:
     async def run() -> Scene:
         stage = scene()
         serving = asyncio.create_task(stage.pool.run())
-        if starts:
-            stage.may_start.set()
-            await stage.until(stage.all_serve)
         acting = asyncio.ensure_future(act(stage))
         await asyncio.wait((serving, acting), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -152,12 +147,29 @@ def test_a_process_that_has_taken_the_place_of_a_dead_one_is_not_killed(
         if noticed_by == "collecting":
             scene.engines["a"].answers.put_nowait(RayTaskError("collect", "", EngineNotStarted("no model yet")))
         else:
-            scene.pool.failed("a", "its process died or was killed", process_lives=False)
+            scene.pool.failed("a", NotLoaded(Cause.PROCESS, KILLED))
         await scene.until(lambda: len(scene.said) == 2)
 
     scene = play(lambda: Scene("a"), act)
     assert scene.said == ["engine a died: its process died or was killed", "engine a serves again, version 0"]
     assert not killed
+
+
+def test_an_engine_that_cannot_load_what_it_comes_back_to_is_killed_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+
+    async def act(scene: Scene) -> None:
+        scene.failures = [NotLoaded(Cause.ENGINE, "no room for it")]
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        await scene.until(lambda: len(scene.said) == 3)
+
+    monkeypatch.setattr(CLUSTER, "max_engine_failures", 2)
+    scene = play(lambda: Scene("a"), act)
+    assert scene.said[1:] == ["engine a died: no room for it", "engine a serves again, version 0"]
+    assert len(killed) == 1
 
 
 def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:
@@ -171,30 +183,6 @@ def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:
 
     scene = play(lambda: Scene("a"), act)
     assert scene.said == ["1 groups of engine a are generated again: the machine is gone"]
-
-
-def test_requests_wait_until_an_engine_has_started() -> None:
-    async def act(scene: Scene) -> None:
-        scene.pool.dispatch([request(0)])
-        await asyncio.sleep(0.05)
-        assert not scene.engines["a"].submitted
-        assert not scene.pool.started.is_set()
-        scene.may_start.set()
-        await scene.until(lambda: scene.engines["a"].submitted == [0])
-        assert scene.pool.started.is_set()
-
-    scene = play(lambda: Scene("a"), act, starts=False)
-    assert scene.said == []
-
-
-def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CLUSTER, "start_timeout_s", 0.2)
-
-    async def act(scene: Scene) -> None:
-        await scene.until(lambda: False)
-
-    with pytest.RaisesGroup(pytest.RaisesExc(WaitTimeout, match="actor a has not started within cluster.start")):
-        play(lambda: Scene("a"), act, starts=False)
 
 
 def test_requests_wait_while_no_engine_serves() -> None:

@@ -10,9 +10,10 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-from rlpipe.actors.weights import Served, WeightsActor
+from rlpipe.actors.weights import Cause, NotLoaded, Served, WeightsActor
 from rlpipe.errors import EngineNotStarted, WeightsMismatch
 from rlpipe.types import WeightsKind, WeightsManifest
+from rlpipe.waiting import KILLED
 
 DIGEST = "right"
 
@@ -51,7 +52,9 @@ def manifest(version: int) -> WeightsManifest:
 def play(act: Callable[[WeightsActor], Coroutine[Any, Any, Any]]) -> Any:
     async def run() -> Any:
         async with asyncio.timeout(5):
-            return await act(WeightsActor(engines=["a", "b"], timeout_s=1.0))
+            actor = WeightsActor(engines=["a", "b"], timeout_s=1.0)
+            await actor.wait_served(0, 0.0)
+            return await act(actor)
 
     return asyncio.run(run())
 
@@ -71,6 +74,19 @@ def test_every_engine_gets_every_version(engines: dict[str, FakeEngine]) -> None
     news: Served = play(act)
     assert (news.version, news.engines, dict(news.lost)) == (1, ("a", "b"), {})
     assert engines["a"].versions == engines["b"].versions == [0, 1]
+
+
+def test_a_version_waits_until_it_is_asked_for(engines: dict[str, FakeEngine]) -> None:
+    async def act() -> None:
+        actor = WeightsActor(engines=["a", "b"], timeout_s=1.0)
+        publishing = asyncio.create_task(actor.publish(manifest(0), [], 1))
+        await asyncio.sleep(0.01)
+        assert await actor.newest() == 0, "so that the learner does not publish it again"
+        assert not engines["a"].versions
+        assert (await served(actor)).engines == ("a", "b")
+        await publishing
+
+    asyncio.run(act())
 
 
 def test_a_version_that_is_published_again_is_not_loaded_again(engines: dict[str, FakeEngine]) -> None:
@@ -107,7 +123,8 @@ def test_an_engine_that_fails_is_named_and_gets_nothing_until_it_is_asked_for(en
         return first
 
     first: Served = play(act)
-    assert (first.engines, dict(first.lost)) == (("a",), {"b": "it could not load weights version 0: WrongTensors: no"})
+    reason = "it could not load weights version 0: WrongTensors: no"
+    assert (first.engines, dict(first.lost)) == (("a",), {"b": NotLoaded(Cause.ENGINE, reason)})
     assert engines["b"].versions == [1, 2]
 
 
@@ -129,7 +146,7 @@ def test_a_dead_engine_is_named(engines: dict[str, FakeEngine], death: Exception
         return await served(actor)
 
     news: Served = play(act)
-    assert (news.engines, news.dead, dict(news.lost)) == (("a",), ("b",), {})
+    assert (news.engines, dict(news.lost)) == (("a",), {"b": NotLoaded(Cause.PROCESS, KILLED)})
 
 
 def test_weights_that_died_with_the_learner_blame_no_engine(engines: dict[str, FakeEngine]) -> None:
@@ -168,7 +185,7 @@ def test_a_wrong_digest_of_an_engine_that_comes_late_ends_the_run_too(engines: d
         number = (await served(actor)).number
         waiting = asyncio.create_task(actor.wait_served(number, 4.0))
         await asyncio.sleep(0.01)
-        assert await actor.load_newest("b") is None
+        assert await actor.load_newest("b") == NotLoaded(Cause.ENGINE, "its digest is wrong")
         async with asyncio.timeout(1):
             await waiting
 
