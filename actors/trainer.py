@@ -12,10 +12,15 @@ import ray
 from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, get_env_vars_to_propagate
+from ray.train.v2._internal.constants import (
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+    get_env_vars_to_propagate,
+)
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller import TrainController
@@ -33,6 +38,11 @@ from rlpipe.configs.schema import (
 from rlpipe.waiting import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
+ENVIRONMENT = {
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR: "0.5",  # 2 by default; so much later a death is noticed, and the end of the run
+    TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S: "5",  # 30 by default, each time that a rank hangs; it is killed after that
+}
+"""How Ray Train's controller is set up, where the driver's environment says nothing else."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -78,16 +88,22 @@ class LearnerTrainer(TorchTrainer):
     controller and removes the learner's placement group. What it is for, freeing the group after a crash, Ray does by
     itself when the job ends. The other starts a process that serves Ray datasets, of which there are none.
 
-    ``started`` gets the handle of the controller, which Ray Train keeps to itself.
+    ``started`` gets the handle of the controller, which Ray Train keeps to itself; ``environment`` is the controller's.
     """
 
-    def __init__(self, *args: Any, started: Callable[[ActorHandle], None], **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        started: Callable[[ActorHandle], None],
+        environment: Mapping[str, str],
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._started = started
+        self._started, self._environment = started, environment
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         node = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-        environment = {"env_vars": get_env_vars_to_propagate()}
+        environment = {"env_vars": {**get_env_vars_to_propagate(), **self._environment}}
         options: Any = ray.remote(num_cpus=0, label_selector=node, runtime_env=environment)
         controller = options(TrainController).remote(**arguments)
         self._started(controller)
@@ -109,10 +125,11 @@ def make_trainer(
     """
     learner = setup.learner
     per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
-    os.environ[WORKER_GROUP_START_TIMEOUT_S_ENV_VAR] = str(schedule_timeout_s)  # Ray Train has no other way
+    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
     return LearnerTrainer(
         train_loop,
         started=started,
+        environment=environment | {WORKER_GROUP_START_TIMEOUT_S_ENV_VAR: str(schedule_timeout_s)},
         train_loop_config={"setup": setup},
         scaling_config=ScalingConfig(
             num_workers=learner.num_ranks, use_gpu=learner.num_gpus > 0, resources_per_worker=per_rank
