@@ -32,7 +32,7 @@ lint: install
 	$(BIN)/mypy -p rlpipe
 
 unit: install
-	$(BIN)/pytest -q tests/unit
+	$(BIN)/pytest -q -n 2 tests/unit
 
 parity: install
 	$(BIN)/pytest -q tests/parity

@@ -17,6 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
     WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
     get_env_vars_to_propagate,
@@ -40,6 +41,7 @@ from rlpipe.waiting import describe_failure
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
 ENVIRONMENT = {
     HEALTH_CHECK_INTERVAL_S_ENV_VAR: "0.5",  # 2 by default; so much later a death is noticed, and the end of the run
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0",  # a process with warnings of preemptions, which no rank asks for
     TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S: "5",  # 30 by default, each time that a rank hangs; it is killed after that
 }
 """How Ray Train's controller is set up, where the driver's environment says nothing else."""

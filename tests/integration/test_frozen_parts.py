@@ -42,8 +42,8 @@ AT_START: dict[str, tuple[str, str]] = {
         "actor scorer-0 has not started within cluster.start_timeout_s=40 seconds",
     ),
     "learner": (
-        "cluster.step_timeout_s=30",
-        "no step has ended for cluster.step_timeout_s=30 seconds: .*'learner_ranks': 'no sign of life'",
+        "cluster.step_timeout_s=20",
+        "no step has ended for cluster.step_timeout_s=20 seconds: .*'learner_ranks': 'no sign of life'",
     ),
 }
 
