@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy
 
 NUM_ROWS = 24
+os.environ.setdefault("RAY_worker_niceness", "0")  # at 15, Ray's default, other tests' drivers would starve the actors
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Two thousand of the random schedules of ``tests/unit/test_interleavings.py``."""
+"""Two thousand of the random schedules of ``tests/unit/test_interleavings.py``, in two halves for two cores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from test_interleavings import Schedule
 
 pytestmark = [pytest.mark.slow]
+HALF = settings(max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class ManySchedules(Schedule):
-    """The same under another name, so that the two keep apart the failures that they remember."""
+    """The same under another name, as is the next, so that each remembers its own failures and has its own seed."""
 
 
-TestManySchedules = ManySchedules.TestCase
-TestManySchedules.settings = settings(
-    max_examples=2000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class ManyMoreSchedules(Schedule):
+    """See ``ManySchedules``."""
+
+
+TestManySchedules, TestManyMoreSchedules = ManySchedules.TestCase, ManyMoreSchedules.TestCase
+TestManySchedules.settings = TestManyMoreSchedules.settings = HALF
