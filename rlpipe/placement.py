@@ -180,6 +180,10 @@ def shares_gpus(config: Config) -> bool:
     return config.rollout.num_gpus % 1 > 0 and config.learner.num_gpus % 1 > 0
 
 
+MAX_STARTS = 3
+"""Processes that may die at their start, one after the other, in one place."""
+
+
 class DiedAtStart(RunError):
     """The process of an actor ended before it was ready."""
 

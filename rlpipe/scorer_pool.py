@@ -14,7 +14,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCa
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RlpipeError, RunError
-from rlpipe.placement import DiedAtStart, started
+from rlpipe.placement import MAX_STARTS, DiedAtStart, started
 from rlpipe.scoring.checks import describe_exception
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import split_calls
@@ -22,9 +22,6 @@ from rlpipe.scoring.sandbox import OVERHEAD_S
 from rlpipe.scoring.scorer import GroupScores
 
 logger = logging.getLogger(__name__)
-
-MAX_STARTS = 3
-"""Processes that may die at their start, one after the other, in one place."""
 
 Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
 """Starts an actor of a name, in the place of a name; returns it with the reference that says when it is ready."""
