@@ -34,8 +34,8 @@ def test_a_frozen_scorer_is_replaced_and_named(
 
 AT_START: dict[str, tuple[str, str]] = {
     "rollout": (
-        "cluster.start_timeout_s=30",
-        "actor rollout-0 has not started within cluster.start_timeout_s=30 seconds",
+        "cluster.start_timeout_s=20",
+        "actor rollout-0 has not started within cluster.start_timeout_s=20 seconds",
     ),
     "scorer": (
         "cluster.start_timeout_s=40",
@@ -64,8 +64,8 @@ def test_a_part_that_is_frozen_at_its_start_is_named(
 SUPERVISED: dict[str, tuple[int, str, str]] = {
     "at its start": (
         0,
-        "cluster.start_timeout_s=30",
-        "actor dataset has not started within cluster.start_timeout_s=30 seconds",
+        "cluster.start_timeout_s=20",
+        "actor dataset has not started within cluster.start_timeout_s=20 seconds",
     ),
     "while it runs": (
         5,
