@@ -38,13 +38,14 @@ parity: install
 	$(BIN)/pytest -q tests/parity
 
 # The random deaths have the machine for themselves, and the random schedules, which keep a core busy, both cores. Much
-# of the rest goes into waiting, for processes to start and for silence to be noticed: two files run at one time.
-ALONE := tests/integration/test_chaos.py tests/integration/test_many_schedules.py
+# of the rest goes into waiting, for processes to start and for silence to be noticed: three files run at one time.
+CHAOS := tests/integration/test_chaos.py
+SCHEDULES := tests/integration/test_many_schedules.py
 
 integration: install
-	$(BIN)/pytest -q tests/integration/test_chaos.py
-	$(BIN)/pytest -q -n 2 tests/integration/test_many_schedules.py
-	$(BIN)/pytest -q -n 2 --dist loadfile tests/integration $(ALONE:%=--ignore %)
+	$(BIN)/pytest -q $(CHAOS)
+	$(BIN)/pytest -q -n 2 $(SCHEDULES)
+	$(BIN)/pytest -q -n 3 --dist loadfile tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES)
 
 clean:
 	rm -rf outputs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -32,7 +32,7 @@ from rlpipe.replay.database import NAME
 from rlpipe.replay.ledger import Event, Ledger
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver")
-STEPS_PER_MINUTE = 75
+STEPS_PER_MINUTE = 100
 """Steps of both runs for each minute of killing; undisturbed, the quickstart trains about 180 in a minute."""
 MEAN_PAUSE_S = 15.0
 """Between one kill and the next, exponentially distributed, whether the last one is mended or not."""

@@ -17,11 +17,16 @@ TITLES = {
 
 
 def find_processes(kind: str, root: int | None = None) -> list[int]:
-    """Process ids of a kind, oldest first, among the descendants of ``root`` (this process)."""
+    """Process ids of a kind, oldest first, among the descendants of ``root`` (this process).
+
+    ``"scorer.start"`` are the scorers that are in their ``start()`` just now.
+    """
+    kind, dot, method = kind.partition(".")
+    title = TITLES[kind] + dot + method
     found = []
     for process in psutil.Process(root).children(recursive=True):
         try:
-            if " ".join(process.cmdline()).startswith(TITLES[kind]):
+            if " ".join(process.cmdline()).startswith(title):
                 found.append((process.create_time(), process.pid))
         except psutil.Error:  # it has just ended
             continue

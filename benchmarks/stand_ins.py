@@ -23,9 +23,10 @@ from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.configs.tree import to_tree
-from rlpipe.controller import Controller, Parts
+from rlpipe.controller import Controller
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.evaluation import Evaluator
+from rlpipe.parts import Parts
 from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.restore import RunStart

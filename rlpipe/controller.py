@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.news import POLL_S, Follower
-from rlpipe.placement import MAX_STARTS, DiedAtStart, shares_gpus, started
+from rlpipe.parts import Parts
+from rlpipe.placement import shares_gpus
 from rlpipe.replay.admission import Admission
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.ledger import GroupState
@@ -41,45 +42,11 @@ from rlpipe.replay.rerolls import Rerolls
 from rlpipe.replay.steps import StepReport
 from rlpipe.replay.store import OpenAccounts, Outcome
 from rlpipe.reporting import Reporter
-from rlpipe.scorer_pool import ScorerPool
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt
 from rlpipe.waiting import answer
 
 logger = logging.getLogger(__name__)
-RESTART_PAUSE_S = 1.0
-"""Before an engine whose process died at its start is started again: Ray may not know yet that it is dead."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class Parts:
-    """What makes and scores groups."""
-
-    engines: Mapping[str, ActorHandle]
-    start_engine: Callable[[str], ObjectRef]
-    """Has an engine's process load its model."""
-    pools: Sequence[ScorerPool]
-
-    async def start(self, timeout_s: float) -> None:
-        """Waits until all have loaded what they need; raises their own error, or ``WaitTimeout`` naming one."""
-        async with asyncio.TaskGroup() as tasks:
-            for name in self.engines:
-                tasks.create_task(self._start_engine(name, timeout_s))
-            for pool in self.pools:
-                tasks.create_task(pool.start())
-
-    async def _start_engine(self, name: str, timeout_s: float) -> None:
-        """Ray puts another process in the place of one that dies, and repeats the call, but not at every moment."""
-        for starts_left in reversed(range(MAX_STARTS)):
-            try:
-                await started(name, self.start_engine(name), timeout_s)
-            except DiedAtStart as death:
-                if not starts_left:
-                    raise
-                logger.warning("%s; another takes its place", death)
-                await asyncio.sleep(RESTART_PAUSE_S)
-            else:
-                return
 
 
 class Controller:

@@ -18,7 +18,7 @@ from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
-from rlpipe.controller import Parts
+from rlpipe.parts import Parts
 from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, Reservation, end_actors, start_actor, wait_started
 from rlpipe.prepare import ResumePoint, Run
 from rlpipe.replay.location import ledger_path

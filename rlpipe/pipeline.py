@@ -21,7 +21,7 @@ from rlpipe import launch
 from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
-from rlpipe.controller import Controller, Parts, add_evaluated
+from rlpipe.controller import Controller, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.engine_pool import EnginePool
@@ -31,6 +31,7 @@ from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner_group import end_learner, start_learner
 from rlpipe.news import Follower
+from rlpipe.parts import Parts
 from rlpipe.placement import Need, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.prepare import (
     ResumePoint,

@@ -7,13 +7,13 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray import PlacementGroupID
+from ray import ObjectRef, PlacementGroupID
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import (
@@ -182,22 +182,40 @@ def shares_gpus(config: Config) -> bool:
 
 MAX_STARTS = 3
 """Processes that may die at their start, one after the other, in one place."""
+RESTART_PAUSE_S = 1.0
+"""Before the next of them starts: Ray may not know yet that the last one is dead."""
 
 
 class DiedAtStart(RunError):
-    """The process of an actor ended before it was ready."""
+    """The process of an actor ended, or went out of Ray's reach, before it was ready."""
 
 
-def wait_started(name: str, start: ray.ObjectRef, timeout_s: float) -> None:
+async def until_ready(
+    name: str, start: ObjectRef, start_again: Callable[[], tuple[str, ObjectRef]], timeout_s: float
+) -> None:
+    """Waits for the ``start()`` of an actor; has another process start where that one dies, which may have a new name.
+
+    Raises the actor's own error, ``WaitTimeout`` naming one that has not started within ``timeout_s``, or ``RunError``
+    after ``MAX_STARTS`` deaths.
+    """
+    for starts_left in reversed(range(MAX_STARTS)):
+        try:
+            with _failures_at_start(name, timeout_s):
+                await asyncio.wait_for(start, timeout_s)
+        except DiedAtStart as death:
+            if not starts_left:
+                raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None
+            logger.warning("%s; another takes its place", death)
+            await asyncio.sleep(RESTART_PAUSE_S)
+            name, start = start_again()
+        else:
+            return
+
+
+def wait_started(name: str, start: ObjectRef, timeout_s: float) -> None:
     """Waits for the ``start()`` of an actor; raises its own error, ``DiedAtStart``, or ``WaitTimeout`` naming it."""
     with _failures_at_start(name, timeout_s):
         ray.get(start, timeout=timeout_s)
-
-
-async def started(name: str, start: ray.ObjectRef, timeout_s: float) -> None:
-    """As ``wait_started``, on an event loop."""
-    with _failures_at_start(name, timeout_s):
-        await asyncio.wait_for(start, timeout_s)
 
 
 @contextmanager

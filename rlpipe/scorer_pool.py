@@ -13,8 +13,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from rlpipe.configs.schema import RewardConfig
-from rlpipe.errors import RlpipeError, RunError
-from rlpipe.placement import MAX_STARTS, DiedAtStart, started
+from rlpipe.errors import RlpipeError
+from rlpipe.placement import until_ready
 from rlpipe.scoring.checks import describe_exception
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import split_calls
@@ -71,7 +71,7 @@ class ScorerPool:
         await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
 
     async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
-        await self._until_ready(process, ready)
+        await until_ready(process.name, ready, lambda: self._replace(process), self._start_timeout_s)
         self._idle.put_nowait(process)
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
@@ -117,28 +117,16 @@ class ScorerPool:
 
     async def _restart(self, process: _Process, reason: str) -> None:
         logger.warning("scoring: %s; another takes its place", reason)
-        await self._until_ready(process, self._replace(process))
+        name, ready = self._replace(process)
+        await until_ready(name, ready, lambda: self._replace(process), self._start_timeout_s)
 
-    async def _until_ready(self, process: _Process, ready: ObjectRef) -> None:
-        """Another takes the place of one that dies at its start; ``RunError`` after ``MAX_STARTS`` of them."""
-        for starts_left in reversed(range(MAX_STARTS)):
-            try:
-                await started(process.name, ready, self._start_timeout_s)
-            except DiedAtStart as death:
-                if not starts_left:
-                    raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None
-                logger.warning("scoring: %s; another takes its place", death)
-                ready = self._replace(process)
-            else:
-                return
-
-    def _replace(self, process: _Process) -> ObjectRef:
-        """Starts another actor in its place; answers the reference that says when it is ready."""
+    def _replace(self, process: _Process) -> tuple[str, ObjectRef]:
+        """Starts another actor in its place; answers its name and the reference that says when it is ready."""
         ray.kill(process.actor)
         process.num_restarts += 1
         process.name = f"{process.place}.{process.num_restarts}"
         process.actor, ready = self._spawn(process.name, process.place)
-        return ready
+        return process.name, ready
 
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))

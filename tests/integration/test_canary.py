@@ -22,11 +22,12 @@ from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
 from rlpipe.configs.tree import to_tree
-from rlpipe.controller import Controller, Parts
+from rlpipe.controller import Controller
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
 from rlpipe.errors import WeightsMismatch
 from rlpipe.evaluation import Evaluator
+from rlpipe.parts import Parts
 from rlpipe.placement import Need, start_actor
 from rlpipe.replay.restore import RunStart
 from rlpipe.replay.steps import StepReport

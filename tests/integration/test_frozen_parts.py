@@ -33,11 +33,11 @@ def test_a_frozen_scorer_is_replaced_and_named(
 
 
 AT_START: dict[str, tuple[str, str]] = {
-    "rollout": (
+    "rollout.start": (  # before that, Ray has not reached it yet: it would give it up and put another in its place
         "cluster.start_timeout_s=20",
         "actor rollout-0 has not started within cluster.start_timeout_s=20 seconds",
     ),
-    "scorer": (
+    "scorer.start": (
         "cluster.start_timeout_s=40",
         "actor scorer-0 has not started within cluster.start_timeout_s=40 seconds",
     ),

@@ -31,6 +31,7 @@ FLOORS = [
     ("rlpipe.actors", 5),
     ("rlpipe.placement", 6),
     ("rlpipe.scorer_pool", 6),
+    ("rlpipe.parts", 6),
     ("rlpipe.engine_pool", 6),
     ("rlpipe.news", 6),
     ("rlpipe.signals", 6),

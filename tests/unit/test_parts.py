@@ -7,9 +7,10 @@ import asyncio
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from rlpipe import controller
-from rlpipe.controller import Parts
-from rlpipe.placement import MAX_STARTS, DiedAtStart
+from rlpipe import placement
+from rlpipe.errors import RunError
+from rlpipe.parts import Parts
+from rlpipe.placement import MAX_STARTS
 
 
 class Engine:
@@ -31,7 +32,7 @@ def start(engine: Engine) -> None:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "RESTART_PAUSE_S", 0)
+    monkeypatch.setattr(placement, "RESTART_PAUSE_S", 0)
 
 
 def test_an_engine_that_dies_at_its_start_is_started_again() -> None:
@@ -44,5 +45,5 @@ def test_an_engine_that_always_dies_at_its_start_ends_the_run() -> None:
     engine = Engine(deaths=MAX_STARTS)
     with pytest.raises(ExceptionGroup) as raised:
         start(engine)
-    assert raised.group_contains(DiedAtStart, match="actor rollout-0 died at its start")
+    assert raised.group_contains(RunError, match="3 processes in a row .* actor rollout-0 died at its start")
     assert engine.starts == MAX_STARTS
