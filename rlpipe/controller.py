@@ -14,7 +14,6 @@ learner reports how far their log-probs differ.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -45,8 +44,6 @@ from rlpipe.reporting import Reporter
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt
 from rlpipe.waiting import answer
-
-logger = logging.getLogger(__name__)
 
 
 class Controller:
