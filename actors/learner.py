@@ -13,20 +13,18 @@ import ray.train
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from rlpipe.actors.publishing import Calls, make_publisher
 from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
-from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.steps import StepReport
-from rlpipe.types import TrainBatch, WeightsManifest
-from rlpipe.waiting import get_answer
-from rlpipe.weights import BucketMemory
+from rlpipe.types import TrainBatch
 
 POLL_S = 5.0
 """Seconds between a rank's signs of life, and between its looks for a new weights actor while it waits."""
@@ -67,9 +65,8 @@ class LearnerLoop:
             temperature=setup.sampling.temperature,
             max_completion_tokens=setup.sampling.max_tokens,
         )
-        self._bucket_memory = BucketMemory()
-        self._unanswered: dict[str, ray.ObjectRef] = {}
-        self._published: tuple[WeightsManifest, list[ray.ObjectRef]] | None = None
+        self._calls = Calls(self._rank, setup.call_timeout_s)
+        self._publisher = make_publisher(self._policy, setup, self._calls)
         self._target = LossTarget(setup.algorithm.stop_loss)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
 
@@ -78,8 +75,12 @@ class LearnerLoop:
         checkpoint = newest_of_run(setup.output / "checkpoints", setup.resume_from)
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         if self._rank == 0:
-            self._life = self._get(setup.batches.begin_life.remote(), "the number of this life of the learner group")
-        self._publish(first_step)
+            self._life = self._calls.get(
+                setup.batches.begin_life.remote(), "the number of this life of the learner group"
+            )
+            for drift in self._policy.scorer.drifts:
+                self._calls.get(setup.batches.note.remote("model", "learner", str(drift)), "a note to be taken")
+        self._publisher.publish(first_step, self._life)
         follows = setup.weights_actor is not None
         batch: TrainBatch | None = None
         for step in range(first_step, num_steps):
@@ -90,7 +91,7 @@ class LearnerLoop:
                     self._checkpoint(step, previous)
                 return
             metrics = self._learner.train_step(batch)
-            self._publish(step + 1)
+            self._publisher.publish(step + 1, self._life)
             last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             self._report(step, {**batch.metrics, **metrics, "time/wait": waited}, last=last and not follows)
             every = setup.checkpoint.every_steps
@@ -104,8 +105,7 @@ class LearnerLoop:
             if batch is None:
                 return
             self._report(num_steps, self._learner.compare(batch), last=True)
-        for kind in list(self._unanswered):
-            self._await_answer(kind)
+        self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
 
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
@@ -113,14 +113,14 @@ class LearnerLoop:
         started = time.perf_counter()
         limit = self._setup.start_timeout_s + self._setup.step_timeout_s
         call: Any = self._setup.batches.next_batch.remote(step, self._rank)
-        while not ray.wait([call], timeout=min(POLL_S, limit))[0]:
+        while not self._publisher.wait(call, min(POLL_S, limit)):
             if time.perf_counter() - started >= limit:
                 raise WaitTimeout(
                     f"learner rank {self._rank} has waited {limit:g} seconds (cluster.start_timeout_s and "
                     f"cluster.step_timeout_s) for the batch of step {step}; the replay actor's state: "
                     f"{self._describe_batches()}"
                 )
-            self._publish_again()
+            self._publisher.publish_again()
         batch: TrainBatch | None = ray.get(call)
         return batch, time.perf_counter() - started
 
@@ -131,71 +131,30 @@ class LearnerLoop:
         except (TimeoutError, RayActorError, RayTaskError):
             return f"unknown, as it has not answered for {limit:g} seconds (cluster.call_timeout_s)"
 
-    def _publish(self, version: int) -> None:
-        """Puts the weights into the object store, one object a bucket, and tells the weights actor."""
-        if self._setup.weights_actor is None:
-            return
-        buckets: list[ray.ObjectRef] = []
-        manifest = publish_weights(
-            self._policy,
-            version=version,
-            bucket_bytes=self._setup.weights.bucket_bytes,
-            emit=lambda bucket: buckets.append(ray.put(bucket)),
-            memory=self._bucket_memory,
-        )
-        if self._rank == 0:
-            assert manifest is not None, "the first rank describes what all publish"
-            self._published = (manifest, buckets)
-            self._in_order("publish", self._setup.weights_actor.publish, manifest, buckets, self._life)
-
-    def _publish_again(self) -> None:
-        """A weights actor that was restarted has no version."""
-        if self._published is None or self._setup.weights_actor is None:
-            return
-        newest: Any = self._setup.weights_actor.newest.remote()
-        if self._get(newest, "the weights actor to say which version is the newest") < 0:
-            self._in_order("publish", self._setup.weights_actor.publish, *self._published, self._life)
-
     def _report(self, step: int, metrics: dict[str, float], *, last: bool) -> None:
         if self._rank == 0:
             report = StepReport(step=step, metrics=metrics, last=last)
-            self._in_order("report", self._setup.batches.complete_step, report)
-
-    def _in_order(self, kind: str, method: Any, *arguments: Any) -> None:
-        """Calls an actor once the last call of the same kind has been answered: an actor may take calls that wait
-        for it at one time in any order."""
-        self._await_answer(kind)
-        self._unanswered[kind] = method.remote(*arguments)
-
-    def _await_answer(self, kind: str) -> None:
-        """Where engines load the last version, another one that was restarted may have its turn before it."""
-        if kind in self._unanswered:
-            more_s = 2 * self._setup.weights.timeout_s if kind == "publish" else 0.0
-            self._get(self._unanswered.pop(kind), f"the answer to its last {kind}", more_s=more_s)
-
-    def _get(self, call: ray.ObjectRef, what: str, *, more_s: float = 0.0) -> Any:
-        limit = self._setup.call_timeout_s + more_s
-        return get_answer(call, f"learner rank {self._rank}: {what}", within=limit, option="cluster.call_timeout_s")
+            self._calls.in_order("report", self._setup.batches.complete_step, report)
 
     def _checkpoint(self, step: int, batch: TrainBatch) -> None:
         """A checkpoint that can't be written is reported at every attempt; the run goes on with the last whole one."""
-        self._await_answer("report")  # no step before a checkpoint may go unreported
+        self._calls.await_answer("report")  # no step before a checkpoint may go unreported
         extra = {"resume": batch.resume, "config": dict(self._setup.resolved_config)}
         try:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
         except OSError as error:
             if self._rank == 0:
                 message = f"the checkpoint after step {step} can't be written, the last whole one stays: {error}"
-                self._get(self._setup.batches.note.remote("checkpoint", "learner", message), "a note to be taken")
+                self._calls.get(self._setup.batches.note.remote("checkpoint", "learner", message), "a note to be taken")
             return
         self._saved_step = step
         if self._rank == 0:
-            self._get(self._setup.batches.checkpointed.remote(step), "the ledger to count the checkpoint")
+            self._calls.get(self._setup.batches.checkpointed.remote(step), "the ledger to count the checkpoint")
 
     def _add_ledger(self, folder: Path) -> dict[str, Any]:
         """The ledger's copy goes into the checkpoint; raises ``OSError`` if it can't be written."""
         try:
-            run_id = self._get(self._setup.batches.back_up.remote(folder / LEDGER), "the ledger to be copied")
+            run_id = self._calls.get(self._setup.batches.back_up.remote(folder / LEDGER), "the ledger to be copied")
         except RlpipeError as error:
             raise OSError(str(error)) from error
         return {"run_id": run_id}

@@ -88,15 +88,20 @@ class WeightsActor:
             if any(failure.cause is Cause.LEARNER for failure in lost.values()):
                 self._newest = None
                 return
-            self._enrolled -= lost.keys()
-            self._served = Served(
-                number=self._number,
-                version=manifest.version,
-                sync_s=time.perf_counter() - started,
-                engines=tuple(name for name in engines if name in self._enrolled),
-                lost=lost,
-            )
+            self._settle(manifest, engines, lost, started)
         await self._notify()
+
+    def _settle(
+        self, manifest: WeightsManifest, engines: Sequence[str], lost: Mapping[str, NotLoaded], started: float
+    ) -> None:
+        self._enrolled -= lost.keys()
+        self._served = Served(
+            number=self._number,
+            version=manifest.version,
+            sync_s=time.perf_counter() - started,
+            engines=tuple(name for name in engines if name in self._enrolled),
+            lost=lost,
+        )
 
     async def load_newest(self, name: str) -> int | NotLoaded:
         """Waits for the first version, has an engine load the newest one, and gives it all that follow.
@@ -152,9 +157,13 @@ class WeightsActor:
 
     async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> NotLoaded | None:
         """Answers why the engine does not serve the version, or None; a wrong digest and wrong tensors end the run."""
+        return self._compare(name, manifest, await self._ask(name, manifest, buckets))
+
+    async def _ask(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> str | NotLoaded:
+        """The digest of what the engine serves once it has loaded the version, or why it has not."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
-            digest = await asyncio.wait_for(call, self._timeout_s)
+            return await asyncio.wait_for(call, self._timeout_s)
         except TimeoutError:
             return NotLoaded(
                 Cause.ENGINE,
@@ -175,6 +184,10 @@ class WeightsActor:
                 )
             reason = f"it could not load weights version {manifest.version}: {describe_failure(error)}"
             return NotLoaded(Cause.ENGINE, reason)
+
+    def _compare(self, name: str, manifest: WeightsManifest, digest: str | NotLoaded) -> NotLoaded | None:
+        if isinstance(digest, NotLoaded):
+            return digest
         if digest != manifest.digest:
             self._error = WeightsMismatch(
                 f"engine {name} does not serve weights version {manifest.version}: "

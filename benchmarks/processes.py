@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import psutil
 
 TITLES = {
     "rollout": "ray::RolloutActor",
     "scorer": "ray::ScoringActor",
     "replay": "ray::ReplayActor",
-    "weights": "ray::WeightsActor",
+    "weights": r"ray::\w*WeightsActor",
     "dataset": "ray::DatasetActor",
     "learner": "ray::RayTrainWorker",
     "trainer": "ray::TrainController",
 }
-"""How Ray names the processes of each kind."""
+"""How Ray names the processes of each kind, as the start of a regex."""
 
 
 def find_processes(kind: str, root: int | None = None) -> list[int]:
@@ -22,11 +24,11 @@ def find_processes(kind: str, root: int | None = None) -> list[int]:
     ``"scorer.start"`` are the scorers that are in their ``start()`` just now.
     """
     kind, dot, method = kind.partition(".")
-    title = TITLES[kind] + dot + method
+    title = re.compile(TITLES[kind] + re.escape(dot + method))
     found = []
     for process in psutil.Process(root).children(recursive=True):
         try:
-            if " ".join(process.cmdline()).startswith(title):
+            if title.match(" ".join(process.cmdline())):
                 found.append((process.create_time(), process.pid))
         except psutil.Error:  # it has just ended
             continue

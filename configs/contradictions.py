@@ -10,6 +10,7 @@ from rlpipe.configs.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    FsdpConfig,
     LearnerConfig,
     ModelConfig,
     OptimizerConfig,
@@ -19,6 +20,7 @@ from rlpipe.configs.schema import (
     ScoringConfig,
     TrackingConfig,
     WeightsConfig,
+    Zero3Config,
 )
 from rlpipe.errors import ConfigError
 
@@ -53,6 +55,8 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_source(config.data)
     yield from check_held_out(config.data)
     yield from check_learner(config.learner)
+    yield from check_checkpointing(config.model, config.learner)
+    yield from check_adapter(config)
     yield from check_optimizer(config.learner.optimizer)
     yield from check_schedule(config.learner, config.algorithm)
     yield from check_step_size(config.algorithm, config.learner)
@@ -67,7 +71,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_rollout(config.rollout)
         yield from check_sampling(config.rollout)
         yield from check_lengths(config)
-        yield from check_updates(config.weights, config.replay)
+        yield from check_transport(config)
+    yield from check_updates(config.weights, config.replay)
     yield from check_rewards(config.scoring)
     yield from check_tracking(config.tracking)
 
@@ -139,15 +144,83 @@ def check_held_out(data: DataConfig) -> Iterator[str]:
 
 
 def check_learner(learner: LearnerConfig) -> Iterator[str]:
-    if learner.strategy == "single" and learner.num_ranks > 1:
-        yield f"learner.num_ranks: {learner.num_ranks}, but learner.strategy=single; set learner.strategy=fsdp2, or 1"
+    strategy, wrap = learner.strategy, learner.fsdp.wrap
+    if strategy == "single" and learner.num_ranks > 1:
+        yield f"learner.num_ranks: {learner.num_ranks}, but learner.strategy=single; set fsdp2 or zero3 there, or 1"
     if learner.num_ranks > 1 and 0 < learner.num_gpus < 1:
         yield f"learner.num_gpus: with {learner.num_gpus} of a GPU two ranks would share one, which NCCL refuses; set 1"
-    if learner.strategy == "single" and (learner.fsdp.cpu_offload or not learner.fsdp.reshard_after_forward):
-        yield "learner.fsdp: has no effect with learner.strategy=single; set learner.strategy=fsdp2"
+    if strategy != "fsdp2" and learner.fsdp != FsdpConfig():
+        yield f"learner.fsdp: has no effect with learner.strategy={strategy}; set learner.strategy=fsdp2"
+    if strategy != "zero3" and learner.zero3 != Zero3Config():
+        yield f"learner.zero3: has no effect with learner.strategy={strategy}; set learner.strategy=zero3"
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        yield "learner.strategy: deepspeed is not installed; pip install 'rlpipe[zero3]', or set fsdp2"
+    names = wrap if isinstance(wrap, list | tuple) else [wrap]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        yield f"learner.fsdp.wrap: {wrap!r} is no name or list of them; set blocks, size, none or [Qwen3DecoderLayer]"
+    if wrap != "size" and learner.fsdp.min_num_params != FsdpConfig().min_num_params:
+        yield "learner.fsdp.min_num_params: only counts with learner.fsdp.wrap=size; set that, or leave it out"
+
+
+def check_checkpointing(model: ModelConfig, learner: LearnerConfig) -> Iterator[str]:
+    """Reentrant checkpointing runs a block's backward pass inside another, where FSDP2 has no hooks; the other form
+    compares what was saved, which ZeRO-3 has freed, and flex_attention compiles anew."""
+    name, chosen = "model.reentrant_checkpointing", model.reentrant_checkpointing
+    if not model.gradient_checkpointing:
+        if chosen is not None:
+            yield f"{name}: nothing is checkpointed; set model.gradient_checkpointing=true, or null here"
+        return
+    flex = model.attention == "flex_attention"
+    if learner.strategy == "fsdp2" and flex:
+        yield (
+            "model.gradient_checkpointing: flex_attention needs its reentrant form, and learner.strategy=fsdp2 the "
+            "other; set model.attention=sdpa, or learner.strategy=zero3"
+        )
+    elif chosen is True and learner.strategy == "fsdp2":
+        yield f"{name}: learner.strategy=fsdp2 needs the form that is not reentrant; set false or null"
+    elif chosen is False and (learner.strategy == "zero3" or flex):
+        needing = "learner.strategy=zero3" if learner.strategy == "zero3" else "model.attention=flex_attention"
+        yield f"{name}: {needing} needs the reentrant form; set true or null"
+
+
+def check_adapter(config: Config) -> Iterator[str]:
+    adapter, learner = config.model.adapter, config.learner
+    if adapter.kind == "qlora" and find_spec("bitsandbytes") is None:
+        yield "model.adapter.kind: bitsandbytes is not installed; pip install 'rlpipe[qlora]', or set lora"
+    if adapter.kind == "qlora" and learner.strategy == "zero3" and learner.zero3.offload_parameters:
+        yield (
+            "learner.zero3.offload_parameters: an NF4 weight has its scales outside of the parameter, where ZeRO-3 "
+            "does not move them along; set false, or model.adapter.kind=lora"
+        )
+    served_apart = {
+        "use_dora": adapter.use_dora,
+        "modules_to_save": adapter.modules_to_save,
+        "target_parameters": adapter.target_parameters,
+    }
+    for name, used in served_apart.items():
+        if used and adapter.kind == "none":
+            yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"
+        elif used and config.algorithm.kind == "rl":
+            yield (
+                f"model.adapter.{name}: engines serve A and B of linear layers alone; leave it out, or train with "
+                "algorithm=sft"
+            )
+    if config.model.normalize_weight_scales and adapter.kind == "qlora":
+        yield (
+            "model.normalize_weight_scales: the weights are in NF4 before they could be looked at; leave it out, or "
+            "set model.adapter.kind=lora"
+        )
+    mends = [name for name, rule in config.model.normalize_weight_scales.items() if not rule.dry_run]
+    if mends and config.algorithm.kind == "rl" and adapter.kind != "none":
+        yield (
+            f"model.normalize_weight_scales.{mends[0]}: engines load model.path as it is, and serve the adapter on "
+            "that; set dry_run=true, or model.adapter.kind=none"
+        )
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.name != "adamw" and find_spec("bitsandbytes") is None:
+        yield "learner.optimizer.name: bitsandbytes is not installed; pip install 'rlpipe[qlora]', or set adamw"
     betas = optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"learner.optimizer.betas: {list(betas)} is not two numbers from 0 to below 1, such as [0.9,0.999]"
@@ -231,7 +304,7 @@ def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[
         return
     if algorithm.loss.beta == 0:
         yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
-    if model.adapter.kind == "lora":
+    if model.adapter.kind != "none":
         yield (
             "algorithm.reference.sync_steps: a LoRA policy's reference is the base model, which does not move; "
             "set 0, or model=full"
@@ -277,6 +350,19 @@ def check_lengths(config: Config) -> Iterator[str]:
             f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {parts}; set "
             f"{prompt + completion} or more"
         )
+
+
+def check_transport(config: Config) -> Iterator[str]:
+    if config.weights.transport != "nccl":
+        return
+    if config.model.adapter.kind != "none":
+        yield "weights.transport: nccl sends whole models, and an adapter is small; set object_store, or model=full"
+    if config.rollout.engine == "hf":
+        yield "weights.transport: nccl is vLLM's; set rollout.engine=vllm, or object_store"
+    if (config.learner.num_gpus > 0) != (config.rollout.num_gpus > 0):
+        yield "weights.transport: nccl needs GPUs on both sides, or on none; set object_store, or num_gpus of both"
+    if any(0 < num_gpus < 1 for num_gpus in (config.learner.num_gpus, config.rollout.num_gpus)):
+        yield "weights.transport: NCCL refuses two processes on one GPU; set object_store, or num_gpus=1"
 
 
 def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 def find_missing_files(config: Config) -> Iterator[InputError]:
     yield from check_model_files(config.model)
-    if config.model.adapter.kind == "lora":
+    if config.model.adapter.kind != "none":
         yield from check_adapter(config.model.adapter)
     yield from check_data_files(config.data)
     yield from check_reward_files(config.scoring)

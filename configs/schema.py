@@ -46,13 +46,27 @@ class Freezable:
 
 @dataclass(kw_only=True)
 class AdapterConfig(Freezable):
-    kind: str = option("lora", "Train a LoRA adapter, or all weights.", choices=("none", "lora"))
+    kind: str = option(
+        "lora",
+        "Train a LoRA adapter, one over a base in NF4 (QLoRA), or all weights.",
+        choices=("none", "lora", "qlora"),
+    )
     path: str | None = option(None, "A PEFT adapter to start from.")
     r: int = option(16, "Rank.", minimum=1)
     alpha: float = option(32.0, "Scale; the update is alpha / r times B·A.", above=0)
     dropout: float = option(0.0, "Dropout before A.", minimum=0, maximum=0.99)
     target_modules: Any = option("all-linear", "Module names, a regex, or all-linear.")
+    target_parameters: list[str] = option([], "Names of parameters that are no linear layer's, such as experts'.")
+    modules_to_save: list[str] = option([], "Names of modules that are trained as a whole beside the adapter.")
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
+    use_dora: bool = option(False, "Train direction and magnitude of each weight apart (DoRA).")
+
+
+@dataclass(kw_only=True)
+class WeightScaleRule(Freezable):
+    name_pattern: str = option(MISSING, "A regex; the parameters whose names it matches are a group.")
+    threshold: float = option(1.5, "Factor by which a standard deviation may leave the group's median.", above=1)
+    dry_run: bool = option(False, "Report only.")
 
 
 @dataclass(kw_only=True)
@@ -69,7 +83,11 @@ class ModelConfig(Freezable):
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
+    reentrant_checkpointing: bool | None = option(
+        None, "The form of it; null: reentrant for learner.strategy=zero3 and flex_attention, else the other."
+    )
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    normalize_weight_scales: dict[str, WeightScaleRule] = field(default_factory=dict)
     prepare: str | None = option(
         None, "module:function, called with the config where model.path does not exist; it must make it."
     )
@@ -280,7 +298,11 @@ class LedgerConfig(Freezable):
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Freezable):
-    name: str = option("adamw", "The optimizer.", choices=("adamw",))
+    name: str = option(
+        "adamw",
+        "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU where a GPU is full.",
+        choices=("adamw", "adamw_8bit", "paged_adamw_8bit"),
+    )
     lr: float = option(1e-6, "Peak learning rate.", minimum=0)
     betas: list[float] = option([0.9, 0.999], "Decay of the moments.")
     eps: float = option(1e-8, "Added to the denominator.", above=0)
@@ -296,13 +318,29 @@ class ScheduleConfig(Freezable):
 
 @dataclass(kw_only=True)
 class FsdpConfig(Freezable):
+    wrap: Any = option(
+        "blocks", "What is gathered at one time: blocks (the model's layers), size, none, or the names of classes."
+    )
+    min_num_params: int = option(
+        100_000_000, "wrap=size: modules with at least so many parameters, whose children have fewer.", minimum=1
+    )
     reshard_after_forward: bool = option(True, "Free a block's gathered parameters after its forward pass.")
     cpu_offload: bool = option(False, "Keep parameters, gradients and optimizer state on the CPU.")
 
 
 @dataclass(kw_only=True)
+class Zero3Config(Freezable):
+    offload_optimizer: bool = option(False, "Keep the optimizer's state on the CPU, and update there.")
+    offload_parameters: bool = option(False, "Keep the parameters on the CPU while no module needs them.")
+
+
+@dataclass(kw_only=True)
 class LearnerConfig(Freezable):
-    strategy: str = option("single", "How the policy is spread over the ranks.", choices=("single", "fsdp2"))
+    strategy: str = option(
+        "single",
+        "How the policy is spread over the ranks: not at all, by torch, or by DeepSpeed.",
+        choices=("single", "fsdp2", "zero3"),
+    )
     num_ranks: int = option(1, "Learner processes.", minimum=1)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for a rank.", minimum=0, maximum=1)
@@ -314,6 +352,7 @@ class LearnerConfig(Freezable):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    zero3: Zero3Config = field(default_factory=Zero3Config)
     max_bad_steps: int = option(
         3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
     )
@@ -325,9 +364,20 @@ class LearnerConfig(Freezable):
     )
 
 
+def reentrant_checkpointing(model: ModelConfig, learner: LearnerConfig) -> bool:
+    """Whether gradient checkpointing takes torch's reentrant form."""
+    if model.reentrant_checkpointing is not None:
+        return model.reentrant_checkpointing
+    return learner.strategy == "zero3" or model.attention == "flex_attention"
+
+
 @dataclass(kw_only=True)
 class WeightsConfig(Freezable):
-    transport: str = option("object_store", "How weights reach the engines.", choices=("object_store",))
+    transport: str = option(
+        "object_store",
+        "How weights reach the engines: through Ray's object store; whole models also by vLLM's transfer between GPUs.",
+        choices=("object_store", "nccl"),
+    )
     on_update: str = option(
         "wait",
         "Running sequences finish on the version they began with, or go on with the new one (vllm).",

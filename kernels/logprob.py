@@ -23,10 +23,13 @@ def linear_logprob(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of ``targets`` under softmax((hidden @ weight.T + bias) / temperature), and the entropy in nats.
+
+    ``softcap`` bounds the logits z, before the temperature, as softcap · tanh(z / softcap) (Gemma).
 
     ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` ``[T]`` integers, ``IGNORED`` where
     a token does not count. Returns ``logprobs [T]`` and ``entropy [T]`` (None unless asked for), in at least float32.
@@ -36,9 +39,16 @@ def linear_logprob(
     """
     counted = (targets != IGNORED).nonzero().squeeze(1)  # [K]
     if len(counted) == len(targets):
-        return _compute(hidden, weight, targets, bias, temperature, chunk_tokens, with_entropy)
+        return _compute(hidden, weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy)
     logprobs, entropy = _compute(
-        hidden.index_select(0, counted), weight, targets[counted], bias, temperature, chunk_tokens, with_entropy
+        hidden.index_select(0, counted),
+        weight,
+        targets[counted],
+        bias,
+        temperature,
+        softcap,
+        chunk_tokens,
+        with_entropy,
     )
     zeros = logprobs.new_zeros(len(targets))
     return zeros.index_copy(0, counted, logprobs), None if entropy is None else zeros.index_copy(0, counted, entropy)
@@ -50,11 +60,12 @@ def _compute(
     targets: Tensor,
     bias: Tensor | None,
     temperature: float,
+    softcap: float | None,
     chunk_tokens: int,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     logprobs, entropy = LinearLogprob.apply(
-        hidden.to(weight.dtype), weight, targets, bias, temperature, chunk_tokens, with_entropy
+        hidden.to(weight.dtype), weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy
     )
     return logprobs, entropy if with_entropy else None
 
@@ -62,7 +73,8 @@ def _compute(
 class LinearLogprob(torch.autograd.Function):
     """The torch reference; softmax in float32 or wider, matrix products in the type of the weight.
 
-    For logits z with p = softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p (log p + entropy).
+    For (capped) logits z with p = softmax(z): d logprob / dz = onehot(target) - p, and
+    d entropy / dz = -p (log p + entropy).
     """
 
     @staticmethod
@@ -73,6 +85,7 @@ class LinearLogprob(torch.autograd.Function):
         targets: Tensor,  # [K]
         bias: Tensor | None,  # [V]
         temperature: float,
+        softcap: float | None,
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -82,13 +95,13 @@ class LinearLogprob(torch.autograd.Function):
         log_softmax = None
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            log_softmax = _log_softmax(hidden[rows], weight, bias, temperature)  # [C, V]
+            log_softmax = _log_softmax(_logits(hidden[rows], weight, bias, temperature, softcap))  # [C, V]
             logprobs[rows] = log_softmax.gather(1, targets[rows, None]).squeeze(1)
             if with_entropy:
                 entropy[rows] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
-        kept = log_softmax if len(hidden) <= chunk_tokens else None
+        kept = log_softmax if len(hidden) <= chunk_tokens and softcap is None else None
         ctx.save_for_backward(hidden, weight, targets, bias, entropy, kept)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.softcap, ctx.chunk_tokens = temperature, softcap, chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -96,7 +109,7 @@ class LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, weight, targets, bias, entropy, kept = ctx.saved_tensors
         needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -104,7 +117,12 @@ class LinearLogprob(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=entropy.dtype) if needs_bias else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            log_softmax = _log_softmax(hidden[rows], weight, bias, ctx.temperature) if kept is None else kept  # [C, V]
+            slope = None
+            if kept is None:
+                logits = _logits(hidden[rows], weight, bias, ctx.temperature, ctx.softcap)  # [C, V]
+                if ctx.softcap is not None:
+                    slope = (logits * (ctx.temperature / ctx.softcap)).square_().neg_().add_(1)  # of tanh
+            log_softmax = _log_softmax(logits) if kept is None else kept  # [C, V]
             grad_logits = _grad_logits(
                 log_softmax,
                 targets[rows],
@@ -112,6 +130,8 @@ class LinearLogprob(torch.autograd.Function):
                 None if grad_logprobs is None else grad_logprobs[rows] / ctx.temperature,
                 None if grad_entropy is None else grad_entropy[rows] / ctx.temperature,
             )
+            if slope is not None:
+                grad_logits *= slope
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
@@ -124,14 +144,21 @@ class LinearLogprob(torch.autograd.Function):
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None,
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
     logits = functional.linear(hidden, weight, bias).to(torch.promote_types(weight.dtype, torch.float32))  # [C, V]
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
         logits /= temperature
+    return logits
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """In the memory of the logits."""
     return logits.sub_(logits.logsumexp(1, keepdim=True))
 
 

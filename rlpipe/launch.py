@@ -13,6 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.dataset import DatasetActor, DatasetSetup
+from rlpipe.actors.direct_weights import DirectWeightsActor
 from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
@@ -153,14 +154,13 @@ def start_replay(run: Run) -> ActorHandle:
 
 def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
     """Starts the actor that hands weights to the engines."""
+    need, names, timeout_s = Need(name="weights"), list(engines), config.weights.timeout_s
+    options: dict[str, Any] = {"max_concurrency": ASYNC_CALLS, "restarts": True, "repeats_calls": True}
+    if config.weights.transport == "object_store":
+        return start_actor(WeightsActor, need, engines=names, timeout_s=timeout_s, **options)
+    workers = config.rollout.tensor_parallel_size
     return start_actor(
-        WeightsActor,
-        Need(name="weights"),
-        engines=list(engines),
-        timeout_s=config.weights.timeout_s,
-        max_concurrency=ASYNC_CALLS,
-        restarts=True,
-        repeats_calls=True,
+        DirectWeightsActor, need, engines=names, timeout_s=timeout_s, workers_per_engine=workers, **options
     )
 
 

@@ -150,7 +150,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         "engine": engine,
         "tokens_per_second": reporter.tokens_per_second,
         "max_logprob_difference": reporter.max_logprob_difference,
-        **({"adapter": str(run.output / "policy")} if config.model.adapter.kind == "lora" else {}),
+        **({"adapter": str(run.output / "policy")} if config.model.adapter.kind != "none" else {}),
     }
 
 

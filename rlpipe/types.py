@@ -224,6 +224,32 @@ class WeightsKind(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TensorOutline:
+    """A tensor that is sent: all but its values."""
+
+    name: str
+    dtype: str
+    """As torch calls it, without ``torch.``."""
+    shape: tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Transfer:
+    """Where the first learner rank and the engines' workers meet, for weights that go to them directly."""
+
+    address: str
+    port: int
+    outlines: Sequence[TensorOutline]
+    """What is sent, in this order."""
+    buffer_bytes: int
+    """Of each of the two buffers that NCCL sends from."""
+    num_processes: int = 1
+    """The learner's, rank 0, and all workers."""
+    first_rank: int = 1
+    """Of the engine's first worker."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsManifest:
     """Describes one published version; its tensors travel beside it as safetensors bytes, in buckets."""
 
@@ -235,6 +261,8 @@ class WeightsManifest:
     num_bytes: int
     adapter_config: Mapping[str, Any] | None = None
     """PEFT's adapter config, for LoRA."""
+    transfer: Transfer | None = None
+    """How the tensors come where they are in no buckets; the digest follows once they are sent."""
 
 
 Buckets = Sequence[ByteArray]

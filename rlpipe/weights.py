@@ -299,12 +299,14 @@ def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
 def _fill_buckets(
     named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, sums: dict[int, int]
 ) -> Iterable[dict[str, Tensor]]:
+    """One after the other; each is emptied when the next is asked for, so that there is only one at a time."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:
         if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
-            bucket, size = {}, 0
+            bucket.clear()
+            size = 0
         add_checksum(sums, name, tensor)
         bucket[name] = tensor
         size += tensor.nbytes

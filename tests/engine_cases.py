@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlpipe.configs.schema import AdapterConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.nf4 import to_nf4_and_back
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import (
     ByteArray,
@@ -67,10 +68,12 @@ def versions(groups: Iterable[RolloutGroup]) -> set[int]:
     return {int(v) for group in groups for rollout in group for v in rollout.policy_versions[rollout.loss_mask]}
 
 
-def adapted(path: Path, seed: int = 0, **config: Any) -> nn.Module:
-    """The policy with a LoRA adapter that changes its distribution."""
+def adapted(path: Path, seed: int = 0, *, nf4: bool = False, **config: Any) -> nn.Module:
+    """The policy with a LoRA adapter that changes its distribution, over a base that has been in NF4 if asked for."""
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if nf4:
+        to_nf4_and_back(base)
     options: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear"} | config
     policy = get_peft_model(base, LoraConfig(**options))
     for name, parameter in policy.named_parameters():

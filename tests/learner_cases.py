@@ -69,8 +69,13 @@ def make_batches(
     )
 
 
-def make_model_config(path: Path, *, adapter: str = "lora", **options: Any) -> ModelConfig:
-    return ModelConfig(path=str(path), dtype="float32", adapter=AdapterConfig(kind=adapter, r=4, alpha=8.0), **options)
+def make_adapter_config(kind: str = "lora", **options: Any) -> AdapterConfig:
+    return AdapterConfig(kind=kind, r=4, alpha=8.0, **options)
+
+
+def make_model_config(path: Path, *, adapter: str | AdapterConfig = "lora", **options: Any) -> ModelConfig:
+    config = make_adapter_config(adapter) if isinstance(adapter, str) else adapter
+    return ModelConfig(path=str(path), adapter=config, **{"dtype": "float32"} | options)
 
 
 def make_learner(
@@ -86,6 +91,16 @@ def make_learner(
     return Learner(
         policy, learner, algorithm or AlgorithmConfig(num_steps=10), temperature=0.9, max_completion_tokens=16
     )
+
+
+def train_steps(learner: Learner, first: int, last: int, *, max_tokens: int = 4096) -> list[dict[str, float]]:
+    """This rank's part of the steps from ``first`` to before ``last``."""
+    sharding = learner.policy.sharding
+    batches = [
+        make_batches(step=step, num_ranks=sharding.num_ranks, max_tokens=max_tokens)[sharding.rank]
+        for step in range(first, last)
+    ]
+    return [learner.train_step(batch) for batch in batches]
 
 
 def parameters_of(learner: Learner) -> dict[str, torch.Tensor]:

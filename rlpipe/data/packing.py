@@ -107,7 +107,9 @@ def _pack_minibatch(
     parts = []
     for rank in bins:
         micro_batches = [_join([rollouts[index] for index in members]) for members in rank]
-        micro_batches += [_empty_micro_batch(with_reference) for _ in range(num_micro_batches - len(rank))]
+        micro_batches += [
+            empty_micro_batch(with_reference=with_reference) for _ in range(num_micro_batches - len(rank))
+        ]
         parts.append(
             MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
         )
@@ -196,7 +198,41 @@ def _join(rollouts: list[Rollout]) -> MicroBatch:
     )
 
 
-def _empty_micro_batch(with_reference: bool) -> MicroBatch:
+def split_padded(micro_batch: MicroBatch, max_tokens: int) -> list[MicroBatch]:
+    """Parts that have at most ``max_tokens`` tokens each once all their sequences are filled up to the longest.
+
+    Sequences of similar length come together; within a part they keep their order.
+    """
+    lengths = np.diff(micro_batch.sequence_starts)
+    parts: list[list[int]] = []
+    room = 0
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        if not room:
+            parts.append([])
+            room = max(1, max_tokens // int(lengths[index]))
+        parts[-1].append(index)
+        room -= 1
+    return [micro_batch] if len(parts) == 1 else [_take(micro_batch, sorted(part)) for part in parts]
+
+
+def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
+    starts = micro_batch.sequence_starts
+    places = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in sequences])
+    reference = micro_batch.ref_logprobs
+    return MicroBatch(
+        token_ids=micro_batch.token_ids[places],
+        position_ids=micro_batch.position_ids[places],
+        sequence_starts=np.cumsum([0, *(starts[index + 1] - starts[index] for index in sequences)]).astype(np.int32),
+        loss_mask=micro_batch.loss_mask[places],
+        logprobs=micro_batch.logprobs[places],
+        advantages=micro_batch.advantages[places],
+        policy_versions=micro_batch.policy_versions[places],
+        group_ids=micro_batch.group_ids[list(sequences)],
+        ref_logprobs=None if reference is None else reference[places],
+    )
+
+
+def empty_micro_batch(*, with_reference: bool) -> MicroBatch:
     """Two tokens without loss, for a rank that has nothing to do while others have."""
     return MicroBatch(
         token_ids=np.zeros(2, np.int64),

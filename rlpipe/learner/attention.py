@@ -12,18 +12,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlpipe.errors import ModelError
-from rlpipe.learner.rows import AttentionPlan
+from rlpipe.learner.rows import AttentionPlan, Layout
 
 NAME = "rlpipe_packed"
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+REPLACED_LAYERS = {"full_attention", "sliding_attention"}
+"""Whose attention this file can do."""
+MASKED_LAYERS = REPLACED_LAYERS | {"chunked_attention"}
+"""Whose masks transformers makes by position ids; all others, such as linear attention, see across sequences."""
 
 
-def supports_packed_attention(model: PreTrainedModel) -> bool:
-    """Whether all that mixes tokens in the model is causal attention that this file can replace."""
+def find_layout(model: PreTrainedModel, implementation: str) -> Layout:
+    """How sequences are kept apart in a model, given transformers' attention implementation."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    return model.is_backend_compatible() and layers <= SUPPORTED_LAYERS and not chunked
+    if not model.is_backend_compatible() or not layers <= MASKED_LAYERS:
+        return Layout.APART
+    replaceable = implementation == "sdpa" and layers <= REPLACED_LAYERS and not chunked
+    return Layout.SHARED if replaceable else Layout.POSITIONS
 
 
 def packed_attention(

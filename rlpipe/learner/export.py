@@ -17,6 +17,7 @@ from rlpipe.errors import RunError
 from rlpipe.folders import whole_folder
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.publish import named_weights
+from rlpipe.training_record import TrainingRecord
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -49,6 +50,11 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     if isinstance(policy.model, PeftModel):
         adapter = replace(policy.model.peft_config["default"], inference_mode=True)
         adapter.save_pretrained(str(folder))
+        record = TrainingRecord(
+            base_precision="nf4" if policy.config.adapter.kind == "qlora" else "full",
+            weight_scales={drift.name: drift.factor for drift in policy.scorer.drifts if drift.factor != 1},
+        )
+        record.write(folder)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
         return
     model = policy.scorer.causal_model

@@ -1,25 +1,25 @@
-"""Spreads the policy over the ranks with torch's fully_shard, one unit for each transformer block."""
+"""Spreads the policy over the ranks with torch's fully_shard."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlpipe.configs.schema import FsdpConfig
-from rlpipe.errors import ModelError
+from rlpipe.configs.schema import FsdpConfig, OptimizerConfig
+from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Reduce
+from rlpipe.learner.sharding import Read, Updates
+from rlpipe.learner.updates import TorchUpdates
+from rlpipe.learner.wrapping import find_units
 
-OPERATIONS = {Reduce.SUM: dist.ReduceOp.SUM, Reduce.MIN: dist.ReduceOp.MIN, Reduce.MAX: dist.ReduceOp.MAX}
 
-
-class Fsdp2:
+class Fsdp2(Ranks):
     """The group of ranks over which ``shard`` spreads models; needs torch's default process group.
 
     Parameters are kept in their own type and computed with in the scorer's; gradients are summed in float32, over
@@ -28,11 +28,8 @@ class Fsdp2:
     """
 
     def __init__(self, config: FsdpConfig, device: torch.device, *, reduce_every_backward: bool) -> None:
-        assert dist.is_initialized(), "fsdp2 needs torch's process group: start the ranks with Ray Train or torchrun"
-        self.rank = dist.get_rank()
-        self.num_ranks = dist.get_world_size()
+        super().__init__(device)
         self._config = config
-        self._device = device
         self._reduce_every_backward = reduce_every_backward
         self._mesh = init_device_mesh(device.type, (self.num_ranks,))
         self._trained: TokenScorer | None = None
@@ -44,11 +41,11 @@ class Fsdp2:
             param_dtype=scorer.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
         )
         offload = (
-            CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self._config.cpu_offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._config.cpu_offload else OffloadPolicy()
         )
-        for block in find_blocks(scorer):
+        for unit in find_units(scorer, scorer.causal_model, self._config):
             fully_shard(
-                block,
+                unit,
                 mesh=self._mesh,
                 reshard_after_forward=self._config.reshard_after_forward,
                 mp_policy=precision,
@@ -63,14 +60,26 @@ class Fsdp2:
         if trained:
             self._trained = scorer
 
-    def begin_backward(self, *, last: bool) -> None:
+    def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
+        return TorchUpdates(parameters, config, local=self.local, begin_backward=self._begin_backward)
+
+    def _begin_backward(self, last: bool) -> None:
         assert isinstance(self._trained, FSDPModule)
         self._trained.set_requires_gradient_sync(last or self._reduce_every_backward)
+
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+        read(self.state(parameters))
 
     def end_inference(self, scorer: TokenScorer) -> None:
         # The root keeps its parameters gathered for the backward pass; until then the optimizer would not find them.
         assert isinstance(scorer, FSDPModule)
         scorer.reshard()
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        return tensor.shape
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -79,21 +88,4 @@ class Fsdp2:
         if not isinstance(tensor, DTensor):
             return tensor
         # Offloaded parts lie on the CPU, while the group may speak on the device alone.
-        return cast(DTensor, tensor.detach().to(self._device)).full_tensor()
-
-    def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
-        reduced = tensor.detach().to(self._device, copy=True)
-        dist.all_reduce(reduced, OPERATIONS[operation])
-        return reduced
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-
-def find_blocks(scorer: TokenScorer) -> list[nn.Module]:
-    """The transformer layers, as the model names their classes itself."""
-    names = set(scorer.causal_model._no_split_modules or ())
-    blocks = [module for module in scorer.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ModelError(f"{type(scorer.causal_model).__name__} does not name its layers: set learner.strategy=single")
-    return blocks
+        return cast(DTensor, tensor.detach().to(self.device)).full_tensor()

@@ -1,19 +1,18 @@
-"""The optimizer, its learning rate over the run, and exact clipping to a global norm."""
+"""The optimizer, its learning rate over the run, and clipping to a global norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlpipe.configs.schema import OptimizerConfig, ScheduleConfig
-from rlpipe.learner.sharding import Sharding
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay, as decay has no meaning for norms and biases."""
     trained = list(parameters)
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
@@ -22,13 +21,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=True,
-    )
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    filled = [group for group in groups if group["params"]]
+    if config.name == "adamw":
+        return torch.optim.AdamW(filled, **options, fused=True)
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    made: torch.optim.Optimizer = (AdamW8bit if config.name == "adamw_8bit" else PagedAdamW8bit)(filled, **options)
+    return made
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
@@ -40,14 +40,6 @@ def learning_rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> f
     return config.min_ratio + (1 - config.min_ratio) * shape
 
 
-def squared_norm(gradients: Sequence[Tensor], sharding: Sharding) -> Tensor:
-    """The sum of squares of this rank's parts of the gradients (scalar, float32)."""
-    norms = torch._foreach_norm([sharding.local(gradient) for gradient in gradients], dtype=torch.float32)
-    return torch.stack(list(norms)).square().sum()
-
-
-def clip(gradients: Sequence[Tensor], sharding: Sharding, *, norm: float, max_norm: float) -> None:
-    """Scales the gradients, whose global norm is ``norm``, to ``max_norm`` if they are above it."""
-    scale = max_norm / (norm + 1e-6)
-    if scale < 1:
-        torch._foreach_mul_([sharding.local(gradient) for gradient in gradients], scale)
+def clipping_scale(norm: float, max_norm: float | None) -> float:
+    """What gradients of a global norm are multiplied with, so that it is at most ``max_norm`` (as torch clips)."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -6,23 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig
+from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig, reentrant_checkpointing
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.learner import attention
-from rlpipe.learner.rows import Row, plan_row
+from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Sharding, SingleRank
+from rlpipe.learner.sharding import Sharding
+from rlpipe.learner.single import SingleRank
+from rlpipe.learner.weight_scales import normalize_weight_scales
+from rlpipe.models import open_model
+from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.types import MicroBatch, WeightsKind
 
 
@@ -36,6 +40,8 @@ class Policy:
         self.config = config
         self.device = device
         self.sharding = sharding or SingleRank()
+        self.num_trained = sum(parameter.numel() for parameter in self.trainable_parameters().values())
+        """Elements of all trained parameters."""
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
@@ -58,7 +64,7 @@ class Policy:
 
     def plan(self, micro_batch: MicroBatch) -> Row:
         """The row that the micro batch is run as."""
-        return plan_row(micro_batch, share_prompts=self.scorer.packed, device=self.device)
+        return plan_row(micro_batch, layout=self.scorer.layout, device=self.device)
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, with_entropy: bool = False, chunk_tokens: int = 1024
@@ -103,10 +109,14 @@ def load_policy(model: ModelConfig, learner: LearnerConfig, device: torch.device
     """
     sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none")
     scorer = load_scorer(model, "cpu" if sharding.num_ranks > 1 else device)
-    if model.adapter.kind == "lora":
+    if model.gradient_checkpointing:
+        _enable_checkpointing(scorer.causal_model, reentrant=reentrant_checkpointing(model, learner))
+    if model.adapter.kind != "none":
         scorer.model = _add_adapter(scorer.causal_model, model.adapter, seed)
     scorer.train()
     sharding.shard(scorer, trained=True)
+    if model.adapter.kind == "qlora":
+        settle_nf4(scorer, device)
     return Policy(scorer, model, device, sharding)
 
 
@@ -115,8 +125,14 @@ def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: b
         from rlpipe.learner.fsdp2 import Fsdp2
 
         return Fsdp2(learner.fsdp, device, reduce_every_backward=trains_all)
+    if learner.strategy == "zero3":
+        from rlpipe.learner.zero3 import Zero3
+
+        return Zero3(learner.zero3, device)
     if learner.num_ranks > 1:
-        raise ConfigError(f"learner.num_ranks={learner.num_ranks} needs learner.strategy=fsdp2: single is one rank")
+        raise ConfigError(
+            f"learner.num_ranks={learner.num_ranks} needs learner.strategy=fsdp2 or zero3: single is one rank"
+        )
     return SingleRank()
 
 
@@ -125,24 +141,20 @@ def load_scorer(config: ModelConfig, device: torch.device | str) -> TokenScorer:
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
     model = _load_model(config, torch.float32 if config.adapter.kind == "none" else compute_dtype)
     cast(nn.Module, model).to(device)
-    packed = config.attention == "sdpa" and attention.supports_packed_attention(model)
-    if packed:
+    drifts = normalize_weight_scales(model, config.normalize_weight_scales)
+    layout = attention.find_layout(model, config.attention)
+    if layout is Layout.SHARED:
         model.set_attn_implementation(attention.NAME)
-    if config.gradient_checkpointing:
-        _enable_checkpointing(model)
-    return TokenScorer(model, compute_dtype=compute_dtype, packed=packed)
+    return TokenScorer(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
 
 
 def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     source = find_source(config.path, "model.path", revision=config.revision)
+    quantization: dict[str, Any] = {}
+    if config.adapter.kind == "qlora":
+        quantization = {"quantization_config": nf4_config(dtype), "device_map": {"": "cpu"}}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=config.revision,
-            dtype=dtype,
-            attn_implementation=config.attention,
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = open_model(source, config, dtype, **quantization)
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelError(f"model.path={config.path} can't be loaded: {describe_error(error)}") from None
     if model.base_model is model or model.get_output_embeddings() is None:
@@ -164,12 +176,14 @@ def find_source(path: str, option: str, *, revision: str | None = None) -> str:
         raise ModelError(f"{option}={path}: {reason}") from None
 
 
-def _enable_checkpointing(model: PreTrainedModel) -> None:
+def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
     if not model.supports_gradient_checkpointing:
         raise ModelError(
             f"{type(model).__name__} has no gradient checkpointing: set model.gradient_checkpointing=false"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:  # such a block has gradients only if its input has one, which a frozen embedding does not give
+        model.enable_input_require_grads()
 
 
 def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
@@ -186,7 +200,12 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
     except (OSError, ValueError) as error:
         name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
         raise ModelError(f"{name} can't be loaded: {describe_error(error)}") from None
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # modules that are saved come in the base's type
+            parameter.data = parameter.data.float()
     head = model.get_output_embeddings()
+    if isinstance(head, LoraLayer) and head.lora_magnitude_vector:
+        raise ModelError("model.adapter.use_dora can't apply to the lm_head: take lm_head out of the targets")
     if isinstance(head, LoraLayer) and config.dropout:
         raise ModelError(
             "model.adapter.dropout can't apply to the lm_head: set it to 0 or take lm_head out of the targets"
@@ -202,5 +221,8 @@ def lora_config(config: AdapterConfig) -> LoraConfig:
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        target_parameters=list(config.target_parameters) or None,
+        modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
     )

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlpipe.learner.policy import Policy
-from rlpipe.types import ByteArray, WeightsManifest
+from rlpipe.types import ByteArray, TensorOutline, WeightsManifest
 from rlpipe.weights import BucketMemory, pack_weights
 
 
@@ -46,6 +47,19 @@ def publish_weights(
     )
 
 
+def outline_weights(policy: Policy) -> list[TensorOutline]:
+    """What ``named_weights`` of a whole model yields, in the type that engines serve, without gathering anything."""
+    model, outlines = policy.scorer.causal_model, []
+    for name, tensor in _untied_state(policy).items():
+        hollow = torch.empty(policy.sharding.shape(tensor), dtype=tensor.dtype, device="meta")
+        for published, part in revert_weight_conversion(model, {name: hollow}).items():
+            dtype = policy.scorer.compute_dtype if part.is_floating_point() else part.dtype
+            outlines.append(
+                TensorOutline(name=published, dtype=str(dtype).removeprefix("torch."), shape=tuple(part.shape))
+            )
+    return outlines
+
+
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """The weights by the names that ``save_pretrained`` of PEFT or transformers gives them, gathered one at a time.
 
@@ -56,7 +70,7 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 def _adapter_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in policy.adapter_parameters.items():
-        yield name, policy.sharding.full(parameter.detach()).detach()
+        yield name, policy.sharding.full(parameter).detach()
 
 
 def _model_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +85,7 @@ def _untied_state(policy: Policy) -> dict[str, Tensor]:
     """Parameters, each tied one once, and the buffers that are saved with them."""
     parameters = dict(policy.model.named_parameters())
     tied = dict(policy.model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    return {name: tensor for name, tensor in policy.model.state_dict().items() if name not in tied}
+    return {name: tensor for name, tensor in policy.model.state_dict(keep_vars=True).items() if name not in tied}
 
 
 def adapter_config(policy: Policy) -> dict[str, Any] | None:

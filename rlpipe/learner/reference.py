@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlpipe.configs.schema import AlgorithmConfig, ReferenceConfig
 from rlpipe.errors import ConfigError
@@ -21,8 +21,8 @@ class Reference(Protocol):
     def end_step(self, num_steps_done: int) -> None:
         """Told after every step."""
 
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, to be written to in place when it is loaded."""
+    def moving(self) -> dict[str, nn.Parameter]:
+        """What a checkpoint must hold."""
 
 
 class AdapterOff:
@@ -38,7 +38,7 @@ class AdapterOff:
     def end_step(self, num_steps_done: int) -> None:
         pass
 
-    def state(self) -> dict[str, Tensor]:
+    def moving(self) -> dict[str, nn.Parameter]:
         return {}
 
 
@@ -71,8 +71,8 @@ class FrozenCopy:
         for name, parameter in self._policy.model.named_parameters():
             local(own[name]).lerp_(local(parameter), self._config.mixup)
 
-    def state(self) -> dict[str, Tensor]:
-        """Empty where the copy never moves: it is then what ``model.path`` holds."""
+    def moving(self) -> dict[str, nn.Parameter]:
+        """Nothing where the copy stays: it is then what ``model.path`` holds."""
         return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
 
 

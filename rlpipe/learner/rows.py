@@ -6,7 +6,9 @@ sequence of a block.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +22,14 @@ Indices = NDArray[np.int64]
 
 BLOCK_GROWTH = 1.5
 """The longest sequence of a block is at most this many times its shortest, which bounds the padding in attention."""
+
+
+class Layout(Enum):
+    """How the sequences of a micro batch are run."""
+
+    SHARED = "in one row, common prompts once, kept apart by the plan of its attention"
+    POSITIONS = "in one row, kept apart by position ids that restart"
+    APART = "each in a row of its own, filled up at the end"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -45,7 +55,7 @@ class Row:
     loss_tokens: Tensor  # [K], the loss tokens' places in the micro batch
     targets: Tensor  # [K], their token ids
     attention: AttentionPlan | None = None
-    """None: attention goes by the position ids, which restart with every sequence."""
+    """Of ``Layout.SHARED``; of ``APART``, it says in a single block which tokens each row has."""
 
 
 @dataclass(slots=True)
@@ -71,12 +81,11 @@ class _RowBuilder:
         return self.prompts[key]
 
 
-def plan_row(micro_batch: MicroBatch, *, share_prompts: bool, device: torch.device) -> Row:
+def plan_row(micro_batch: MicroBatch, *, layout: Layout, device: torch.device) -> Row:
     """Drops of each sequence what follows the token that predicts its last loss token, and sequences without any.
 
-    With ``share_prompts``, siblings whose tokens up to their first loss token are equal have those run once; this
-    needs attention by ``Row.attention``. A micro batch without loss tokens becomes a row of one token, for ranks that
-    run it only because others have work.
+    In ``Layout.SHARED``, siblings whose tokens up to their first loss token are equal have those run once. A micro
+    batch without loss tokens becomes a row of one token, for ranks that run it only because others have work.
     """
     loss_tokens = np.flatnonzero(micro_batch.loss_mask)
     builder = _RowBuilder()
@@ -87,7 +96,7 @@ def plan_row(micro_batch: MicroBatch, *, share_prompts: bool, device: torch.devi
         if begin == end:
             continue
         start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])
-        if share_prompts:
+        if layout is Layout.SHARED:
             prompt = builder.append_prompt(micro_batch.token_ids, start, first)
             places = np.concatenate([prompt, builder.append(first, last)])
         else:
@@ -96,7 +105,7 @@ def plan_row(micro_batch: MicroBatch, *, share_prompts: bool, device: torch.devi
         predictors.append(places[loss_tokens[begin:end] - 1 - start])
     if not predictors:
         builder.sequences.append(builder.append(0, 1))
-    return _to_row(micro_batch, builder, predictors, loss_tokens, share_prompts, device)
+    return _to_row(micro_batch, builder, predictors, loss_tokens, layout, device)
 
 
 def _to_row(
@@ -104,7 +113,7 @@ def _to_row(
     builder: _RowBuilder,
     predictors: list[Indices],
     loss_tokens: Indices,
-    share_prompts: bool,
+    layout: Layout,
     device: torch.device,
 ) -> Row:
     sources = np.concatenate(builder.sources)
@@ -118,18 +127,19 @@ def _to_row(
         predictors=tensor(np.concatenate(predictors) if predictors else np.zeros(0, np.int64)),
         loss_tokens=tensor(loss_tokens),
         targets=tensor(micro_batch.token_ids[loss_tokens]),
-        attention=_plan_attention(builder, device) if share_prompts else None,
+        attention=None if layout is Layout.POSITIONS else _plan_attention(builder, layout, device),
     )
 
 
-def _plan_attention(builder: _RowBuilder, device: torch.device) -> AttentionPlan:
+def _plan_attention(builder: _RowBuilder, layout: Layout, device: torch.device) -> AttentionPlan:
+    growth = BLOCK_GROWTH if layout is Layout.SHARED else math.inf
     ordered = sorted(builder.sequences, key=len)
     blocks: list[Tensor] = []
     selected = np.zeros(builder.num_tokens, np.int64)
     offset = first = 0
     while first < len(ordered):
         last = first + 1
-        while last < len(ordered) and len(ordered[last]) <= BLOCK_GROWTH * len(ordered[first]):
+        while last < len(ordered) and len(ordered[last]) <= growth * len(ordered[first]):
             last += 1
         longest = len(ordered[last - 1])
         block = np.empty((last - first, longest), np.int64)

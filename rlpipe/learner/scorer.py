@@ -5,6 +5,7 @@ Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -15,26 +16,38 @@ from transformers import PreTrainedModel
 
 from rlpipe.errors import ModelError
 from rlpipe.kernels.logprob import linear_logprob
-from rlpipe.learner.rows import Row
+from rlpipe.learner.rows import Layout, Row
+from rlpipe.learner.weight_scales import Drift
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling",)
-LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
+LOGIT_CAP = "final_logit_softcapping"
+LOGIT_CHANGES = ("logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
+"""What no model that is known to train here does to its logits."""
 
 
 class TokenScorer(nn.Module):
     """The model with the fused lm_head in place of its own; one module, so that it can be sharded as a whole.
 
     ``compute_dtype`` is what matrix products run in; where it is narrower than that of the trained parameters,
-    they are cast on the way (autocast).
+    they are cast on the way (autocast). ``drifts`` are the weights whose scale stood out when they were loaded.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, *, compute_dtype: torch.dtype, packed: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        compute_dtype: torch.dtype,
+        layout: Layout,
+        drifts: Sequence[Drift] = (),
+    ) -> None:
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
-        self.packed = packed
-        self.logit_scale = _logit_scale(self.causal_model)
+        self.layout = layout
+        self.drifts = drifts
+        self.logit_scale = logit_scale(self.causal_model)
+        self.logit_cap = logit_cap(self.causal_model)
 
     @property
     def causal_model(self) -> PreTrainedModel:
@@ -42,6 +55,11 @@ class TokenScorer(nn.Module):
 
     def hidden_states(self, row: Row) -> Tensor:
         """The last hidden state of every token of the row ``[M, H]``."""
+        if self.layout is Layout.APART:
+            assert row.attention is not None
+            (block,) = row.attention.blocks  # [S, L]
+            output = self.causal_model.base_model(input_ids=row.token_ids[block], use_cache=False)
+            return output.last_hidden_state.flatten(0, 1).index_select(0, row.attention.selected)
         arguments = {"attention_plan": row.attention} if row.attention is not None else {}
         # Without use_cache=False, transformers does not look at the position ids and rows see each other.
         output = self.causal_model.base_model(
@@ -63,6 +81,7 @@ class TokenScorer(nn.Module):
             row.targets,
             bias=None if bias is None else bias.to(self.compute_dtype),
             temperature=temperature / self.logit_scale,
+            softcap=self.logit_cap,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
         )
@@ -79,15 +98,23 @@ def lm_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     return weight, base.bias
 
 
-def _logit_scale(model: PreTrainedModel) -> float:
+def logit_scale(model: PreTrainedModel) -> float:
     """What the model multiplies its logits with; refuses models that do anything else to them."""
     config = model.config.get_text_config()
-    for name in LOGIT_CAPS:
+    for name in LOGIT_CHANGES:
         if getattr(config, name, None) is not None:
-            raise ModelError(f"{type(model).__name__} has {name}: rlpipe can train no model that caps its logits")
+            raise ModelError(
+                f"{type(model).__name__} has {name}: rlpipe can't train a model that changes its logits so"
+            )
     scale = 1.0
     for name in LOGIT_MULTIPLIERS:
         scale *= getattr(config, name, 1.0)
     for name in LOGIT_DIVISORS:
         scale /= getattr(config, name, 1.0)
     return scale
+
+
+def logit_cap(model: PreTrainedModel) -> float | None:
+    """What the logits are bounded to, by cap · tanh(logits / cap)."""
+    cap: float | None = getattr(model.config.get_text_config(), LOGIT_CAP, None)
+    return cap

@@ -1,13 +1,19 @@
-"""How the policy is spread over the ranks, as far as a step, a checkpoint and publishing need to know."""
+"""How the policy is spread over the ranks and updated, as far as a step, a checkpoint and publishing need to know."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from rlpipe.configs.schema import OptimizerConfig
 from rlpipe.learner.scorer import TokenScorer
+
+Read = Callable[[dict[str, Tensor]], None]
+"""Fills tensors with what a checkpoint has under their names."""
 
 
 class Reduce(Enum):
@@ -16,8 +22,33 @@ class Reduce(Enum):
     MAX = "max"
 
 
+class Updates(Protocol):
+    """One rank's view; all ranks must call all but ``set_learning_rate`` alike."""
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """That of all parameters, from the next update on."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Adds the gradients of a loss; they are summed over the ranks after the ``last`` of an update."""
+
+    def squared_norm(self) -> Tensor:
+        """The sum of squares of this rank's parts of the gradients (scalar, float32)."""
+
+    def apply(self, scale: float) -> None:
+        """Scales the gradients, updates the parameters, and drops the gradients."""
+
+    def drop(self) -> None:
+        """Drops the gradients."""
+
+    def state(self) -> dict[str, Tensor]:
+        """``policy.<parameter>`` and ``optimizer.<parameter>.<moment>``, as far as this rank writes them."""
+
+    def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
+        """Takes over parameters and moments; ``stored`` has the shapes of all that the checkpoint holds."""
+
+
 class Sharding(Protocol):
-    """One rank's view of the group. ``full``, ``reduce`` and ``barrier`` must be called by all ranks alike."""
+    """One rank's view of the group. All ranks must call all but ``shape`` and ``local`` alike."""
 
     rank: int
     num_ranks: int
@@ -25,11 +56,20 @@ class Sharding(Protocol):
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
         """Spreads a model over the ranks, in place, and moves it to their device."""
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Announces a backward pass; gradients must be summed over the ranks after the ``last`` of an update."""
+    def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
+        """Of the parameters that are trained, by name; call it once, after ``shard``."""
+
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Those of a model that is not trained, by name, as far as this rank writes them."""
+
+    def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+        """Takes them over from a checkpoint."""
 
     def end_inference(self, scorer: TokenScorer) -> None:
         """Announces the end of forward passes that no backward pass follows."""
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        """That of the whole tensor."""
 
     def local(self, tensor: Tensor) -> Tensor:
         """The part of a parameter, gradient or moment that this rank holds; shares its memory."""
@@ -42,31 +82,3 @@ class Sharding(Protocol):
 
     def barrier(self) -> None:
         """Waits until all ranks are here."""
-
-
-class SingleRank:
-    """One rank that holds everything."""
-
-    rank = 0
-    num_ranks = 1
-
-    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
-        pass
-
-    def begin_backward(self, *, last: bool) -> None:
-        pass
-
-    def end_inference(self, scorer: TokenScorer) -> None:
-        pass
-
-    def local(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def full(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
-        return tensor
-
-    def barrier(self) -> None:
-        pass

@@ -7,33 +7,40 @@ Every tensor has a name of its own, so that parts written by some ranks can be r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rlpipe.errors import ConfigError
 from rlpipe.learner.step import Learner
 
+POLICY, REFERENCE = "policy.", "reference."
+FLOAT32_BYTES = 4
+NUM_MOMENTS = 2
+"""That AdamW keeps of every parameter."""
+
 
 def state_bytes(learner: Learner) -> int:
-    """What all ranks write together, without the few bytes of the random states."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (_weights(learner) | _moments(learner)).values())
+    """What all ranks write together once there are moments, without a few bytes beside the large tensors."""
+    copies = 1 + NUM_MOMENTS + bool(_moving(learner))
+    return FLOAT32_BYTES * copies * learner.policy.num_trained
 
 
 def write_state(learner: Learner, folder: Path) -> None:
     """All ranks must call it. Raises ``OSError`` if it can't be written."""
-    alone = learner.policy.sharding.num_ranks == 1
-    tensors = _weights(learner) | _moments(learner) | _random_states(learner)
+    sharding = learner.policy.sharding
+    reference = {f"{REFERENCE}{name}": tensor for name, tensor in sharding.state(_moving(learner)).items()}
+    tensors = learner.updates.state() | reference | _random_states(learner)
     try:
         with _single_process_is_meant():
-            dcp.save(tensors, checkpoint_id=folder, no_dist=alone)
+            dcp.save(tensors, checkpoint_id=folder, no_dist=sharding.num_ranks == 1)
     except CheckpointException as error:
         causes = "; ".join(str(cause) for cause, _ in error.failures.values())
         raise OSError(f"{folder} can't be written: {causes}") from error
@@ -41,19 +48,19 @@ def write_state(learner: Learner, folder: Path) -> None:
 
 def read_state(learner: Learner, folder: Path) -> None:
     """All ranks must call it. Raises ``ConfigError`` if the checkpoint trains other parameters than the learner."""
-    alone = learner.policy.sharding.num_ranks == 1
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    weights = _weights(learner)
-    _check_names(weights, metadata, folder)
-    moments = _empty_moments(learner, metadata)
-    random = {name: state for name, state in _random_states(learner).items() if name in metadata.state_dict_metadata}
-    tensors: dict[str, Any] = weights | {f"optimizer.{n}.{k}": t for n, s in moments.items() for k, t in s.items()}
-    with _single_process_is_meant():
-        dcp.load(tensors | random, checkpoint_id=folder, no_dist=alone)
-    parameters = learner.policy.trainable_parameters()
-    learner.optimizer.state.clear()
-    for name, state in moments.items():
-        learner.optimizer.state[parameters[name]] = state
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    _check_names(learner, stored, folder)
+
+    def read(tensors: dict[str, Tensor], prefix: str = "") -> None:
+        with _single_process_is_meant():
+            named = {prefix + name: tensor for name, tensor in tensors.items()}
+            dcp.load(named, checkpoint_id=folder, no_dist=True)
+
+    learner.updates.load_state(stored, read)
+    learner.policy.sharding.load_state(_moving(learner), partial(read, prefix=REFERENCE))
+    random = {name: state for name, state in _random_states(learner).items() if name in stored}
+    read(random)
     _set_random_states(random)
 
 
@@ -65,48 +72,15 @@ def _single_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _weights(learner: Learner) -> dict[str, Tensor]:
-    """What is trained, and the reference where it moves; the tensors themselves, to be read into."""
-    trained = {f"policy.{name}": tensor.detach() for name, tensor in learner.policy.trainable_parameters().items()}
-    reference = {} if learner.reference is None else learner.reference.state()
-    return trained | {f"reference.{name}": tensor.detach() for name, tensor in reference.items()}
+def _moving(learner: Learner) -> dict[str, nn.Parameter]:
+    """Those of a reference that moves."""
+    return {} if learner.reference is None else learner.reference.moving()
 
 
-def _moments(learner: Learner) -> dict[str, Tensor]:
-    state = learner.optimizer.state
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in learner.policy.trainable_parameters().items()
-        for key, value in state[parameter].items()
-        if parameter in state
-    }
-
-
-def _empty_moments(learner: Learner, metadata: Metadata) -> dict[str, dict[str, Tensor]]:
-    """Room for the optimizer's state as the checkpoint has it, spread over the ranks as the parameters are."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in learner.policy.trainable_parameters().items():
-        prefix = f"optimizer.{name}."
-        state = {
-            key.removeprefix(prefix): _room(parameter, entry)
-            for key, entry in metadata.state_dict_metadata.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
-        if state:
-            found[name] = state
-    return found
-
-
-def _room(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
-    dtype = entry.properties.dtype
-    if entry.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(entry.size, dtype=dtype)
-
-
-def _check_names(weights: dict[str, Tensor], metadata: Metadata, folder: Path) -> None:
-    stored = {name for name in metadata.state_dict_metadata if name.startswith(("policy.", "reference."))}
-    different = sorted(stored ^ weights.keys())
+def _check_names(learner: Learner, stored: Mapping[str, torch.Size], folder: Path) -> None:
+    expected = {f"{POLICY}{name}" for name in learner.policy.trainable_parameters()}
+    expected |= {f"{REFERENCE}{name}" for name in _moving(learner)}
+    different = sorted({name for name in stored if name.startswith((POLICY, REFERENCE))} ^ expected)
     if different:
         raise ConfigError(
             f"{folder} trains other parameters than this config ({len(different)} differ, such as {different[0]}): "

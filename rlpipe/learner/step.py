@@ -11,11 +11,13 @@ from torch import Tensor
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
+from rlpipe.data.packing import empty_micro_batch, split_padded
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.inputs import LearnerInputs, prepare
-from rlpipe.learner.optimizer import clip, learning_rate_factor, make_optimizer, squared_norm
+from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import make_reference
+from rlpipe.learner.rows import Layout
 from rlpipe.learner.sharding import Reduce
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
@@ -49,8 +51,7 @@ class Learner:
         self._supervised = algorithm.kind == "sft"
         self._temperature = 1.0 if self._supervised else temperature
         self._max_completion_tokens = max_completion_tokens
-        self._parameters = list(policy.trainable_parameters().values())
-        self.optimizer = make_optimizer(self._parameters, learner.optimizer)
+        self.updates = policy.sharding.make_updates(policy.trainable_parameters(), learner.optimizer)
         self.reference = make_reference(policy, algorithm)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -62,7 +63,7 @@ class Learner:
         started = time.perf_counter()
         self._bad_groups.clear()
         learning_rate = self._set_learning_rate()
-        updates = [[prepare(self.policy, micro) for micro in mini.micro_batches] for mini in batch.mini_batches]
+        updates = [self._prepare(mini) for mini in batch.mini_batches]
         # The first update still has the weights of the step's start: there, the present log-probs are the old ones.
         for inputs in (inputs for update in updates[1:] for inputs in update):
             inputs.old_logprobs = self._frozen_logprobs(inputs)
@@ -85,11 +86,22 @@ class Learner:
         """The loss and the differences to the sampling log-probs, with the present weights; trains nothing."""
         sums: MetricSums | None = None
         for mini_batch in batch.mini_batches:
-            for inputs in (prepare(self.policy, micro) for micro in mini_batch.micro_batches):
+            for inputs in self._prepare(mini_batch):
                 self._ask_reference(inputs)
                 with self.policy.inference():
                     sums = _merge(sums, self._loss(mini_batch, inputs).metrics)
         return self._values(sums, num_updates=len(batch.mini_batches))
+
+    def _prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
+        """As many on all ranks; where sequences are filled up, they are cut so that this keeps to the token budget."""
+        micro_batches = list(mini_batch.micro_batches)
+        if self.policy.scorer.layout is Layout.APART and micro_batches:
+            with_reference = micro_batches[0].ref_logprobs is not None
+            max_tokens = self._config.max_tokens_per_microbatch
+            micro_batches = [part for micro in micro_batches for part in split_padded(micro, max_tokens)]
+            most = int(self.policy.sharding.reduce(torch.tensor(len(micro_batches)), Reduce.MAX))
+            micro_batches += [empty_micro_batch(with_reference=with_reference)] * (most - len(micro_batches))
+        return [prepare(self.policy, micro) for micro in micro_batches]
 
     def _update(self, mini_batch: MiniBatch, update: list[LearnerInputs]) -> tuple[float, MetricSums | None]:
         """One optimizer update; returns the gradient's norm before clipping, not finite if it was left out."""
@@ -102,8 +114,7 @@ class Learner:
         for index, inputs in enumerate(to_run):
             self._ask_reference(inputs)
             output = self._loss(mini_batch, inputs)
-            self.policy.sharding.begin_backward(last=index + 1 == len(to_run))
-            output.loss.backward()
+            self.updates.backward(output.loss, last=index + 1 == len(to_run))
             losses.append(output.loss.detach())
             sums = _merge(sums, output.metrics)
         assert sums is not None, "a mini batch with loss tokens has micro batches"
@@ -132,17 +143,14 @@ class Learner:
             )
 
     def _apply_gradients(self, loss: Tensor) -> float:
-        sharding, max_norm = self.policy.sharding, self._config.max_grad_norm
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        squared = squared_norm(gradients, sharding)
+        squared = self.updates.squared_norm()
         both = torch.stack([squared, loss.to(squared.dtype).to(squared.device)])
-        squared_sum, loss_sum = sharding.reduce(both, Reduce.SUM).tolist()
-        norm = math.sqrt(squared_sum) if math.isfinite(loss_sum) and math.isfinite(squared_sum) else math.nan
-        if math.isfinite(norm):
-            if max_norm is not None:
-                clip(gradients, sharding, norm=norm, max_norm=max_norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        squared_sum, loss_sum = self.policy.sharding.reduce(both, Reduce.SUM).tolist()
+        if not math.isfinite(loss_sum) or not math.isfinite(squared_sum):
+            self.updates.drop()
+            return math.nan
+        norm = math.sqrt(squared_sum)
+        self.updates.apply(clipping_scale(norm, self._config.max_grad_norm))
         return norm
 
     def _loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
@@ -164,8 +172,7 @@ class Learner:
     def _set_learning_rate(self) -> float:
         factor = learning_rate_factor(self._config.schedule, self.num_steps_done, self._algorithm.num_steps)
         learning_rate = self._config.optimizer.lr * factor
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.updates.set_learning_rate(learning_rate)
         return learning_rate
 
     def _end_step(self, step: int, *, bad: bool) -> None:

@@ -8,6 +8,7 @@ from rlpipe.configs.schema import AdapterConfig
 from rlpipe.errors import ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
+from rlpipe.training_record import read_record
 
 
 def read_adapter_config(path: str) -> AdapterConfig:
@@ -24,7 +25,7 @@ def read_adapter_config(path: str) -> AdapterConfig:
         raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
     modules = settings.target_modules
     return AdapterConfig(
-        kind="lora",
+        kind="qlora" if read_record(Path(path)).base_precision == "nf4" else "lora",
         path=path,
         r=max([settings.r, *(settings.rank_pattern or {}).values()]),
         alpha=settings.lora_alpha,

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
+from rlpipe.models import open_model
+from rlpipe.nf4 import to_nf4_and_back
 from rlpipe.rollout.assemble import Sample, build_group, failed_group
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_threads
 from rlpipe.rollout.hf_sampling import Ending, Sampler
@@ -56,7 +58,7 @@ class HfEngine:
         _check_options(rollout)
         torch.set_num_threads(num_threads(rollout))
         self._name = name
-        self._kind = WeightsKind.LORA if model.adapter.kind == "lora" else WeightsKind.FULL
+        self._kind = WeightsKind.LORA if model.adapter.kind != "none" else WeightsKind.FULL
         self._sampling = rollout.sampling
         self._batch_size: int = rollout.engine_args.get("max_batch_size", DEFAULT_SEQUENCES)
         self._max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
@@ -249,11 +251,11 @@ def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
-        policy: Any = AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention, **source
-        )
+        policy: Any = open_model(model.path, model, getattr(torch, model.dtype))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"model.path={model.path} can't be loaded: {str(error).splitlines()[0]}") from error
+    if model.adapter.kind == "qlora":
+        to_nf4_and_back(policy)
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer
 
 

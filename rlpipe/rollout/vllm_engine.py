@@ -16,7 +16,8 @@ from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
 from rlpipe.rollout.engine import num_threads
 from rlpipe.rollout.vllm_options import describe_refusal, engine_args, sampling_args
-from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
+from rlpipe.rollout.vllm_transfer import meeting
+from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, Transfer, WeightsKind, WeightsManifest
 from rlpipe.weights import BASE_DIGEST, adapter_bucket, digest_of_sums, merge_sums, pack_adapter
 
 # isort: split
@@ -58,8 +59,9 @@ class VllmEngine:
         self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
     ) -> None:
         self._name = name
-        self._kind = WeightsKind.LORA if model.adapter.kind == "lora" else WeightsKind.FULL
+        self._kind = WeightsKind.LORA if model.adapter.kind != "none" else WeightsKind.FULL
         self._in_flight = weights.on_update == "inflight"
+        self._timeout_s = weights.timeout_s
         self._sampling = sampling_args(rollout.sampling)
         self._waiting: deque[tuple[GroupRequest, float]] = deque()
         self._running: dict[str, _Running] = {}
@@ -121,7 +123,12 @@ class VllmEngine:
         if self._in_flight:
             self._deliver_sampled()
         self._num_loads += 1
-        digest = self._load_adapter(manifest, buckets) if self._kind is WeightsKind.LORA else self._load_full(buckets)
+        if self._kind is WeightsKind.LORA:
+            digest = self._load_adapter(manifest, buckets)
+        elif manifest.transfer is None:
+            digest = self._load_full(buckets)
+        else:
+            digest = self._receive_full(manifest.transfer)
         self._version, self._digest, self._holding = manifest.version, digest, False
         self._llm.set_weight_version(str(manifest.version))
         if self._in_flight:
@@ -251,6 +258,15 @@ class VllmEngine:
                 raise EngineFailed(f"engine {self._name} samples with parts of two versions: {error}") from error
             raise
         return digest_of_sums(merge_sums(sums))
+
+    def _receive_full(self, transfer: Transfer) -> str:
+        joining, receiving = meeting(transfer, self._timeout_s)
+        self._llm.collective_rpc("init_weight_transfer_engine", args=(joining,))
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("update_weights", args=(receiving,))
+        self._llm.collective_rpc("finish_weight_update")
+        self._llm.collective_rpc("shutdown_weight_transfer_engine")
+        return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums")))
 
     def _load_first(self, manifest: WeightsManifest, buckets: Buckets) -> None:
         if self.load(manifest, buckets) != manifest.digest:

@@ -28,6 +28,9 @@ from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
 
+from rlpipe.rollout.vllm_nf4 import LOAD_FORMAT  # noqa: E402
+from rlpipe.rollout.vllm_transfer import backend  # noqa: E402
+
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -38,6 +41,7 @@ _OWN_ENGINE_ARGS = {
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "max_model_len": "rollout.max_model_len",
     "enable_lora": "model.adapter.kind",
+    "weight_transfer_config": "weights.transport",
     "logprobs_mode": "",
     "worker_extension_cls": "",
 }
@@ -82,10 +86,14 @@ def engine_args(
         args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
-    if model.adapter.kind == "lora":
+    if model.adapter.kind != "none":
         max_loras = 1 if weights.on_update == "inflight" else 3
         args |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": _lora_rank(model.adapter.r)}
         args["lora_target_modules"] = _target_suffixes(model)
+    if model.adapter.kind == "qlora" and "quantization" not in rollout.engine_args:
+        args["load_format"] = LOAD_FORMAT
+    if weights.transport == "nccl":
+        args["weight_transfer_config"] = {"backend": backend()}
     return args | dict(rollout.engine_args)
 
 
@@ -141,12 +149,10 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
     targets = model.adapter.target_modules
     if not isinstance(targets, str):
         return [target.rsplit(".", 1)[-1] for target in targets]
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from rlpipe.models import describe_model, outline_model
 
-    config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    linear = {name.rsplit(".", 1)[-1] for name, layer in skeleton.named_modules() if isinstance(layer, torch.nn.Linear)}
+    outline = outline_model(describe_model(model.path, model), trust_remote_code=model.trust_remote_code)
+    linear = {name.rsplit(".", 1)[-1] for name, layer in outline.named_modules() if isinstance(layer, torch.nn.Linear)}
     return sorted(linear - {"lm_head"})
 
 

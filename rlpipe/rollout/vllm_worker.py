@@ -21,6 +21,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+# These register themselves in every worker.
+import rlpipe.rollout.vllm_nf4
+import rlpipe.rollout.vllm_transfer  # noqa: F401
 from rlpipe.errors import ModelError, WeightsMismatch
 from rlpipe.types import ByteArray
 from rlpipe.weights import (
@@ -94,8 +97,12 @@ class WeightsExtension:
         self._received |= unfused
 
     def finish_full_load(self) -> dict[int, int]:
-        """The checksums of the parameters that this rank serves, by layer; shared ones are counted by one rank."""
+        """The checksums of what is served now; raises ``ModelError`` if a parameter was not published."""
         check_parameters(self._received, self._locations.keys())
+        return self.checksums()
+
+    def checksums(self) -> dict[int, int]:
+        """Of the parameters that this rank serves, by layer; shared ones are counted by one rank."""
         sums: dict[int, int] = {}
         for name, tensor in _owned_shards(self.model_runner.model):
             add_checksum(sums, name, tensor)

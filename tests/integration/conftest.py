@@ -35,9 +35,9 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of width 64 in fp32; vLLM's CPU attention wants heads of at least 32."""
+    """Two layers of width 64 in fp32; vLLM's CPU attention wants heads of at least 32, NF4 multiples of 64."""
     folder = tmp_path_factory.mktemp("policy")
-    return make_tiny_policy(folder, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=96)
+    return make_tiny_policy(folder, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=128)
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,32 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
+    "learner_memory": ("--tokens", "4096", "--vocabulary", "32768", "--chunk-tokens", "128"),
+    "learner_speed": ("--steps", "4"),
     "lora_sync": ("--adapter-mb", "2", "--engines", "2", "--repetitions", "2"),
+    "merge_memory": (),
     "orchestration": ("--engines", "2", "--groups", "256", "--warmup-groups", "128"),
     "overlap": ("--ratios", "1", "--random-ratios", "1", "--max-staleness", "1", "--seconds", "0.1", "--steps", "2"),
 }
 KEYS = {
+    "learner_memory": {"device", "ranks", "peak_mb", "logits_mb", "share", "publish_extra_mb", "extra_buckets"},
+    "learner_speed": {"device", "tokens_per_second", "tokens_per_second_trainer", "ratio", "mfu"},
     "lora_sync": {"adapter_mb", "engines", "object_store_s", "file_s", "ratio"},
+    "merge_memory": {"shards", "largest_shard_mb", "adapter_mb", "peak_mb", "ratio"},
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
 }
 
 
+BOUNDS = {
+    "learner_memory": {"share": 0.4, "extra_buckets": 2.2},
+    "merge_memory": {"ratio": 1.1},
+}
+"""What is promised of memory; a tensor that is being gathered comes on top of two buckets."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("lora_sync", marks=pytest.mark.vllm), "orchestration", "overlap"],
+    "name", [pytest.param(name, marks=[pytest.mark.vllm] * (name == "lora_sync")) for name in KEYS]
 )
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", *COMMANDS[name]]
@@ -35,3 +47,4 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result.keys() >= KEYS[name]
+    assert all(result[key] <= bound for key, bound in BOUNDS.get(name, {}).items()), result

@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
-from run_cases import HOLDS_LOGP_TO, largest_difference, make_config, read_adapter, trained_steps
+from run_cases import HOLDS_LOGP_TO, largest_difference, make_config, read_adapter, supervised_options, trained_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlpipe
@@ -28,10 +28,11 @@ SAME_ON_ALL = (
 )
 
 
-def test_two_fsdp2_ranks_train_as_one(
-    local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+@pytest.mark.parametrize("learner", ["fsdp2", "zero3"])
+def test_two_ranks_train_as_one(
+    local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path, learner: str
 ) -> None:
-    config = make_config(tiny_policy, prompts_file, tmp_path, "learner=fsdp2")
+    config = make_config(tiny_policy, prompts_file, tmp_path, f"learner={learner}")
     summary = rlpipe.train(config)
 
     alone, shared = trained_steps(undisturbed_run)[:3], trained_steps(tmp_path)
@@ -89,6 +90,16 @@ def test_supervised_run(local_ray: None, tiny_policy: Path, tmp_path: Path, lear
     assert summary["steps"] == 12
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 12
     assert_policy_loads(tiny_policy, tmp_path / "run" / "policy", is_adapter=not chat)
+
+
+def test_a_run_goes_on_under_another_strategy(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = supervised_options(tiny_policy, tmp_path / "rows.jsonl", output)
+    rlpipe.train(rlpipe.load_config([*options, "learner=zero3", "algorithm.num_steps=4"]))
+    rlpipe.train(rlpipe.load_config([*options, "learner=single", "algorithm.num_steps=8"]))
+    steps = trained_steps(output)
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert steps[4]["loss"] < steps[0]["loss"], "it begins again"
 
 
 def supervised_row(number: int, chat: bool) -> dict[str, object]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import rlpipe
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.learner.merge.merging import MergeRequest, merge
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -225,8 +226,25 @@ class EngineWatch:
 
 
 @pytest.mark.vllm
-def test_full_finetuning_on_two_ranks_reaches_vllm_in_buckets(
+def test_qlora_trains_and_serves_over_the_same_base(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    config = make_config(tiny_policy, prompts_file, tmp_path, "rollout.engine=vllm", "model=qlora")
+    summary = rlpipe.train(config)
+
+    assert_steps_agree(tmp_path, 3)
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    merged = tmp_path / "merged"
+    printed = list(merge(MergeRequest(adapter=summary["adapter"], output=merged)))
+    assert printed[-1] == f"merged into the base in nf4: {merged}"
+    AutoModelForCausalLM.from_pretrained(merged)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("learner", "transport"), [("fsdp2", "object_store"), ("zero3", "nccl")])
+def test_full_finetuning_on_two_ranks_reaches_vllm(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, learner: str, transport: str
 ) -> None:
     pytest.importorskip("vllm")
     config = make_config(
@@ -236,8 +254,9 @@ def test_full_finetuning_on_two_ranks_reaches_vllm_in_buckets(
         "rollout.engine=vllm",
         "model=full",
         "model.dtype=float32",
-        "learner=fsdp2",
+        f"learner={learner}",
         "learner.optimizer.lr=1e-3",
+        f"weights={transport}",
         "weights.bucket_bytes=65536",
     )
     summary = rlpipe.train(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_cases import SIX_STEPS, make_config, read_adapter, read_jsonl, supervised_options, trained_steps
+from run_cases import HOLDS_LOGP_TO, SIX_STEPS, make_config, read_adapter, read_jsonl, supervised_options, trained_steps
 from signal_cases import assert_accounts_add_up, ledger_of, signals, steps_done
 
 import rlpipe
@@ -60,6 +60,21 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
     assert stale[0][0] <= 2
     said = [event.message for event in ledger_of(tmp_path).events()]
     assert any("the learner group died: Ray Train's controller: its process died" in text for text in said)
+
+
+@pytest.mark.vllm
+def test_parts_that_hand_weights_over_directly_are_replaced(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    overrides = [*SIX_STEPS, "rollout.engine=vllm", "rollout.num_engines=2", "model=full", "model.dtype=float32"]
+    sharing = ["learner=fsdp2", "weights=nccl", "weights.timeout_s=20", "learner.optimizer.lr=1e-4"]
+    plan = {1: "rollout", 3: "weights", 4: "learner"}
+    with signals(tmp_path, plan, signal.SIGKILL) as killed:
+        summary = rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides, *sharing))
+    assert killed == list(plan.values())
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
 
 
 @pytest.mark.parametrize("kind", ["rollout", "scorer", "learner"])

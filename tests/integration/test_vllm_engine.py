@@ -27,6 +27,7 @@ from engine_cases import (
 
 from rlpipe.configs.schema import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
+from rlpipe.learner.merge.merging import MergeRequest, merge
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.types import GroupRequest
@@ -82,6 +83,15 @@ def test_logprobs_of_an_adapter_equal_a_forward_pass(
     groups = sample(lora_engine, [request(i, temperature=temperature) for i in range(6)])
     assert versions(groups) == {1}
     assert largest_difference(policy, groups, temperature) < 1e-4
+
+
+def test_qloras_adapter_is_served_over_a_base_that_has_been_in_nf4(open_vllm: OpenVllm, path: Path) -> None:
+    engine, policy = open_vllm("qlora"), adapted(path, nf4=True)
+    published = publish_adapter(policy, 1)
+    assert load(engine, published) == published[0].digest
+    groups = sample(engine, [request(i) for i in range(6)])
+    assert largest_difference(policy, groups, 1.0) < 1e-4
+    assert largest_difference(adapted(path), groups, 1.0) > 1e-2, "NF4 makes a difference"
 
 
 def test_running_sequences_keep_their_adapter_and_new_ones_take_the_new_one(lora_engine: Engine, path: Path) -> None:
@@ -273,3 +283,13 @@ def test_stop_strings_end_a_completion_with_their_token(open_vllm: OpenVllm) -> 
     ]
     assert any(text[-1:] in list("abcdefgh") for text in texts)
     assert not any(set(text[:-1]) & set("abcdefgh") for text in texts)
+
+
+def test_a_merged_model_is_served_as_it_is(path: Path, tmp_path: Path) -> None:
+    policy = adapted(path)
+    policy.save_pretrained(str(tmp_path / "adapter"))
+    merged = tmp_path / "merged"
+    list(merge(MergeRequest(adapter=str(tmp_path / "adapter"), base=str(path), output=merged)))
+    config = model_config(merged, "none")
+    engine = open_engine("merged-0", config, rollout_config("vllm"), WeightsConfig(), max_prompt_tokens=256)
+    assert largest_difference(policy, sample(engine, [request(i) for i in range(3)]), 1.0) < 1e-4

@@ -18,8 +18,12 @@ FLOORS = [
     ("rlpipe.algorithms", 3),
     ("rlpipe.data", 3),
     ("rlpipe.weights", 3),
+    ("rlpipe.direct", 3),
     ("rlpipe.hub", 3),
+    ("rlpipe.models", 3),
+    ("rlpipe.nf4", 3),
     ("rlpipe.tiny", 3),
+    ("rlpipe.training_record", 3),
     ("rlpipe.rollout", 4),
     ("rlpipe.learner", 4),
     ("rlpipe.scoring", 4),
@@ -54,7 +58,14 @@ FLOORS = [
 FENCES = {
     "ray": {"rlpipe.actors", "rlpipe.waiting", "rlpipe.tracking.ray_metrics"}
     | {name for name, floor in FLOORS if floor == 6},
-    "vllm": {"rlpipe.rollout.vllm_engine", "rlpipe.rollout.vllm_options", "rlpipe.rollout.vllm_worker"},
+    "vllm": {
+        "rlpipe.rollout.vllm_engine",
+        "rlpipe.rollout.vllm_nf4",
+        "rlpipe.rollout.vllm_transfer",
+        "rlpipe.learner.nccl",
+        "rlpipe.rollout.vllm_options",
+        "rlpipe.rollout.vllm_worker",
+    },
     "deepspeed": {"rlpipe.learner.zero3"},
     "torch.distributed.fsdp": {"rlpipe.learner.fsdp2", "rlpipe.offload"},
 }

@@ -116,7 +116,7 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["train", *BASE, "algorithm.loss.clip_hi=1"], "did you mean algorithm.loss.clip_high?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["train", *BASE[:3]], "scoring.rewards: reinforcement learning needs a reward"),
-        (["eval", *BASE, "learner.num_ranks=2"], "learner.strategy=fsdp2"),
+        (["eval", *BASE, "learner.num_ranks=2"], "set fsdp2 or zero3"),
         (["train", "--lr", "3"], "there is no option --lr (settings of a run are written key=value)"),
         (["trian"], "invalid choice: 'trian'"),
         ([], "required: COMMAND"),

@@ -252,6 +252,9 @@ def test_changes_that_matter_for_training_are_listed() -> None:
     same = ["rollout.num_engines=4", "tracking=quiet", "algorithm.num_steps=999", "scoring.rewards.right.timeout_s=1"]
     new = load_config([*BASE, "scoring.rewards.right.path=mine:right", *same, "name=other", "learner.resources={a:1}"])
     assert changed_options(to_tree(old), to_tree(new)) == []
+    sharded = ["learner=zero3", "learner.zero3.offload_optimizer=true", "model.gradient_checkpointing=true"]
+    elsewhere = load_config([*BASE, "scoring.rewards.right.path=mine:right", *sharded])
+    assert changed_options(to_tree(old), to_tree(elsewhere)) == []
     isolated = ["scoring.memory_gb=1", "scoring.rewards.right.isolation=sandbox", "scoring.rewards.right.memory_gb=2"]
     other = load_config([*BASE, "scoring.rewards.right.path=mine:right", *isolated])
     assert changed_options(to_tree(old), to_tree(other)) == []

@@ -92,6 +92,14 @@ def test_logprobs_of_an_adapter_equal_a_forward_pass(path: Path, temperature: fl
     assert largest_difference(policy, groups, temperature) < 1e-5
 
 
+def test_qloras_adapter_is_served_over_a_base_that_has_been_in_nf4(path: Path) -> None:
+    engine, policy = open_hf(path, "qlora"), adapted(path, nf4=True)
+    load(engine, publish_adapter(policy, 1))
+    groups = sample(engine, [request(i) for i in range(4)])
+    assert largest_difference(policy, groups, 1.0) < 1e-5
+    assert largest_difference(adapted(path), groups, 1.0) > 1e-2, "NF4 makes a difference"
+
+
 def test_logprobs_of_full_weights_equal_a_forward_pass(path: Path) -> None:
     engine, policy = open_hf(path, "none"), retrained(path)
     published = publish_full(policy, 5)
@@ -260,6 +268,12 @@ def test_further_sampling_arguments_reach_generate(path: Path) -> None:
     engine = open_hf(path, sampling={"extra": {"suppress_tokens": [END]}})
     groups = sample(engine, [request(i, group_size=4) for i in range(3)])
     assert {rollout.finish_reason for group in groups for rollout in group} == {"length"}
+
+
+def test_weights_that_come_directly_are_refused(path: Path) -> None:
+    config, weights = model_config(path, "none"), WeightsConfig(transport="nccl")
+    with pytest.raises(ConfigError, match="nccl is vLLM's"):
+        open_engine("engine-0", config, rollout_config("hf"), weights, max_prompt_tokens=16)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

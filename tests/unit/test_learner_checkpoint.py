@@ -9,7 +9,15 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LossConfig, ModelConfig, ReferenceConfig
+from rlpipe.configs.schema import (
+    AdapterConfig,
+    AlgorithmConfig,
+    LearnerConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+)
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError
 from rlpipe.learner.checkpoint import CheckpointStore
@@ -69,13 +77,33 @@ def test_a_resumed_run_ends_bitwise_where_one_that_was_not_stopped_ends(
     assert_close(unbroken, parameters_of(train(resumed, 3, 6)), 0)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit"])
+def test_moments_in_eight_bit_keep_their_codes(tmp_path: Path, optimizer: str) -> None:
+    path = make_tiny_policy(tmp_path / "wide", hidden_size=64, num_layers=1, intermediate_size=96)
+    config = LearnerConfig(optimizer=OptimizerConfig(name=optimizer, lr=1e-3))
+    stopped = train(make_learner(path, adapter="none", learner=config), 0, 3)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    saved = store.save(stopped, step=3, extra={})
+    resumed = make_learner(path, adapter="none", learner=config)
+    store.load(saved, resumed)
+    states = [
+        [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        for optimizer in (stopped.updates.optimizer, resumed.updates.optimizer)
+    ]
+    assert {state["state1"].dtype for state in states[0]} == {torch.uint8, torch.float32}, "small ones are not rounded"
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one["state1"], other["state1"])
+        assert torch.equal(one["state2"], other["state2"])
+    assert_close(parameters_of(train(stopped, 3, 6)), parameters_of(train(resumed, 3, 6)), 1e-6)
+
+
 def test_a_checkpoint_before_the_first_step_holds_no_moments(tiny: Path, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     fresh = make_learner(tiny)
     path = store.save(fresh, step=0, extra={})
     resumed = train(make_learner(tiny), 5, 6)
     store.load(path, resumed)
-    assert not resumed.optimizer.state
+    assert not resumed.updates.optimizer.state
     assert_close(parameters_of(train(fresh, 0, 2)), parameters_of(train(resumed, 0, 2)), 0)
 
 

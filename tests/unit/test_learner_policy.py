@@ -11,7 +11,7 @@ from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import Policy, load_policy
-from rlpipe.learner.rows import plan_row
+from rlpipe.learner.rows import Layout, plan_row
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import MicroBatch, Rollout
 
@@ -69,8 +69,8 @@ def test_rows_would_leak_into_each_other_with_a_cache(tiny: Path, monkeypatch: p
 
 def test_shared_prompts_run_once_and_give_the_same_gradient(tiny: Path) -> None:
     micro_batch = micro_batch_of(make_rollouts())
-    shared = plan_row(micro_batch, share_prompts=True, device=CPU)
-    separate = plan_row(micro_batch, share_prompts=False, device=CPU)
+    shared = plan_row(micro_batch, layout=Layout.SHARED, device=CPU)
+    separate = plan_row(micro_batch, layout=Layout.POSITIONS, device=CPU)
     assert len(shared.token_ids) < len(separate.token_ids) < micro_batch.num_tokens
     gradients = []
     for attention in ("sdpa", "eager"):
@@ -108,7 +108,7 @@ def test_a_row_ends_with_the_token_that_predicts_its_last_loss_token() -> None:
         policy_versions=np.zeros(7, np.int32),
         group_ids=np.zeros(2, np.int32),
     )
-    row = plan_row(micro_batch, share_prompts=True, device=CPU)
+    row = plan_row(micro_batch, layout=Layout.SHARED, device=CPU)
     assert row.token_ids.tolist() == [10, 11]
     assert (row.predictors.tolist(), row.loss_tokens.tolist(), row.targets.tolist()) == ([1], [2], [12])
 
@@ -172,6 +172,7 @@ def test_a_half_precision_policy_trains_float32_parameters(tiny: Path) -> None:
         ({"adapter": AdapterConfig(target_modules=["no_such_module"])}, "no_such_module"),
         ({"adapter": AdapterConfig(path="/no/adapter")}, "/no/adapter"),
         ({"adapter": AdapterConfig(target_modules=["lm_head"], dropout=0.1)}, "dropout"),
+        ({"adapter": AdapterConfig(target_modules=["lm_head"], use_dora=True)}, "use_dora"),
     ],
 )
 def test_what_cannot_be_loaded_is_named_in_one_line_at_once(tiny: Path, options: dict, message: str) -> None:
@@ -183,11 +184,11 @@ def test_what_cannot_be_loaded_is_named_in_one_line_at_once(tiny: Path, options:
     assert time.monotonic() - started < 15
 
 
-def test_models_that_cap_their_logits_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_models_that_change_their_logits_in_other_ways_are_refused(tiny: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    model.config.final_logit_softcapping = 30.0
+    model.config.output_logit_soft_cap = 30.0
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="final_logit_softcapping"):
+    with pytest.raises(ModelError, match="output_logit_soft_cap"):
         load(tmp_path)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_cases import make_family
 from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
 
 from rlpipe.configs.schema import (
@@ -16,8 +17,9 @@ from rlpipe.configs.schema import (
 )
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, LearnerFailed
-from rlpipe.learner.optimizer import clip, learning_rate_factor, squared_norm
-from rlpipe.learner.sharding import SingleRank
+from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor
+from rlpipe.learner.rows import Row
+from rlpipe.learner.single import SingleRank
 from rlpipe.tiny import make_tiny_policy
 
 
@@ -41,7 +43,7 @@ def test_any_number_of_micro_batches_gives_the_same_gradient(tiny: Path, loss: L
         learner.train_step(batch)
         counts.append(len(batch.mini_batches[0].micro_batches))
         parameters = learner.policy.trainable_parameters()
-        gradients.append({name: learner.optimizer.state[p]["exp_avg"] / 0.1 for name, p in parameters.items()})
+        gradients.append({name: learner.updates.optimizer.state[p]["exp_avg"] / 0.1 for name, p in parameters.items()})
     assert counts[0] == 1 < counts[1] < counts[2]
     assert sum(float(gradient.square().sum()) for gradient in gradients[0].values()) > 0.01
     for other in gradients[1:]:
@@ -86,11 +88,11 @@ def test_a_frozen_copy_moves_by_the_mixup(tiny: Path) -> None:
     assert learner.reference is not None
     start = parameters_of(learner)
     learner.train_step(make_batches()[0])
-    assert_close({name: tensor.clone() for name, tensor in learner.reference.state().items()}, start, 0)
+    assert_close({name: tensor.clone() for name, tensor in learner.reference.moving().items()}, start, 0)
     learner.train_step(make_batches(step=1)[0])
     now = parameters_of(learner)
     expected = {name: 0.75 * start[name] + 0.25 * now[name] for name in start}
-    assert_close(learner.reference.state(), expected, 1e-6)
+    assert_close(learner.reference.moving(), expected, 1e-6)
 
 
 def test_the_reference_of_a_lora_policy_cannot_be_asked_to_move(tiny: Path) -> None:
@@ -106,12 +108,12 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
     data = torch.randn(4, 5)
     for model in (ours, theirs):
         model(data).square().sum().backward()
-    gradients = [parameter.grad for parameter in ours.parameters()]
-    norm = math.sqrt(squared_norm(gradients, SingleRank()))
-    clip(gradients, SingleRank(), norm=norm, max_norm=max_norm)
+    updates = SingleRank().make_updates(dict(ours.named_parameters()), OptimizerConfig(lr=0.0))
+    norm = math.sqrt(updates.squared_norm())
+    scaled = [parameter.grad * clipping_scale(norm, max_norm) for parameter in ours.parameters()]
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
     assert norm == pytest.approx(float(expected), rel=1e-6)
-    for mine, parameter in zip(gradients, theirs.parameters(), strict=True):
+    for mine, parameter in zip(scaled, theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad)
 
 
@@ -210,3 +212,17 @@ def test_metrics_of_a_step(tiny: Path) -> None:
     }
     assert expected <= metrics.keys()
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
+
+
+def test_sequences_that_are_filled_up_keep_to_the_token_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = 45
+    path = make_family("qwen3.5", tmp_path)
+    learner = make_learner(path, learner=LearnerConfig(max_tokens_per_microbatch=budget))
+    rows: list[Row] = []
+    plan = learner.policy.plan
+    monkeypatch.setattr(learner.policy, "plan", lambda micro_batch: rows.append(plan(micro_batch)) or rows[-1])
+    (batch,) = make_batches(max_tokens=budget)
+    learner.train_step(batch)
+    sizes = [block.numel() for row in rows if row.attention is not None for block in row.attention.blocks]
+    assert len(sizes) == len(rows) > len(batch.mini_batches[0].micro_batches)
+    assert max(sizes) <= budget

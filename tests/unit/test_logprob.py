@@ -22,10 +22,17 @@ def make_inputs(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> tuple[T
 
 
 def reference(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.T
-    log_softmax = ((logits if bias is None else logits + bias) / temperature).log_softmax(-1)
+    logits = logits if bias is None else logits + bias
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    log_softmax = (logits / temperature).log_softmax(-1)
     counts = targets != IGNORED
     logprobs = log_softmax.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
     return logprobs * counts, -(log_softmax.exp() * log_softmax).sum(-1) * counts
@@ -48,6 +55,23 @@ def test_equals_float64_autograd_for_every_chunking(chunk_tokens: int, temperatu
     expected = reference(hidden, weight, targets, bias, temperature)
     actual = linear_logprob(hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=chunk_tokens)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(objective(*actual), leaves),
+        torch.autograd.grad(objective(*expected), leaves),
+        rtol=1e-11,
+        atol=1e-12,
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_capped_logits_equal_float64_autograd(chunk_tokens: int) -> None:
+    hidden, weight, bias, targets = make_inputs()
+    expected = reference(hidden, weight, targets, bias, 0.7, softcap=2.0)
+    plain = reference(hidden, weight, targets, bias, 0.7)
+    assert float((expected[0] - plain[0]).abs().max()) > 0.1, "the cap has something to do"
+    actual = linear_logprob(hidden, weight, targets, bias=bias, temperature=0.7, softcap=2.0, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    leaves = [hidden, weight, bias]
     torch.testing.assert_close(
         torch.autograd.grad(objective(*actual), leaves),
         torch.autograd.grad(objective(*expected), leaves),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.data.packing import pack_step, sequence_cost
+from rlpipe.data.packing import pack_step, sequence_cost, split_padded
 from rlpipe.errors import ConfigError
 from rlpipe.types import MicroBatch, Rollout, TrainBatch
 
@@ -190,3 +190,18 @@ def test_unfit_rollouts_are_refused() -> None:
         pack_step(mixed, step=0, num_ranks=1, max_tokens=10)
     with pytest.raises(ValueError, match="has no tokens"):
         pack_step([rollout(0, 0, num_loss=0)], step=0, num_ranks=1, max_tokens=10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=25), st.integers(40, 120))
+def test_sequences_that_are_filled_up_keep_to_the_budget(lengths: list[int], max_tokens: int) -> None:
+    rollouts = [rollout(index, length) for index, length in enumerate(lengths)]
+    (micro,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=sum(lengths))[0].mini_batches[0].micro_batches
+    parts = split_padded(micro, max_tokens)
+    assert all(len(part.group_ids) * np.diff(part.sequence_starts).max() <= max_tokens for part in parts)
+    assert sorted(found for part in parts for found in sequences(part)) == sorted(sequences(micro))
+    for part in parts:
+        assert list(part.group_ids) == sorted(part.group_ids)
+        assert [found[0] for found in sequences(part)] == [1000 * group + 1 for group in part.group_ids]
+        assert np.array_equal(part.logprobs, np.where(part.loss_mask, -part.token_ids, 0))
+        assert np.array_equal(part.position_ids == 0, np.isin(np.arange(part.num_tokens), part.sequence_starts[:-1]))

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.schema import Config, RewardConfig, WeightScaleRule
 from rlpipe.configs.validate import require_rewards, validate
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
+
+NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
+CHECKPOINTING = {"model.gradient_checkpointing": True}
 
 
 def config_with(changes: dict[str, Any]) -> Config:
@@ -100,13 +103,74 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "algorithm.advantage.scale",
             "only on grpo",
         ),
-        ({"learner.num_ranks": 2}, "learner.num_ranks", "learner.strategy=fsdp2"),
+        ({"learner.num_ranks": 2}, "learner.num_ranks", "set fsdp2 or zero3"),
         (
             {"learner.num_ranks": 2, "learner.strategy": "fsdp2", "learner.num_gpus": 0.5},
             "learner.num_gpus",
             "set 1",
         ),
         ({"learner.fsdp.cpu_offload": True}, "learner.fsdp", "learner.strategy=fsdp2"),
+        ({"weights.transport": "nccl"}, "weights.transport", "set object_store, or model=full"),
+        (NCCL | {"rollout.engine": "hf"}, "weights.transport", "set rollout.engine=vllm, or object_store"),
+        (NCCL | {"learner.num_gpus": 0.5, "rollout.num_gpus": 0.5}, "weights.transport", "or num_gpus=1"),
+        (NCCL | {"learner.num_gpus": 1.0}, "weights.transport", "num_gpus of both"),
+        ({"learner.zero3.offload_optimizer": True}, "learner.zero3", "learner.strategy=zero3"),
+        ({"learner.strategy": "fsdp2", "learner.fsdp.wrap": ()}, "learner.fsdp.wrap", "set blocks, size, none or [Qw"),
+        ({"learner.strategy": "fsdp2", "learner.fsdp.wrap": 3}, "learner.fsdp.wrap", "set blocks, size, none or [Qw"),
+        (
+            {"learner.strategy": "fsdp2", "learner.fsdp.min_num_params": 10},
+            "learner.fsdp.min_num_params",
+            "only counts with learner.fsdp.wrap=size",
+        ),
+        ({"model.reentrant_checkpointing": True}, "model.reentrant_checkpointing", "gradient_checkpointing=true"),
+        (
+            CHECKPOINTING | {"learner.strategy": "fsdp2", "model.reentrant_checkpointing": True},
+            "model.reentrant_checkpointing",
+            "set false or null",
+        ),
+        (
+            CHECKPOINTING | {"learner.strategy": "zero3", "model.reentrant_checkpointing": False},
+            "model.reentrant_checkpointing",
+            "set true or null",
+        ),
+        (
+            CHECKPOINTING | {"model.attention": "flex_attention", "model.reentrant_checkpointing": False},
+            "model.reentrant_checkpointing",
+            "model.attention=flex_attention needs the reentrant form",
+        ),
+        (
+            CHECKPOINTING | {"model.attention": "flex_attention", "learner.strategy": "fsdp2"},
+            "model.gradient_checkpointing",
+            "set model.attention=sdpa, or learner.strategy=zero3",
+        ),
+        (
+            {"model.adapter.kind": "qlora", "learner.strategy": "zero3", "learner.zero3.offload_parameters": True},
+            "learner.zero3.offload_parameters",
+            "set false, or model.adapter.kind=lora",
+        ),
+        ({"model.adapter.kind": "none", "model.adapter.use_dora": True}, "model.adapter.use_dora", "set kind=lora"),
+        ({"model.adapter.use_dora": True}, "model.adapter.use_dora", "algorithm=sft"),
+        ({"model.adapter.modules_to_save": ("norm",)}, "model.adapter.modules_to_save", "algorithm=sft"),
+        ({"model.adapter.target_parameters": ("experts.up",)}, "model.adapter.target_parameters", "algorithm=sft"),
+        (
+            {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}},
+            "model.normalize_weight_scales.conv",
+            "set dry_run=true, or model.adapter.kind=none",
+        ),
+        (
+            {
+                "algorithm.kind": "sft",
+                "model.adapter.kind": "qlora",
+                "model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv", dry_run=True)},
+            },
+            "model.normalize_weight_scales",
+            "set model.adapter.kind=lora",
+        ),
+        (
+            {"model.adapter.kind": "qlora", "algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1},
+            "algorithm.reference.sync_steps",
+            "set 0, or model=full",
+        ),
         ({"learner.optimizer.betas": (0.9, 1.0)}, "learner.optimizer.betas", "[0.9,0.999]"),
         ({"learner.optimizer.betas": (0.9,)}, "learner.optimizer.betas", "two numbers"),
         ({"learner.schedule.warmup_steps": 101}, "learner.schedule.warmup_steps", "set it lower"),
@@ -215,6 +279,14 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1, "model.adapter.kind": "none"},
         {"algorithm.loss.name": "cispo", "algorithm.loss.clip_high": 4.0, "algorithm.loss.clip_low": 1.0},
         {"model.adapter.target_modules": ("q_proj", "v_proj")},
+        {"algorithm.kind": "sft", "model.adapter.use_dora": True, "model.adapter.modules_to_save": ("norm",)},
+        {"learner.strategy": "fsdp2", "learner.fsdp.wrap": ("Qwen3MLP",)},
+        {"learner.strategy": "fsdp2", "learner.fsdp.wrap": "size", "learner.fsdp.min_num_params": 10},
+        CHECKPOINTING | {"model.reentrant_checkpointing": True},
+        NCCL,
+        CHECKPOINTING | {"learner.strategy": "zero3", "model.attention": "flex_attention"},
+        {"model.adapter.kind": "qlora", "learner.strategy": "zero3", "learner.zero3.offload_optimizer": True},
+        {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv", dry_run=True)}},
     ],
 )
 def test_sound_combinations_pass(changes: dict[str, Any]) -> None:

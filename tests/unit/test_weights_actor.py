@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import ray
+import weights_actor_cases
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from weights_actor_cases import served
 
 from rlpipe.actors.weights import Cause, NotLoaded, Served, WeightsActor
 from rlpipe.errors import EngineNotStarted, WeightsMismatch
@@ -50,19 +52,7 @@ def manifest(version: int) -> WeightsManifest:
 
 
 def play(act: Callable[[WeightsActor], Coroutine[Any, Any, Any]]) -> Any:
-    async def run() -> Any:
-        async with asyncio.timeout(5):
-            actor = WeightsActor(engines=["a", "b"], timeout_s=1.0)
-            await actor.wait_served(0, 0.0)
-            return await act(actor)
-
-    return asyncio.run(run())
-
-
-async def served(actor: WeightsActor, after: int = 0) -> Served:
-    news = await actor.wait_served(after, 1.0)
-    assert news is not None
-    return news
+    return weights_actor_cases.play(lambda: WeightsActor(engines=["a", "b"], timeout_s=1.0), act)
 
 
 def test_every_engine_gets_every_version(engines: dict[str, FakeEngine]) -> None:

@@ -1,17 +1,14 @@
 """Two gloo ranks train as one does, write what one can read, and the other way round."""
 
-import multiprocessing
-import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
-from multiprocessing.sharedctypes import Synchronized
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from learner_cases import assert_close, make_batches, make_learner, parameters_of
+from rank_cases import Ranks
 
 from rlpipe.configs.schema import (
     AdapterConfig,
@@ -22,6 +19,7 @@ from rlpipe.configs.schema import (
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
+    Zero3Config,
 )
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.checkpoint import CheckpointStore
@@ -33,12 +31,18 @@ from rlpipe.tiny import make_tiny_policy
 pytestmark = pytest.mark.slow
 NUM_RANKS = 2
 LEARNING_RATES = {"lora": 1e-3, "none": 1e-4}
-CASES = {
-    "lora": ("lora", LossConfig(beta=0.1), FsdpConfig()),
-    "full": ("none", LossConfig(beta=0.1), FsdpConfig()),
-    "sequence": ("none", LossConfig(level="sequence", aggregate="sequence"), FsdpConfig(reshard_after_forward=False)),
-    "offload": ("lora", LossConfig(), FsdpConfig(cpu_offload=True)),
+WITH_REFERENCE = LossConfig(beta=0.1)
+BY_SEQUENCE = LossConfig(level="sequence", aggregate="sequence")
+CASES: dict[str, tuple[str, LossConfig, dict[str, Any]]] = {
+    "fsdp2 lora": ("lora", WITH_REFERENCE, {"strategy": "fsdp2"}),
+    "fsdp2 full": ("none", WITH_REFERENCE, {"strategy": "fsdp2"}),
+    "fsdp2 sequence": ("none", BY_SEQUENCE, {"strategy": "fsdp2", "fsdp": FsdpConfig(reshard_after_forward=False)}),
+    "fsdp2 offload": ("lora", LossConfig(), {"strategy": "fsdp2", "fsdp": FsdpConfig(cpu_offload=True)}),
+    "zero3 lora": ("lora", WITH_REFERENCE, {"strategy": "zero3"}),
+    "zero3 full": ("none", WITH_REFERENCE, {"strategy": "zero3"}),
+    "zero3 sequence": ("none", BY_SEQUENCE, {"strategy": "zero3", "zero3": Zero3Config(offload_optimizer=True)}),
 }
+STRATEGIES = ["fsdp2", "zero3"]
 
 
 @pytest.fixture(scope="module")
@@ -46,54 +50,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
-class Ranks:
-    """Two processes that stay joined for all tests here, as starting them takes longer than the tests."""
-
-    def __init__(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(
-            NUM_RANKS, mp_context=context, initializer=_join, initargs=(address, context.Value("i", 0))
-        )
-
-    def run(self, function: Callable[..., None], *arguments: object) -> None:
-        """Calls it on each rank, which must meet the others in it."""
-        for result in [self.pool.submit(function, *arguments) for _ in range(NUM_RANKS)]:
-            result.result()
-
-
-def _join(address: str, num_joined: Synchronized) -> None:
-    torch.set_num_threads(1)
-    with num_joined.get_lock():
-        rank = num_joined.value
-        num_joined.value += 1
-    dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120)
-    )
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks()
+    started = Ranks(NUM_RANKS)
     yield started
-    started.pool.shutdown()
+    started.end()
 
 
 def make(tiny: Path, case: str, *, num_ranks: int, model: ModelConfig | None = None) -> Learner:
-    adapter, loss, fsdp = CASES[case]
+    adapter, loss, options = CASES[case]
     reference = ReferenceConfig(sync_steps=2 if adapter == "none" and loss.beta else 0)
     return make_learner(
         tiny,
         adapter=adapter,
         model=model,
         learner=LearnerConfig(
-            strategy="fsdp2" if num_ranks > 1 else "single",
             num_ranks=num_ranks,
             max_grad_norm=0.05,
             optimizer=OptimizerConfig(lr=LEARNING_RATES[adapter], weight_decay=0.01),
-            fsdp=fsdp,
+            **(options if num_ranks > 1 else {}),
         ),
         algorithm=AlgorithmConfig(num_steps=8, num_minibatches=2, loss=loss, reference=reference),
     )
@@ -169,7 +144,7 @@ def resume_on_ranks(tiny: Path, folder: Path, case: str) -> None:
     torch.save(parameters_of(learner), folder / f"rank{dist.get_rank()}.pt")
 
 
-@pytest.mark.parametrize("case", ["lora", "full"])
+@pytest.mark.parametrize("case", [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("lora", "full")])
 def test_two_ranks_go_on_where_one_stopped(ranks: Ranks, tiny: Path, tmp_path: Path, case: str) -> None:
     single = make(tiny, case, num_ranks=1)
     train(single, case, 0, 3)
@@ -180,14 +155,14 @@ def test_two_ranks_go_on_where_one_stopped(ranks: Ranks, tiny: Path, tmp_path: P
         assert_close(parameters_of(single), torch.load(tmp_path / f"rank{rank}.pt"), 1e-5)
 
 
-def train_with_idle_and_bad_rank(tiny: Path) -> None:
+def train_with_idle_and_bad_rank(tiny: Path, strategy: str) -> None:
     rank = dist.get_rank()
-    for adapter in ("lora", "none"):
+    for kind, adapter in {"lora": "lora", "full": "none"}.items():
         model = ModelConfig(
             path=str(tiny), dtype="bfloat16", gradient_checkpointing=True, adapter=AdapterConfig(kind=adapter, r=4)
         )
-        learner = make(tiny, "lora" if adapter == "lora" else "full", num_ranks=NUM_RANKS, model=model)
-        assert {parameter.dtype for parameter in learner.policy.trainable_parameters().values()} == {torch.float32}
+        learner = make(tiny, f"{strategy} {kind}", num_ranks=NUM_RANKS, model=model)
+        assert {parameter.dtype for parameter in parameters_of(learner).values()} == {torch.float32}
         batch = make_batches(num_ranks=NUM_RANKS)[rank]
         if rank == 1:
             batch.mini_batches[0].micro_batches[0].loss_mask[:] = False
@@ -198,10 +173,12 @@ def train_with_idle_and_bad_rank(tiny: Path) -> None:
             bad.mini_batches[0].micro_batches[0].advantages[:] = float("nan")
         assert learner.train_step(bad)["bad_steps"] == 1
         assert_close(before, parameters_of(learner), 0)
+        assert learner.train_step(make_batches(num_ranks=NUM_RANKS, step=2)[rank])["bad_steps"] == 1
 
 
-def test_a_rank_may_be_idle_and_a_bad_one_holds_back_all(ranks: Ranks, tiny: Path) -> None:
-    ranks.run(train_with_idle_and_bad_rank, tiny)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_may_be_idle_and_a_bad_one_holds_back_all(ranks: Ranks, tiny: Path, strategy: str) -> None:
+    ranks.run(train_with_idle_and_bad_rank, tiny, strategy)
 
 
 def name_bad_groups(tiny: Path) -> None:
@@ -225,10 +202,10 @@ def test_every_rank_names_the_bad_groups_of_all(ranks: Ranks, tiny: Path) -> Non
 
 
 def fail_to_write(tiny: Path, folder: Path) -> None:
-    learner = make(tiny, "lora", num_ranks=NUM_RANKS)
+    learner = make(tiny, "fsdp2 lora", num_ranks=NUM_RANKS)
     with pytest.raises(OSError):  # noqa: PT011  each rank words it as it knows it
         CheckpointStore(folder / "file" / "checkpoints", keep=1).save(learner, step=1, extra={})
-    train(learner, "lora", 0, 1)
+    train(learner, "fsdp2 lora", 0, 1)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(

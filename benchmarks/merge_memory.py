@@ -1,0 +1,91 @@
+"""What merging an adapter needs: one shard of the base and the adapter, however many shards there are.
+
+A model of 20 shards is made, and merged with a LoRA adapter on its attention. Its matrices are small beside a shard, as
+a real model's are: while one is merged, PEFT has two more of its size. Run: ``python -m benchmarks.merge_memory``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from benchmarks.peak import MB, peak_memory, return_what_is_freed
+from rlpipe.learner.merge.merging import MergeRequest, merge
+
+FOLDER = Path("outputs/benchmarks/merge_memory")
+LAYERS_PER_SHARD = 2
+HEADS, VOCABULARY, RANK = 8, 512, 16
+
+
+def make(folder: Path, shards: int, hidden: int) -> None:
+    """A base in about so many shards, and an adapter with random values."""
+    set_seed(0)
+    intermediate = 5 * hidden
+    layer_bytes = 4 * (4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=LAYERS_PER_SHARD * shards,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=VOCABULARY,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "base", max_shard_size=LAYERS_PER_SHARD * layer_bytes)
+    adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder / "adapter")
+
+
+def merge_in(folder: Path) -> None:
+    for line in merge(
+        MergeRequest(base=str(folder / "base"), adapter=str(folder / "adapter"), output=folder / "merged")
+    ):
+        print(line)
+
+
+def measure(folder: Path, *, shards: int, hidden: int) -> dict[str, float]:
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, size in {"small": (2, 64), "large": (shards, hidden)}.items():
+        # In a process of its own, so that nothing of it is left to be used again here.
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=(folder / name, *size))
+        maker.start()
+        maker.join()
+        assert maker.exitcode == 0, f"the model can't be made in {folder}"
+    return_what_is_freed()
+    merge_in(folder / "small")  # loads what is loaded once
+    with peak_memory(torch.device("cpu")) as peak:
+        merge_in(folder / "large")
+    sizes = [path.stat().st_size / MB for path in (folder / "large" / "base").glob("*.safetensors")]
+    adapter = sum(path.stat().st_size for path in (folder / "large" / "adapter").glob("*.safetensors")) / MB
+    shutil.rmtree(folder)
+    return {
+        "shards": len(sizes),
+        "largest_shard_mb": round(max(sizes), 1),
+        "model_mb": round(sum(sizes), 1),
+        "adapter_mb": round(adapter, 1),
+        "peak_mb": round(peak.mb, 1),
+        "ratio": round(peak.mb / (max(sizes) + adapter), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shards", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=768, help="a shard has 152 bytes times its square")
+    arguments = parser.parse_args()
+    print(json.dumps(measure(FOLDER, shards=arguments.shards, hidden=arguments.hidden)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Peak memory of a block of code, on the CPU or a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What the kernel takes as the order to begin the resident set's peak anew."""
+MB = 1e6
+MMAP_THRESHOLD, THRESHOLD_BYTES = -3, 2**16
+"""glibc's number of the option, and its value here."""
+
+
+def return_what_is_freed() -> None:
+    """Has glibc give freed tensors back at once; as it stands it keeps those below 32 MB, as small models have."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, THRESHOLD_BYTES)
+
+
+@dataclass
+class Peak:
+    mb: float = 0.0
+    """Above what was there before, once the block has ended."""
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measures the block: torch's allocations on a GPU, this process' resident set on the CPU."""
+    peak = Peak()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield peak
+        torch.cuda.synchronize()
+        peak.mb = (torch.cuda.max_memory_allocated() - before) / MB
+        return
+    before = _status_bytes("VmRSS")
+    RESET.write_text(RESET_PEAK)
+    yield peak
+    peak.mb = (_status_bytes("VmHWM") - before) / MB
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,50 @@
+"""``rlpipe merge``: folds an adapter into its base."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlpipe.commands.arguments import Commands, add_command
+
+MERGE_NOTES = """\
+An adapter that QLoRA trained knows its base in NF4. It can be folded into the base as it is, or into what NF4 leaves of
+it; the command measures how far the log-probs of each are from the adapter's own, and takes the closer one.
+
+An interrupted merge goes on where it stopped.
+
+examples:
+  rlpipe merge outputs/quickstart/policy merged
+  rlpipe merge outputs/run/policy merged --base models/base --text held_out.txt
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "merge", run_merge, "fold an adapter into its base", epilog=MERGE_NOTES)
+    parser.add_argument("adapter", metavar="ADAPTER", help="folder or hub id of a PEFT adapter")
+    parser.add_argument("output", metavar="OUTPUT", help="new folder of the merged model")
+    parser.add_argument("--base", metavar="PATH", help="folder or hub id of the base; default: the adapter's own")
+    parser.add_argument("--base-precision", choices=("full", "nf4"), help="instead of the closer one")
+    parser.add_argument(
+        "--trained-on", choices=("full", "nf4"), help="where the adapter was not trained by rlpipe; default: full"
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="texts to measure on, one a line; default: some that the policy draws, which takes longer",
+    )
+
+
+def run_merge(arguments: argparse.Namespace) -> None:
+    from rlpipe.learner.merge.merging import MergeRequest, merge
+
+    request = MergeRequest(
+        adapter=arguments.adapter,
+        output=Path(arguments.output),
+        base=arguments.base,
+        base_precision=arguments.base_precision,
+        trained_on=arguments.trained_on,
+        text=None if arguments.text is None else Path(arguments.text),
+    )
+    for line in merge(request):
+        print(line, flush=True)

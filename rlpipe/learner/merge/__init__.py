@@ -1,0 +1,1 @@
+"""Merges a LoRA adapter into its base model's files: ``rlpipe merge``."""

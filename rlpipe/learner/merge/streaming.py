@@ -1,0 +1,79 @@
+"""Runs a model whose weights stay in its files: each module gets them when it is called, and gives them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedModel
+
+from rlpipe.learner.merge.files import ModelFiles
+from rlpipe.learner.merge.patches import Patch
+from rlpipe.learner.merge.units import Unit
+
+
+class Streamed:
+    """A hollow model, by the modules that it has before an adapter is put on it."""
+
+    def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[Unit]) -> None:
+        self._files = files
+        self._names = {module: name for name, module in model.named_modules() if _own(module)}
+        outlines = files.outlines()
+        self._units = {
+            parameter: unit
+            for unit in units
+            for parameter in unit.to_parameters({name: outlines[name] for name in unit.sources})
+        }
+        self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys or {})
+
+    @contextmanager
+    def running(self, patches: Mapping[str, Patch]) -> Iterator[None]:
+        """Calls of the model run with the patched weights."""
+        handles: list[Any] = []
+        for module in self._names:
+            hollow = _own(module)
+            handles += [
+                module.register_forward_pre_hook(lambda module, _: self._fill(module, patches)),
+                module.register_forward_hook(lambda module, *_, hollow=hollow: _set(module, hollow), always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def filled(self, module: nn.Module, patches: Mapping[str, Patch]) -> Iterator[None]:
+        """One module has the patched weights, without a call; it may be an adapter's, around the model's own."""
+        module = module if module in self._names else module.get_base_layer()  # type: ignore[operator]
+        hollow = _own(module)
+        self._fill(module, patches)
+        try:
+            yield
+        finally:
+            _set(module, hollow)
+
+    def _fill(self, module: nn.Module, patches: Mapping[str, Patch]) -> None:
+        _set(module, {name: self._read(f"{self._names[module]}.{name}", patches) for name in _own(module)})
+
+    def _read(self, name: str, patches: Mapping[str, Patch]) -> Tensor:
+        name = name if name in self._units else self._tied[name]
+        unit = self._units[name]
+        weight = unit.to_parameters(self._files.read(unit.sources))[name]
+        return patches[name](weight) if name in patches else weight
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _set(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        if is_parametrized(module, name):  # PEFT adds what it trained of an expert's weights in this way
+            module.parametrizations[name].original = parameter  # type: ignore[index,union-attr]
+        else:
+            setattr(module, name, parameter)

@@ -1,0 +1,48 @@
+"""One rank that holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.configs.schema import OptimizerConfig
+from rlpipe.learner.scorer import TokenScorer
+from rlpipe.learner.sharding import Read, Reduce, Updates
+from rlpipe.learner.updates import TorchUpdates
+
+
+class SingleRank:
+    rank = 0
+    num_ranks = 1
+
+    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+        pass
+
+    def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
+        return TorchUpdates(parameters, config, local=self.local)
+
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+        read(self.state(parameters))
+
+    def end_inference(self, scorer: TokenScorer) -> None:
+        pass
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        return tensor.shape
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
+        return tensor
+
+    def barrier(self) -> None:
+        pass

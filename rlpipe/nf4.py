@@ -1,0 +1,79 @@
+"""The base that QLoRA trains on: weights of linear layers in NF4, as bitsandbytes makes and transformers loads them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from rlpipe.errors import ModelError
+
+BLOCK = 64
+
+
+def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """How transformers loads it: with double quantisation (arXiv:2305.14314), computed with in ``dtype``.
+
+    Codes are stored in elements of that type too, so that FSDP2 can cut them as it cuts all others.
+    """
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+
+
+def settle_nf4(model: nn.Module, device: torch.device) -> None:
+    """Makes layers in NF4 ready for use on the device to which their parameters have gone, whole or in parts.
+
+    Their scales lie beside the parameters, and stay behind; and on some CPUs bitsandbytes would pack the weights anew,
+    and round their scales, once they are used without gradients. Raises ``ModelError`` for widths that it misreads.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            if device.type == "cpu" and module.in_features % BLOCK:
+                raise ModelError(
+                    f"bitsandbytes reads NF4 wrongly on a CPU where a layer's width, here {module.in_features}, is no "
+                    f"multiple of {BLOCK}: set model.adapter.kind=lora, or train on a GPU"
+                )
+            module.support_avx512bf16_for_cpu = False
+            assert module.quant_state is not None, "transformers quantises while it loads"
+            module.quant_state.to(device)
+
+
+def nf4_round_trip(weight: Tensor) -> Tensor:
+    """What a layer in NF4 multiplies with, in the weight's own type."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    # One block a row: on the CPU, bitsandbytes misreads rows that end within a block.
+    flat = weight.flatten()
+    blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    quantized, state = quantize_4bit(blocks, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    return dequantize_4bit(quantized, state).to(weight.dtype).flatten()[: len(flat)].view_as(weight)
+
+
+def to_nf4_and_back(model: PreTrainedModel) -> None:
+    """Gives a model, in place, the weights that QLoRA's base multiplies with."""
+    quantized = nf4_parameters(model)
+    for name, parameter in model.named_parameters():
+        if name in quantized:
+            parameter.data = nf4_round_trip(parameter.data)
+
+
+def nf4_parameters(model: PreTrainedModel) -> set[str]:
+    """The parameters that transformers would load in NF4: of linear layers, but the lm_head and what is tied to it.
+
+    Call it before an adapter is put on the model.
+    """
+    kept = get_keys_to_not_convert(model)
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and should_convert_module(name, kept)
+    }

@@ -1,0 +1,112 @@
+"""Every family is packed without leaks, trained by SFT and RL, and merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from family_cases import FAMILIES, make_family
+from learner_cases import make_batches, make_learner, make_model_config, make_rollouts
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText
+
+from rlpipe.configs.schema import AlgorithmConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.errors import ModelError
+from rlpipe.learner.export import export_policy
+from rlpipe.learner.merge.merging import MergeRequest, merge
+from rlpipe.learner.policy import Policy
+from rlpipe.learner.rows import AttentionPlan, Row
+from rlpipe.models import open_model
+
+pytestmark = pytest.mark.slow
+BACK_ENDS = ["sdpa", "eager", "flex_attention"]
+MISSING = [(name, "flex_attention") for name in ("qwen3.5", "qwen3.5-images", "qwen3-vl")]
+"""What transformers has not."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(request.param, tmp_path_factory.mktemp("family") / request.param)
+
+
+def compare_with_rows_run_alone(policy: Policy, path: Path) -> None:
+    """Token by token, with transformers' own forward pass over each row."""
+    plain = open_model(str(path), make_model_config(path), torch.float32).eval()
+    rollouts = make_rollouts(num_groups=3)
+    (micro_batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=4096)[0].mini_batches[0].micro_batches
+    with policy.inference():
+        packed, _ = policy.logprobs(micro_batch, temperature=1.0)
+        for rollout, start in zip(rollouts, micro_batch.sequence_starts[:-1], strict=True):
+            token_ids = torch.from_numpy(rollout.token_ids).long()
+            alone = plain(input_ids=token_ids[None]).logits[0, :-1].log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+            mask = torch.from_numpy(rollout.loss_mask)
+            own = packed[start : start + len(token_ids)]
+            torch.testing.assert_close(own[mask], alone[mask[1:]], atol=1e-5, rtol=0)
+
+
+def leak(row: Row) -> Row:
+    """The same row with its sequences taken for one, as a wrong plan or wrong position ids would."""
+    places = torch.arange(len(row.token_ids))
+    attention = row.attention and AttentionPlan(blocks=[places[None]], selected=places)
+    return replace(row, position_ids=places if attention is None else row.position_ids, attention=attention)
+
+
+@pytest.mark.parametrize("attention", BACK_ENDS)
+def test_packed_rows_equal_rows_run_alone_and_a_leak_is_seen(
+    family: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_model_config(family, attention=attention)
+    if (family.name, attention) in MISSING:
+        with pytest.raises(ModelError, match="flex"):
+            make_learner(family, model=config)
+        return
+    policy = make_learner(family, model=config).policy
+    compare_with_rows_run_alone(policy, family)
+    plan = policy.plan
+    monkeypatch.setattr(policy, "plan", lambda micro_batch: leak(plan(micro_batch)))
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_rows_run_alone(policy, family)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_family_learns_and_its_policy_is_loaded_as_it_is(
+    family: Path, tmp_path: Path, kind: str, adapter: str
+) -> None:
+    algorithm = AlgorithmConfig(kind=kind, num_steps=10)
+    learner = make_learner(family, adapter=adapter, algorithm=algorithm)
+    batch = make_batches(algorithm=algorithm)[0]
+    losses = [learner.train_step(batch)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+    export_policy(learner.policy, tmp_path / "policy")
+    merged = tmp_path / "policy"
+    if adapter == "lora":
+        merged = tmp_path / "merged"
+        list(merge(MergeRequest(adapter=str(tmp_path / "policy"), output=merged, base=str(family))))
+    (micro_batch,) = batch.mini_batches[0].micro_batches
+    again = make_learner(merged, adapter="none").policy
+    with learner.policy.inference(), again.inference():
+        torch.testing.assert_close(
+            again.logprobs(micro_batch, temperature=1.0)[0],
+            learner.policy.logprobs(micro_batch, temperature=1.0)[0],
+            atol=1e-5,
+            rtol=0,
+        )
+
+
+def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path) -> None:
+    """As others train it; rlpipe's own are on the class for text alone."""
+    base = make_family("qwen3.5-images", tmp_path / "base")
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj"], r=4))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    list(merge(MergeRequest(adapter=str(tmp_path / "adapter"), output=tmp_path / "merged", base=str(base))))
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    expected = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())

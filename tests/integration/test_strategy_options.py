@@ -1,0 +1,212 @@
+"""What saves memory, and what an adapter consists of, trains as plain PyTorch does under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases import make_family
+from learner_cases import (
+    assert_close,
+    make_adapter_config,
+    make_learner,
+    make_model_config,
+    parameters_of,
+    train_steps,
+)
+from plain_training import train_plain
+from rank_cases import Ranks
+
+from rlpipe.configs.schema import AlgorithmConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.tiny import make_tiny_policy
+
+pytestmark = pytest.mark.slow
+NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4
+PADDED_BUDGET = 45
+"""A packed micro batch of more tokens is cut."""
+NUM_RANKS = {"single": 1, "fsdp2": 2, "zero3": 2}
+WRAPS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "size": {"wrap": "size", "min_num_params": 64 * 128},
+    "size between a layer and all": {"wrap": "size", "min_num_params": 60_000},
+    "none": {"wrap": "none"},
+    "classes": {"wrap": ["Qwen3MLP", "Qwen3Attention"]},
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "full": {"kind": "none"},
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["norm", "input_layernorm"]},
+    "qlora": {"kind": "qlora"},
+}
+EXPERTS = {
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of its matrices still is more than the 4,096 elements below which bitsandbytes keeps moments in float32."""
+    return make_tiny_policy(tmp_path_factory.mktemp("wide"), hidden_size=128, num_layers=2, intermediate_size=192)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family("qwen3-moe", tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With linear attention, which sees across the sequences of a row."""
+    return make_family("qwen3.5", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[dict[str, Ranks]]:
+    pools = {num_ranks: Ranks(num_ranks) for num_ranks in set(NUM_RANKS.values())}
+    yield {strategy: pools[num_ranks] for strategy, num_ranks in NUM_RANKS.items()}
+    for ranks in pools.values():
+        ranks.end()
+
+
+@cache
+def expect(path: Path, adapter: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    config = make_adapter_config(**(EXPERTS if adapter == "experts" else ADAPTERS[adapter]))
+    return train_plain(path, config, num_steps=NUM_STEPS, learning_rate=LEARNING_RATE, max_norm=MAX_NORM)
+
+
+def train(path: Path, strategy: str, adapter: str, options: dict[str, Any], model: dict[str, Any], out: Path) -> None:
+    learner_config = LearnerConfig(
+        strategy=strategy,
+        num_ranks=NUM_RANKS[strategy],
+        max_grad_norm=MAX_NORM,
+        **{"optimizer": OptimizerConfig(lr=LEARNING_RATE)} | options,
+    )
+    adapter_config = make_adapter_config(**(EXPERTS if adapter == "experts" else ADAPTERS[adapter]))
+    learner = make_learner(
+        path,
+        learner=learner_config,
+        model=make_model_config(path, adapter=adapter_config, **model),
+        algorithm=AlgorithmConfig(num_steps=10),
+    )
+    metrics = train_steps(learner, 0, NUM_STEPS)
+    torch.save((metrics, parameters_of(learner)), out / f"rank{learner.policy.sharding.rank}.pt")
+
+
+def run(
+    groups: dict[str, Ranks], path: Path, out: Path, strategy: str, adapter: str, model: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[tuple[list[float], list[float], dict[str, torch.Tensor]]]:  # fmt: skip
+    """Of each rank the losses, the gradients' norms, and the trained parameters."""
+    groups[strategy].run(train, path, strategy, adapter, options, model or {}, out)
+    for rank in range(NUM_RANKS[strategy]):
+        metrics, parameters = torch.load(out / f"rank{rank}.pt", weights_only=False)
+        yield [step["loss"] for step in metrics], [step["grad_norm"] for step in metrics], parameters
+
+
+def check(
+    groups: dict[str, Ranks], path: Path, out: Path, strategy: str, adapter: str, *model: Any, **options: Any
+) -> None:
+    expected_losses, expected_norms, expected = expect(path, adapter)
+    for losses, norms, parameters in run(groups, path, out, strategy, adapter, *model, **options):
+        assert losses == pytest.approx(expected_losses, abs=1e-5)
+        assert norms == pytest.approx(expected_norms, abs=1e-5)
+        assert_close(expected, parameters, 1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_fsdp2_with_every_wrapping(
+    tiny: Path, groups: dict, tmp_path: Path, wrap: str, adapter: str, checkpointing: bool
+) -> None:
+    model = {"gradient_checkpointing": checkpointing}
+    check(groups, tiny, tmp_path, "fsdp2", adapter, model, fsdp=FsdpConfig(**WRAPS[wrap]))
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
+def test_fsdp2_with_its_options(tiny: Path, groups: dict, tmp_path: Path, adapter: str, options: dict) -> None:
+    check(groups, tiny, tmp_path, "fsdp2", adapter, fsdp=FsdpConfig(**options))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"offload_optimizer": True}, {"offload_optimizer": True, "offload_parameters": True}]
+)
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_zero3_with_its_options(
+    tiny: Path, groups: dict, tmp_path: Path, adapter: str, options: dict, checkpointing: bool
+) -> None:
+    model = {"gradient_checkpointing": checkpointing}
+    check(groups, tiny, tmp_path, "zero3", adapter, model, zero3=Zero3Config(**options))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name not in ("full", "lora")])
+@pytest.mark.parametrize("strategy", NUM_RANKS)
+def test_every_adapter_under_every_strategy(
+    tiny: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str, checkpointing: bool
+) -> None:
+    check(groups, tiny, tmp_path, strategy, adapter, {"gradient_checkpointing": checkpointing})
+
+
+@pytest.mark.parametrize("strategy", NUM_RANKS)
+def test_adapters_of_experts_under_every_strategy(mixture: Path, groups: dict, tmp_path: Path, strategy: str) -> None:
+    check(groups, mixture, tmp_path, strategy, "experts")
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("strategy", NUM_RANKS)
+def test_rows_that_are_filled_up_keep_to_the_budget_on_all_ranks(
+    hybrid: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str
+) -> None:
+    """Ranks cut their micro batches into differently many, and run as many as any other."""
+    check(groups, hybrid, tmp_path, strategy, adapter, max_tokens_per_microbatch=PADDED_BUDGET)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_both_forms_of_checkpointing(tiny: Path, groups: dict, tmp_path: Path, adapter: str, reentrant: bool) -> None:
+    model = {"gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
+    check(groups, tiny, tmp_path, "single", adapter, model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("strategy", NUM_RANKS)
+def test_narrow_types_stay_within_their_rounding(
+    tiny: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str, dtype: str
+) -> None:
+    expected_losses, expected_norms, _ = expect(tiny, adapter)
+    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
+    for losses, norms, parameters in run(groups, tiny, tmp_path, strategy, adapter, {"dtype": dtype}):
+        assert losses == pytest.approx(expected_losses, abs=rounding)
+        assert norms == pytest.approx(expected_norms, rel=rounding)
+        assert {parameter.dtype for parameter in parameters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit"])
+@pytest.mark.parametrize("strategy", NUM_RANKS)
+def test_moments_in_eight_bit_stay_near_those_in_float32(
+    wide: Path, groups: dict, tmp_path: Path, strategy: str, optimizer: str
+) -> None:
+    """They are rounded in blocks that every strategy cuts in other places."""
+    expected_losses, expected_norms, expected = expect(wide, "full")
+    config = OptimizerConfig(name=optimizer, lr=LEARNING_RATE)
+    for losses, norms, parameters in run(groups, wide, tmp_path, strategy, "full", optimizer=config):
+        assert losses == pytest.approx(expected_losses, abs=1e-4)
+        assert norms == pytest.approx(expected_norms, rel=1e-3)
+        assert_close(expected, parameters, LEARNING_RATE)
+        assert any(not torch.equal(parameters[name], expected[name]) for name in expected)

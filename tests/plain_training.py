@@ -1,0 +1,62 @@
+"""GRPO in plain PyTorch, as one would write it in an afternoon: what every strategy of the learner is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from learner_cases import make_rollouts
+from peft import get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rlpipe.configs.schema import AdapterConfig
+from rlpipe.learner.policy import lora_config
+from rlpipe.nf4 import to_nf4_and_back
+from rlpipe.types import Rollout
+
+TEMPERATURE, CLIP, CAP = 0.9, 0.2, 2.0
+
+
+def load_plain(path: Path, adapter: AdapterConfig) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(0)
+    if adapter.kind == "none":
+        return model
+    if adapter.kind == "qlora":
+        to_nf4_and_back(model)
+    return get_peft_model(model, lora_config(adapter))
+
+
+def rollout_loss(model: nn.Module, rollout: Rollout) -> Tensor:
+    """The sum over the tokens of one rollout, run alone."""
+    token_ids = torch.from_numpy(rollout.token_ids).long()
+    mask = torch.from_numpy(rollout.loss_mask)[1:]
+    logits = model(token_ids[None]).logits[0, :-1] / TEMPERATURE
+    logprobs = logits.log_softmax(-1).gather(1, token_ids[1:, None]).squeeze(1)[mask]
+    sampling = torch.from_numpy(rollout.logprobs)[1:][mask]
+    advantages = torch.from_numpy(rollout.advantages)[1:][mask]
+    weight = (logprobs.detach() - sampling).exp().clamp(1 / CAP, CAP)
+    ratio = (logprobs - logprobs.detach()).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -(weight * surrogate).sum()
+
+
+def train_plain(
+    path: Path, adapter: AdapterConfig, *, num_steps: int, learning_rate: float, max_norm: float
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The losses, the gradients' norms, and the trained parameters."""
+    model = load_plain(path, adapter)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=learning_rate, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(num_steps):
+        rollouts = make_rollouts(seed=step)
+        num_tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+        loss = torch.stack([rollout_loss(model, rollout) for rollout in rollouts]).sum() / num_tokens
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained.values(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, {name: parameter.detach().clone() for name, parameter in trained.items()}
