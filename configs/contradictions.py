@@ -21,6 +21,8 @@ from rlpipe.configs.schema import (
     TrackingConfig,
     WeightsConfig,
     Zero3Config,
+    needs_merging,
+    serves_adapter,
 )
 from rlpipe.errors import ConfigError
 
@@ -192,29 +194,18 @@ def check_adapter(config: Config) -> Iterator[str]:
             "learner.zero3.offload_parameters: an NF4 weight has its scales outside of the parameter, where ZeRO-3 "
             "does not move them along; set false, or model.adapter.kind=lora"
         )
-    served_apart = {
-        "use_dora": adapter.use_dora,
-        "modules_to_save": adapter.modules_to_save,
-        "target_parameters": adapter.target_parameters,
-    }
-    for name, used in served_apart.items():
-        if used and adapter.kind == "none":
+    for name in ("use_dora", "modules_to_save", "target_parameters", "merge"):
+        if getattr(adapter, name) and adapter.kind == "none":
             yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"
-        elif used and config.algorithm.kind == "rl":
-            yield (
-                f"model.adapter.{name}: engines serve A and B of linear layers alone; leave it out, or train with "
-                "algorithm=sft"
-            )
+    if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model):
+        yield (
+            "model.adapter.merge: engines serve A and B of linear layers over the base as it is, and this adapter is "
+            "more; set null"
+        )
     if config.model.normalize_weight_scales and adapter.kind == "qlora":
         yield (
             "model.normalize_weight_scales: the weights are in NF4 before they could be looked at; leave it out, or "
             "set model.adapter.kind=lora"
-        )
-    mends = [name for name, rule in config.model.normalize_weight_scales.items() if not rule.dry_run]
-    if mends and config.algorithm.kind == "rl" and adapter.kind != "none":
-        yield (
-            f"model.normalize_weight_scales.{mends[0]}: engines load model.path as it is, and serve the adapter on "
-            "that; set dry_run=true, or model.adapter.kind=none"
         )
 
 
@@ -355,8 +346,11 @@ def check_lengths(config: Config) -> Iterator[str]:
 def check_transport(config: Config) -> Iterator[str]:
     if config.weights.transport != "nccl":
         return
-    if config.model.adapter.kind != "none":
-        yield "weights.transport: nccl sends whole models, and an adapter is small; set object_store, or model=full"
+    if serves_adapter(config.model):
+        yield (
+            "weights.transport: nccl sends whole models, and an adapter is small; set object_store, "
+            "model.adapter.merge=true, or model=full"
+        )
     if config.rollout.engine == "hf":
         yield "weights.transport: nccl is vLLM's; set rollout.engine=vllm, or object_store"
     if (config.learner.num_gpus > 0) != (config.rollout.num_gpus > 0):

@@ -60,6 +60,9 @@ class AdapterConfig(Freezable):
     modules_to_save: list[str] = option([], "Names of modules that are trained as a whole beside the adapter.")
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
     use_dora: bool = option(False, "Train direction and magnitude of each weight apart (DoRA).")
+    merge: bool | None = option(
+        None, "Engines are given whole models with the adapter in them; null: only where they can't serve it as it is."
+    )
 
 
 @dataclass(kw_only=True)
@@ -369,6 +372,20 @@ def reentrant_checkpointing(model: ModelConfig, learner: LearnerConfig) -> bool:
     if model.reentrant_checkpointing is not None:
         return model.reentrant_checkpointing
     return learner.strategy == "zero3" or model.attention == "flex_attention"
+
+
+def serves_adapter(model: ModelConfig) -> bool:
+    """Whether engines serve the adapter beside the model of ``model.path``; else they are given whole models."""
+    adapter = model.adapter
+    merges = needs_merging(model) if adapter.merge is None else adapter.merge
+    return adapter.kind != "none" and not merges
+
+
+def needs_merging(model: ModelConfig) -> bool:
+    """Whether the adapter is more than vLLM serves, A and B of linear layers over the base as its files have it."""
+    adapter = model.adapter
+    mended = any(not rule.dry_run for rule in model.normalize_weight_scales.values())
+    return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or mended)
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -45,6 +47,22 @@ def settle_nf4(model: nn.Module, device: torch.device) -> None:
             module.support_avx512bf16_for_cpu = False
             assert module.quant_state is not None, "transformers quantises while it loads"
             module.quant_state.to(device)
+
+
+def nf4_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers in NF4 of a model that is loaded, by the names of their weights."""
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return {}
+    from bitsandbytes.nn import Linear4bit
+
+    return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Linear4bit)}
+
+
+def from_nf4(codes: Tensor, layer: nn.Module) -> Tensor:
+    """The weight that a layer in NF4 multiplies with, from its whole codes."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(codes, cast(Any, layer).quant_state)
 
 
 def nf4_round_trip(weight: Tensor) -> Tensor:

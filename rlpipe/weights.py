@@ -335,9 +335,12 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def _check_features(adapter_config: Mapping[str, Any]) -> None:
-    for feature in ("use_dora", "lora_bias", "modules_to_save", "use_qalora", "layer_replication"):
+    for feature in ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "use_qalora", "layer_replication"):
         if adapter_config.get(feature):
-            raise ModelError(f"the adapter uses {feature}, which engines can't serve")
+            raise ModelError(
+                f"the adapter uses {feature}, which engines can't serve beside the model: set model.adapter.merge=true "
+                "where it is trained, or merge it first (rlpipe merge)"
+            )
     if adapter_config.get("bias", "none") != "none":
         raise ModelError(f"the adapter has bias={adapter_config['bias']}, which engines can't serve; use none")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlpipe.configs.schema import WeightsConfig
 from rlpipe.direct import GlooGroup, listen
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.publish import named_weights, outline_weights
+from rlpipe.learner.publish import outline_weights, served_weights
 from rlpipe.types import Transfer
 from rlpipe.weights import add_checksum, digest_of_sums
 
@@ -79,7 +79,7 @@ class DirectSender:
 
     def _cast_weights(self) -> Iterator[tuple[str, Tensor]]:
         dtype = self._policy.scorer.compute_dtype
-        for name, tensor in named_weights(self._policy):
+        for name, tensor in served_weights(self._policy):
             cast = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
             if self._policy.sharding.rank == 0:
                 add_checksum(self._sums, name, cast)

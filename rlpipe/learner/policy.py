@@ -15,11 +15,18 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig, reentrant_checkpointing
+from rlpipe.configs.schema import (
+    AdapterConfig,
+    LearnerConfig,
+    ModelConfig,
+    reentrant_checkpointing,
+    serves_adapter,
+)
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.learner import attention
+from rlpipe.learner.merge.live import LiveMerge
 from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Sharding
@@ -49,7 +56,14 @@ class Policy:
 
     @property
     def kind(self) -> WeightsKind:
-        return WeightsKind.LORA if isinstance(self.model, PeftModel) else WeightsKind.FULL
+        """What engines are given of it."""
+        return WeightsKind.LORA if serves_adapter(self.config) else WeightsKind.FULL
+
+    @cached_property
+    def merged(self) -> LiveMerge:
+        """The whole model with the adapter in it; only for LoRA. ``ModelError`` where it can't be merged exactly."""
+        assert isinstance(self.model, PeftModel)
+        return LiveMerge(self.model, self.sharding)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """By their names in ``model``; each tied one once."""

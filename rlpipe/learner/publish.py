@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
+from rlpipe.conversion import to_files, untied_state
 from rlpipe.learner.policy import Policy
-from rlpipe.types import ByteArray, TensorOutline, WeightsManifest
+from rlpipe.types import ByteArray, TensorOutline, WeightsKind, WeightsManifest
 from rlpipe.weights import BucketMemory, pack_weights
 
 
@@ -27,10 +27,11 @@ def publish_weights(
 ) -> WeightsManifest | None:
     """Packs the present weights into buckets, which rank 0 hands to ``emit`` one by one; all ranks must call it.
 
-    A LoRA policy publishes its adapter, a whole model the tensors of its checkpoint, each gathered when its turn comes.
+    An adapter that engines can serve is published alone, any other policy as the tensors of a whole model's checkpoint,
+    each gathered, and merged with the adapter, when its turn comes.
     Returns the manifest on rank 0, None elsewhere. With ``memory``, a bucket is valid only until ``emit`` returns.
     """
-    tensors = named_weights(policy)
+    tensors = served_weights(policy)
     if policy.sharding.rank != 0:
         for _ in tensors:
             pass
@@ -40,7 +41,7 @@ def publish_weights(
         kind=policy.kind,
         named_tensors=tensors,
         bucket_bytes=bucket_bytes,
-        adapter_config=adapter_config(policy),
+        adapter_config=adapter_config(policy) if policy.kind is WeightsKind.LORA else None,
         emit=emit,
         dtype=policy.scorer.compute_dtype,
         memory=memory,
@@ -48,11 +49,10 @@ def publish_weights(
 
 
 def outline_weights(policy: Policy) -> list[TensorOutline]:
-    """What ``named_weights`` of a whole model yields, in the type that engines serve, without gathering anything."""
+    """What ``served_weights`` of a whole model yields, in the type that engines serve, without gathering anything."""
     model, outlines = policy.scorer.causal_model, []
-    for name, tensor in _untied_state(policy).items():
-        hollow = torch.empty(policy.sharding.shape(tensor), dtype=tensor.dtype, device="meta")
-        for published, part in revert_weight_conversion(model, {name: hollow}).items():
+    for name, hollow in _hollow_state(policy).items():
+        for published, part in to_files(model, name, hollow).items():
             dtype = policy.scorer.compute_dtype if part.is_floating_point() else part.dtype
             outlines.append(
                 TensorOutline(name=published, dtype=str(dtype).removeprefix("torch."), shape=tuple(part.shape))
@@ -60,8 +60,27 @@ def outline_weights(policy: Policy) -> list[TensorOutline]:
     return outlines
 
 
+def _hollow_state(policy: Policy) -> dict[str, Tensor]:
+    if isinstance(policy.model, PeftModel):
+        return policy.merged.outlines()
+    return {
+        name: torch.empty(policy.sharding.shape(tensor), dtype=tensor.dtype, device="meta")
+        for name, tensor in untied_state(policy.model).items()
+    }
+
+
+def served_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """What engines are given, by the names that ``save_pretrained`` gives it, gathered one at a time.
+
+    Every rank must exhaust it. Raises ``ModelError`` where an adapter can't be merged exactly.
+    """
+    if policy.kind is WeightsKind.FULL and isinstance(policy.model, PeftModel):
+        return policy.merged.tensors()
+    return named_weights(policy)
+
+
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """The weights by the names that ``save_pretrained`` of PEFT or transformers gives them, gathered one at a time.
+    """What is trained, by the names that ``save_pretrained`` of PEFT or transformers gives it, gathered one at a time.
 
     Tensors are in the type that they are trained in. Every rank must exhaust it.
     """
@@ -75,17 +94,8 @@ def _adapter_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 def _model_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     model = policy.scorer.causal_model
-    for name, tensor in _untied_state(policy).items():
-        gathered = policy.sharding.full(tensor).detach()
-        # Some models are held with other names or fused tensors than their files have.
-        yield from revert_weight_conversion(model, {name: gathered}).items()
-
-
-def _untied_state(policy: Policy) -> dict[str, Tensor]:
-    """Parameters, each tied one once, and the buffers that are saved with them."""
-    parameters = dict(policy.model.named_parameters())
-    tied = dict(policy.model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    return {name: tensor for name, tensor in policy.model.state_dict(keep_vars=True).items() if name not in tied}
+    for name, tensor in untied_state(model).items():
+        yield from to_files(model, name, policy.sharding.full(tensor).detach()).items()
 
 
 def adapter_config(policy: Policy) -> dict[str, Any] | None:

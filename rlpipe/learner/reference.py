@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from rlpipe.configs.schema import AlgorithmConfig, ReferenceConfig
 from rlpipe.errors import ConfigError
 from rlpipe.learner.policy import Policy, load_scorer
 from rlpipe.learner.rows import Row
-from rlpipe.types import WeightsKind
 
 
 class Reference(Protocol):
@@ -80,7 +80,7 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
     """The reference that the config needs, or None; raises ``ConfigError`` where it asks a LoRA's to move."""
     if algorithm.kind != "rl" or not algorithm.loss.beta:
         return None
-    if policy.kind is WeightsKind.FULL:
+    if not isinstance(policy.model, PeftModel):
         return FrozenCopy(policy, algorithm.reference)
     if algorithm.reference.sync_steps:
         raise ConfigError(

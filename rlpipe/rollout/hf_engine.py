@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, serves_adapter
+from rlpipe.conversion import plan_units, to_files, untied_state
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models import open_model
 from rlpipe.nf4 import to_nf4_and_back
@@ -58,7 +59,7 @@ class HfEngine:
         _check_options(rollout)
         torch.set_num_threads(num_threads(rollout))
         self._name = name
-        self._kind = WeightsKind.LORA if model.adapter.kind != "none" else WeightsKind.FULL
+        self._kind = WeightsKind.LORA if serves_adapter(model) else WeightsKind.FULL
         self._sampling = rollout.sampling
         self._batch_size: int = rollout.engine_args.get("max_batch_size", DEFAULT_SEQUENCES)
         self._max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
@@ -73,7 +74,7 @@ class HfEngine:
             name for name, layer in self._base.named_modules() if isinstance(layer, nn.Linear | Conv1D)
         ]
         self._policy: Any = self._base
-        if model.adapter.path is not None:
+        if self._kind is WeightsKind.LORA and model.adapter.path is not None:
             manifest, buckets = pack_adapter(model.adapter.path, self._base.dtype)
             if self.load(manifest, buckets) != manifest.digest:
                 raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
@@ -210,21 +211,31 @@ class HfEngine:
 
     @torch.no_grad()
     def _load_full(self, buckets: Buckets) -> str:
-        parameters = dict(self._base.named_parameters())
-        received: set[str] = set()
+        served = untied_state(self._base)
+        parts = {name: to_files(self._base, name, tensor.to("meta")) for name, tensor in served.items()}
+        wholes = {part: name for name, own in parts.items() for part in own}
+        received: dict[str, Tensor] = {}
         for bucket in buckets:
             tensors = unpack(bucket)
             check_dtype(tensors, self._base.dtype)
-            check_parameters(tensors.keys(), parameters.keys(), complete=False)
-            for name, tensor in tensors.items():
-                check_shape(name, tensor, parameters[name])
-                parameters[name].copy_(tensor)
-            received |= tensors.keys()
-        check_parameters(received, parameters.keys())
+            check_parameters(tensors.keys(), wholes.keys(), complete=False)
+            received |= tensors
+            for name in dict.fromkeys(wholes[part] for part in tensors):
+                if parts[name].keys() <= received.keys():
+                    self._load_whole(name, parts[name], {part: received[part] for part in parts[name]})
+                    received |= parts[name]  # their outlines, so that the tensors can go
+        check_parameters(received.keys(), wholes.keys())
         sums: dict[int, int] = {}
-        for name, parameter in parameters.items():
-            add_checksum(sums, name, parameter)
+        for name, tensor in served.items():
+            add_checksum(sums, name, tensor)
         return digest_of_sums(sums)
+
+    def _load_whole(self, name: str, outlines: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+        """Fills a parameter or buffer with the tensors that a model's files have for it."""
+        for part, tensor in parts.items():
+            check_shape(part, tensor, outlines[part])
+        (unit,) = plan_units(self._base, parts)
+        self._base.state_dict()[name].copy_(unit.to_parameters(parts)[name])
 
 
 def _adapted_layers(policy: PeftModel) -> dict[str, Any]:
@@ -254,7 +265,7 @@ def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
         policy: Any = open_model(model.path, model, getattr(torch, model.dtype))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"model.path={model.path} can't be loaded: {str(error).splitlines()[0]}") from error
-    if model.adapter.kind == "qlora":
+    if model.adapter.kind == "qlora" and serves_adapter(model):
         to_nf4_and_back(policy)
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer
 

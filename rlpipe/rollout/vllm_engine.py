@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
+from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig, serves_adapter
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
 from rlpipe.rollout.engine import num_threads
@@ -59,7 +59,7 @@ class VllmEngine:
         self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
     ) -> None:
         self._name = name
-        self._kind = WeightsKind.LORA if model.adapter.kind != "none" else WeightsKind.FULL
+        self._kind = WeightsKind.LORA if serves_adapter(model) else WeightsKind.FULL
         self._in_flight = weights.on_update == "inflight"
         self._timeout_s = weights.timeout_s
         self._sampling = sampling_args(rollout.sampling)
@@ -80,7 +80,7 @@ class VllmEngine:
         self._core = client.engine_core
         self._llm.set_weight_version(str(self._version))
         self._llm.collective_rpc("prepare_serving")
-        if model.adapter.path is not None:
+        if self._kind is WeightsKind.LORA and model.adapter.path is not None:
             self._load_first(*pack_adapter(model.adapter.path, getattr(torch, model.dtype)))
 
     @property

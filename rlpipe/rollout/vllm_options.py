@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig
+from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig, serves_adapter
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES
 
@@ -86,11 +86,11 @@ def engine_args(
         args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
-    if model.adapter.kind != "none":
+    if serves_adapter(model):
         max_loras = 1 if weights.on_update == "inflight" else 3
         args |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": _lora_rank(model.adapter.r)}
         args["lora_target_modules"] = _target_suffixes(model)
-    if model.adapter.kind == "qlora" and "quantization" not in rollout.engine_args:
+    if model.adapter.kind == "qlora" and serves_adapter(model) and "quantization" not in rollout.engine_args:
         args["load_format"] = LOAD_FORMAT
     if weights.transport == "nccl":
         args["weight_transfer_config"] = {"backend": backend()}

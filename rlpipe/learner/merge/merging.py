@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlpipe.configs.schema import ModelConfig
+from rlpipe.conversion import Unit, plan_units
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
 from rlpipe.folders import begin_folder, complete_folder, write_whole, writing_path
@@ -32,7 +33,6 @@ from rlpipe.learner.merge.patches import (
     tensor_names,
 )
 from rlpipe.learner.merge.streaming import Streamed
-from rlpipe.learner.merge.units import Unit, plan_units
 from rlpipe.learner.policy import find_source
 from rlpipe.nf4 import nf4_parameters
 from rlpipe.training_record import read_record

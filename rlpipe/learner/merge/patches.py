@@ -7,6 +7,7 @@ the weight at hand, has PEFT merge it, and takes it away again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import cast
 
@@ -50,15 +51,31 @@ def hollow_model(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
             raise ValueError("it is quantized; merge into the model that it was made from")
         named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
         with init_empty_weights():  # buffers that are in no file get their values
-            hollow = named(config) if as_named and named else find_class(config).from_config(config)
-            model = cast(PreTrainedModel, cast(nn.Module, hollow).to(config.dtype or torch.float32))
+            outline = named(config) if as_named and named else find_class(config).from_config(config)
+            model = cast(PreTrainedModel, cast(nn.Module, outline).to(config.dtype or torch.float32))
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelError(f"the base {folder} can't be used: {describe_error(error)}") from None
+    _hollow_out(model)
+    return model
+
+
+def hollow_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """One that no adapter is on, of the same class and type, on the CPU."""
+    with init_empty_weights():
+        twin = cast(PreTrainedModel, cast(nn.Module, type(model)(deepcopy(model.config))).to(model.dtype))
+    _hollow_out(twin)
+    return twin
+
+
+def _hollow_out(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            zero = torch.zeros((), dtype=parameter.dtype)
-            setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
-    return model
+            setattr(module, name, nn.Parameter(hollow(parameter), requires_grad=False))
+
+
+def hollow(tensor: Tensor) -> Tensor:
+    """One of the same shape and type, a single zero on the CPU that is repeated."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def tensor_names(adapter: Path) -> frozenset[str]:
@@ -88,11 +105,16 @@ def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]
     patches = {
         f"{names[id(base)]}.{parameter}": patch
         for module in adapted.modules()
-        for base, parameter, patch in _patches_of(module)
+        for base, parameter, patch in patches_of(module)
     }
     if not patches:
         raise ModelError(f"the adapter {adapter} changes nothing of {type(model).__name__}")
-    _refuse_tied(model, patches, adapter)
+    if tied := changed_tie(model, patches):
+        one, other = tied
+        raise ModelError(
+            f"the adapter {adapter} changes {one}, but the base ties it to {other}, and both would change: save the "
+            "base with tie_word_embeddings=false, and merge into that"
+        )
     return adapted, patches
 
 
@@ -131,7 +153,7 @@ def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
             layer.weight = nn.Parameter(cast(Tensor, layer.weight).contiguous(), requires_grad=False)
 
 
-def _patches_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
+def patches_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
     """The module of the base that ``module`` adapts, with each parameter that it changes."""
     if isinstance(module, ParamWrapper):
         base = module.get_base_layer()
@@ -155,14 +177,14 @@ def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
     def patch(weight: Tensor) -> Tensor:
         if saved is not None:
             weight = saved.detach().to(weight.dtype, copy=True)
-        hollow = dict(base.named_parameters(recurse=False))
-        for other, parameter in hollow.items():  # PEFT merges weight and bias together
+        empty = dict(base.named_parameters(recurse=False))
+        for other, parameter in empty.items():  # PEFT merges weight and bias together
             values = weight if other == name else parameter.contiguous() if other == "bias" else parameter
             setattr(base, other, nn.Parameter(values, requires_grad=False))
         layer.merge()
         merged = cast(Tensor, getattr(base, name)).data
         layer.merged_adapters.clear()
-        for other, parameter in hollow.items():
+        for other, parameter in empty.items():
             setattr(base, other, parameter)
         return merged
 
@@ -178,14 +200,14 @@ def _replacing(saved: Tensor) -> Patch:
     return lambda weight: saved.detach().to(weight.dtype)
 
 
-def _refuse_tied(model: PreTrainedModel, patches: Mapping[str, Patch], adapter: Path) -> None:
+def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
+    """The first of the changed parameters that is tied to another, and that other."""
     for one, other in (model.all_tied_weights_keys or {}).items():
-        changed = [name for name in (one, other) if name in patches]
-        if changed:
-            raise ModelError(
-                f"the adapter {adapter} changes {changed[0]}, but the base ties {one} to {other}, and both would "
-                "change: save the base with tie_word_embeddings=false, and merge into that"
-            )
+        if one in changed:
+            return one, other
+        if other in changed:
+            return other, one
+    return None
 
 
 def over_nf4(patches: Mapping[str, Patch], quantized: Collection[str]) -> dict[str, Patch]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
+from rlpipe.conversion import Unit
 from rlpipe.learner.merge.files import ModelFiles
 from rlpipe.learner.merge.patches import Patch
-from rlpipe.learner.merge.units import Unit
 
 
 class Streamed:

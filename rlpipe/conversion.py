@@ -7,10 +7,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 Tensors = Mapping[str, Tensor]
 
@@ -79,6 +85,19 @@ def plan_units(model: PreTrainedModel, names: Iterable[str]) -> list[Unit]:
         converter = None if pattern is None else by_pattern[pattern]
         units.setdefault(target, Unit(model, target, converter)).sources[name] = Source(pattern, renamed)
     return list(units.values())
+
+
+def untied_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, each tied one once, and the buffers that are saved with them."""
+    parameters = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+
+
+def to_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What ``save_pretrained`` writes of one of the model's tensors: some are held under other names, or fused."""
+    written: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return written
 
 
 def _find(found: Tensors, renamed: str) -> Tensor:
