@@ -266,7 +266,8 @@ class VllmEngine:
         self._llm.collective_rpc("update_weights", args=(receiving,))
         self._llm.collective_rpc("finish_weight_update")
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
-        return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums")))
+        published = [outline.name for outline in transfer.outlines]
+        return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums", args=(published,))))
 
     def _load_first(self, manifest: WeightsManifest, buckets: Buckets) -> None:
         if self.load(manifest, buckets) != manifest.digest:

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitI
 from vllm.platforms import current_platform
 
 from rlpipe.direct import GlooGroup
+from rlpipe.rollout.vllm_experts import begin_experts, end_experts
 from rlpipe.types import TensorOutline, Transfer
 
 GLOO = "rlpipe_gloo"
@@ -54,7 +55,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         self._group = GlooGroup.join(self._transfer, rank, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        pass
+        begin_experts(self.model, self.vllm_config)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         assert self._group is not None, "init_transfer_engine comes first"
@@ -62,7 +63,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         model.load_weights(self._group.receive(self._transfer))
 
     def finish_weight_update(self) -> None:
-        pass
+        end_experts(self.model, self.vllm_config)
 
     def shutdown(self) -> None:
         self._group = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 import rlpipe.rollout.vllm_nf4
 import rlpipe.rollout.vllm_transfer  # noqa: F401
 from rlpipe.errors import ModelError, WeightsMismatch
+from rlpipe.rollout.vllm_experts import begin_experts, end_experts
 from rlpipe.types import ByteArray
 from rlpipe.weights import (
     add_checksum,
@@ -44,6 +46,7 @@ class WeightsExtension:
 
     device: torch.device
     model_runner: Any
+    vllm_config: VllmConfig
     _layout: AdapterLayout | None = None
 
     def prepare_serving(self) -> None:
@@ -79,32 +82,39 @@ class WeightsExtension:
         self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
 
     def begin_full_load(self) -> None:
-        self._locations = _locate_parameters(self.model_runner.model)
+        model = self.model_runner.model
+        self._locations = _locate_parameters(model)
         self._received: set[str] = set()
+        begin_experts(model, self.vllm_config)
 
     def load_full_bucket(self, bucket: ByteArray) -> None:
         """Loads the tensors of one bucket into the model, and compares them with what then lies there."""
         model = self.model_runner.model
         tensors = {name: tensor.to(self.device) for name, tensor in unpack(bucket).items()}
         check_dtype(tensors, self.model_runner.model_config.dtype)
-        mapper = _rename_mapper(model)
-        renamed = {(mapper.map_name(name) or name) if mapper else name: tensor for name, tensor in tensors.items()}
+        names = _own_names(model, tensors)
+        renamed = {names[name]: tensor for name, tensor in tensors.items()}
         unfused = {name for name in renamed if _EXPERTS not in name}
-        check_parameters(unfused, self._locations.keys(), complete=False)
+        buffers = {name: (name, 0) for name, _ in model.named_buffers()}
+        locations: dict[str, tuple[str, int]] = self._locations | buffers
+        check_parameters(unfused, locations.keys(), complete=False)
         model.load_weights(iter(tensors.items()))
         for name in unfused:
-            _check_slice(model, *self._locations[name], renamed[name])
-        self._received |= unfused
+            _check_slice(model, *locations[name], renamed[name])
+        self._received |= tensors.keys()
 
     def finish_full_load(self) -> dict[int, int]:
         """The checksums of what is served now; raises ``ModelError`` if a parameter was not published."""
-        check_parameters(self._received, self._locations.keys())
-        return self.checksums()
+        model = self.model_runner.model
+        end_experts(model, self.vllm_config)
+        received = set(_own_names(model, self._received).values())
+        check_parameters(received & self._locations.keys(), self._locations.keys())
+        return self.checksums(self._received)
 
-    def checksums(self) -> dict[int, int]:
-        """Of the parameters that this rank serves, by layer; shared ones are counted by one rank."""
-        sums: dict[int, int] = {}
-        for name, tensor in _owned_shards(self.model_runner.model):
+    def checksums(self, published: Collection[str]) -> dict[int, int]:
+        """Of what this rank serves of the published tensors, by layer; what ranks share is counted by one of them."""
+        model, sums = self.model_runner.model, dict[int, int]()
+        for name, tensor in _owned_shards(model, set(_own_names(model, published).values())):
             add_checksum(sums, name, tensor)
         return sums
 
@@ -219,6 +229,12 @@ def _rename_mapper(model: nn.Module) -> Any:
     return None if mapper is None else mapper.get_rename_mapper()
 
 
+def _own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
+    """vLLM's names of what was published, before it fuses."""
+    mapper = _rename_mapper(model)
+    return {name: (mapper.map_name(name) or name) if mapper else name for name in published}
+
+
 def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
     """The linear modules that can take an adapter, fused ones by the names of their parts."""
     for name, layer in manager.modules.items():
@@ -321,15 +337,18 @@ def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tens
     """Compares a published tensor with its rows of the parameter that it was fused into, where no shard is cut."""
     if get_tensor_model_parallel_world_size() > 1:
         return
-    layer: Any = model.get_submodule(parameter_name.rpartition(".")[0])
+    module, _, kind = parameter_name.rpartition(".")
+    layer: Any = model.get_submodule(module)
     start = sum(layer.output_sizes[:index]) if index else 0
-    if not torch.equal(model.get_parameter(parameter_name)[start : start + len(tensor)], tensor):
+    if not torch.equal(getattr(layer, kind)[start : start + len(tensor)], tensor):
         raise WeightsMismatch(f"{parameter_name} does not serve what was published for its part {index}")
 
 
-def _owned_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of this rank, without those that another rank holds too and counts."""
+def _owned_shards(model: nn.Module, published: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters and published buffers, without those that another rank holds too and counts."""
     rank = get_tensor_model_parallel_rank()
+    if rank == 0:
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in published)
     for name, parameter in model.named_parameters():
         layer = model.get_submodule(name.rpartition(".")[0])
         if rank == 0:

@@ -60,6 +60,7 @@ FENCES = {
     | {name for name, floor in FLOORS if floor == 6},
     "vllm": {
         "rlpipe.rollout.vllm_engine",
+        "rlpipe.rollout.vllm_experts",
         "rlpipe.rollout.vllm_nf4",
         "rlpipe.rollout.vllm_transfer",
         "rlpipe.learner.nccl",

@@ -1,0 +1,35 @@
+"""Fused experts, whose kernels want their weights in a layout of their own: padded, and packed in another order.
+
+Weights that are replaced are collected until a layer has all of them, and laid out anew by vLLM, as when it loads a
+model; all other layers are written to in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+
+def begin_experts(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Call it before new weights are loaded into a model, and ``end_experts`` once all of them are."""
+    with set_current_vllm_config(vllm_config):
+        for layer in _experts(model):
+            initialize_layerwise_reload(layer)
+            if current_platform.is_cpu():
+                # With its kernel in place, vLLM would leave the weights as they are in a file, which is right on GPUs.
+                layer.quant_method.moe_kernel = None
+
+
+def end_experts(model: nn.Module, vllm_config: VllmConfig) -> None:
+    with set_current_vllm_config(vllm_config):
+        for layer in _experts(model):
+            finalize_layerwise_reload(layer, vllm_config.model_config)
+
+
+def _experts(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
