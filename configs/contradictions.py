@@ -194,6 +194,11 @@ def check_adapter(config: Config) -> Iterator[str]:
             "learner.zero3.offload_parameters: an NF4 weight has its scales outside of the parameter, where ZeRO-3 "
             "does not move them along; set false, or model.adapter.kind=lora"
         )
+    if adapter.kind == "qlora" and adapter.use_dora and learner.strategy == "zero3":
+        yield (
+            "model.adapter.use_dora: PEFT copies NF4 layers in DoRA's forward pass, and ZeRO-3 does not know the "
+            "copies; set false, model.adapter.kind=lora, or learner.strategy=fsdp2"
+        )
     for name in ("use_dora", "modules_to_save", "target_parameters", "merge"):
         if getattr(adapter, name) and adapter.kind == "none":
             yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"

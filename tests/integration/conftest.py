@@ -14,7 +14,7 @@ from engine_cases import OpenVllm, model_config, rollout_config
 from run_cases import SIX_STEPS, make_config
 
 import rlpipe
-from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema import ModelConfig, WeightsConfig
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy
 
@@ -45,12 +45,11 @@ def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
     """Opens engines that all live until the module's last test: one that stops ends the others in its process."""
     engines: list[Engine] = []
 
-    def open_one(kind: str = "lora", on_update: str = "wait", **options: Any) -> Engine:
-        name, model, rollout = (
-            f"engine-{len(engines)}",
-            model_config(tiny_policy, kind),
-            rollout_config("vllm", **options),
-        )
+    def open_one(
+        kind: str = "lora", on_update: str = "wait", *, model: ModelConfig | None = None, **options: Any
+    ) -> Engine:
+        name, model = f"engine-{len(engines)}", model or model_config(tiny_policy, kind)
+        rollout = rollout_config("vllm", **options)
         engines.append(open_engine(name, model, rollout, WeightsConfig(on_update=on_update), max_prompt_tokens=256))
         return engines[-1]
 

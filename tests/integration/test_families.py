@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from engine_cases import request, rollout_config, sample
 from family_cases import FAMILIES, make_family
-from learner_cases import make_batches, make_learner, make_model_config, make_rollouts
+from learner_cases import make_adapter_config, make_batches, make_learner, make_model_config, make_rollouts
 from peft import LoraConfig, get_peft_model
+from serving_cases import largest_gap, publish_policy
 from transformers import AutoModelForImageTextToText
 
-from rlpipe.configs.schema import AlgorithmConfig
+from rlpipe.configs.schema import AlgorithmConfig, WeightsConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner.export import export_policy
@@ -20,6 +23,8 @@ from rlpipe.learner.merge.merging import MergeRequest, merge
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.rows import AttentionPlan, Row
 from rlpipe.models import open_model
+from rlpipe.rollout.engine import open_engine
+from rlpipe.types import WeightsKind
 
 pytestmark = pytest.mark.slow
 BACK_ENDS = ["sdpa", "eager", "flex_attention"]
@@ -95,6 +100,33 @@ def test_a_family_learns_and_its_policy_is_loaded_as_it_is(
             atol=1e-5,
             rtol=0,
         )
+
+
+@pytest.mark.parametrize("adapter", [{"kind": "none"}, {"merge": True}], ids=["full", "merged"])
+def test_engines_serve_what_a_family_has_learned(family: Path, adapter: dict[str, Any]) -> None:
+    """Whole models, in the names and cuts of their files; PEFT's all-linear takes experts that are fused, too."""
+    config = make_model_config(family, adapter=make_adapter_config(**adapter))
+    learner = make_learner(family, model=config)
+    learner.train_step(make_batches()[0])
+    engine = open_engine("hf-0", config, rollout_config("hf"), WeightsConfig(), max_prompt_tokens=64)
+    published = publish_policy(learner.policy, 1)
+    assert published[0].kind is WeightsKind.FULL
+    assert engine.load(*published) == published[0].digest
+    assert largest_gap(learner.policy, sample(engine, [request(0), request(1)])) < 1e-5
+
+
+def test_an_adapter_of_fused_experts_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    learner = make_learner(make_family("qwen3-moe", tmp_path))
+    with pytest.raises(ModelError, match=r"uses target_parameters.*set model\.adapter\.merge=true"):
+        publish_policy(learner.policy, 1)
+
+
+def test_what_is_tied_is_not_published_apart(tmp_path: Path) -> None:
+    adapter = make_adapter_config(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    path = make_family("gemma3", tmp_path)
+    learner = make_learner(path, model=make_model_config(path, adapter=adapter))
+    with pytest.raises(ModelError, match=r"changes lm_head\.weight.*ties to model\.embed_tokens\.weight.*leave it out"):
+        publish_policy(learner.policy, 1)
 
 
 def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path) -> None:

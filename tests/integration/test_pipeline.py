@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import ray
 import torch
+from family_cases import make_family
 from peft import PeftModel
-from run_cases import HOLDS_LOGP_TO, REWARDS_FILE, make_config, read_jsonl, trained_steps
+from run_cases import HOLDS_LOGP_TO, REWARDS_FILE, make_config, read_adapter, read_jsonl, trained_steps
 from transformers import AutoModelForCausalLM
 
 import rlpipe
@@ -239,6 +240,40 @@ def test_qlora_trains_and_serves_over_the_same_base(
     printed = list(merge(MergeRequest(adapter=summary["adapter"], output=merged)))
     assert printed[-1] == f"merged into the base in nf4: {merged}"
     AutoModelForCausalLM.from_pretrained(merged)
+
+
+@pytest.mark.vllm
+def test_an_adapter_that_engines_cant_add_reaches_vllm_in_whole_models(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    adapter = ("model.adapter.use_dora=true", "model.adapter.modules_to_save=[norm]")
+    options = ("rollout.engine=vllm", "learner=zero3", "learner.num_ranks=2", *adapter)
+    summary = rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *options))
+
+    assert_steps_agree(tmp_path, 3)
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    trained = read_adapter(Path(summary["adapter"]))
+    assert any("lora_magnitude_vector" in name for name in trained)
+    assert any("norm" in name for name in trained)
+
+
+@pytest.mark.vllm
+def test_an_adapter_of_experts_is_merged_and_sent_directly(local_ray: None, prompts_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    mixture = make_family("qwen3-moe", tmp_path / "mixture")
+    options = (
+        "rollout.engine=vllm",
+        "learner=fsdp2",
+        "learner.num_ranks=2",
+        "weights=nccl",
+        "model.adapter.merge=true",
+    )
+    summary = rlpipe.train(make_config(mixture, prompts_file, tmp_path / "run", *options))
+
+    assert_steps_agree(tmp_path / "run", 3)
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    assert any("experts" in name for name in read_adapter(Path(summary["adapter"])))
 
 
 @pytest.mark.vllm

@@ -18,10 +18,19 @@ from learner_cases import (
     parameters_of,
     train_steps,
 )
-from plain_training import train_plain
+from plain_training import load_plain, train_plain
 from rank_cases import Ranks
+from safetensors.torch import load_file
 
-from rlpipe.configs.schema import AlgorithmConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema import (
+    AdapterConfig,
+    AlgorithmConfig,
+    FsdpConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    Zero3Config,
+)
+from rlpipe.learner.publish import outline_weights, served_weights
 from rlpipe.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.slow
@@ -48,6 +57,7 @@ EXPERTS = {
     "target_modules": ["q_proj", "v_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
+MERGED: dict[str, dict[str, Any]] = {"qlora with dora": {"kind": "qlora", "use_dora": True}, "experts": EXPERTS}
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +175,41 @@ def test_every_adapter_under_every_strategy(
 @pytest.mark.parametrize("strategy", NUM_RANKS)
 def test_adapters_of_experts_under_every_strategy(mixture: Path, groups: dict, tmp_path: Path, strategy: str) -> None:
     check(groups, mixture, tmp_path, strategy, "experts")
+
+
+def publish(path: Path, strategy: str, adapter: AdapterConfig, out: Path) -> None:
+    """Trains one step, and writes the trained parameters beside what engines are given."""
+    config = LearnerConfig(strategy=strategy, num_ranks=NUM_RANKS[strategy], optimizer=OptimizerConfig(lr=1e-2))
+    learner = make_learner(path, learner=config, model=make_model_config(path, adapter=adapter))
+    train_steps(learner, 0, 1)
+    outlines = outline_weights(learner.policy)
+    served = {name: tensor.clone() for name, tensor in served_weights(learner.policy)}
+    assert [(name, tuple(tensor.shape)) for name, tensor in served.items()] == [(o.name, o.shape) for o in outlines]
+    torch.save((parameters_of(learner), served), out / f"rank{learner.policy.sharding.rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "adapter"),
+    [
+        (strategy, adapter)
+        for strategy in NUM_RANKS
+        for adapter in [*ADAPTERS, *MERGED]
+        if adapter != "full" and (strategy, adapter) != ("zero3", "qlora with dora")
+    ],
+)
+def test_engines_are_given_what_peft_merges(
+    tiny: Path, mixture: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str
+) -> None:
+    path = mixture if adapter == "experts" else tiny
+    config = make_adapter_config(**{**MERGED, **ADAPTERS}[adapter], merge=True)
+    groups[strategy].run(publish, path, strategy, config, tmp_path)
+    plain = load_plain(path, config)
+    for rank in range(NUM_RANKS[strategy]):
+        trained, served = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        for name, tensor in trained.items():
+            plain.get_parameter(name).data.copy_(tensor)
+    plain.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_close(load_file(tmp_path / "merged" / "model.safetensors"), served, 1e-6)
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])

@@ -10,6 +10,7 @@ from rlpipe.configs.schema import Config, RewardConfig, WeightScaleRule
 from rlpipe.configs.validate import require_rewards, validate
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 
+MENDED = {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}}
 NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 
@@ -110,7 +111,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "set 1",
         ),
         ({"learner.fsdp.cpu_offload": True}, "learner.fsdp", "learner.strategy=fsdp2"),
-        ({"weights.transport": "nccl"}, "weights.transport", "set object_store, or model=full"),
+        ({"weights.transport": "nccl"}, "weights.transport", "model.adapter.merge=true, or model=full"),
         (NCCL | {"rollout.engine": "hf"}, "weights.transport", "set rollout.engine=vllm, or object_store"),
         (NCCL | {"learner.num_gpus": 0.5, "rollout.num_gpus": 0.5}, "weights.transport", "or num_gpus=1"),
         (NCCL | {"learner.num_gpus": 1.0}, "weights.transport", "num_gpus of both"),
@@ -149,14 +150,14 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "set false, or model.adapter.kind=lora",
         ),
         ({"model.adapter.kind": "none", "model.adapter.use_dora": True}, "model.adapter.use_dora", "set kind=lora"),
-        ({"model.adapter.use_dora": True}, "model.adapter.use_dora", "algorithm=sft"),
-        ({"model.adapter.modules_to_save": ("norm",)}, "model.adapter.modules_to_save", "algorithm=sft"),
-        ({"model.adapter.target_parameters": ("experts.up",)}, "model.adapter.target_parameters", "algorithm=sft"),
         (
-            {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}},
-            "model.normalize_weight_scales.conv",
-            "set dry_run=true, or model.adapter.kind=none",
+            {"model.adapter.kind": "qlora", "model.adapter.use_dora": True, "learner.strategy": "zero3"},
+            "model.adapter.use_dora",
+            "or learner.strategy=fsdp2",
         ),
+        ({"model.adapter.kind": "none", "model.adapter.merge": True}, "model.adapter.merge", "set kind=lora"),
+        ({"model.adapter.use_dora": True, "model.adapter.merge": False}, "model.adapter.merge", "set null"),
+        (MENDED | {"model.adapter.merge": False}, "model.adapter.merge", "set null"),
         (
             {
                 "algorithm.kind": "sft",
@@ -279,7 +280,10 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"algorithm.reference.sync_steps": 5, "algorithm.loss.beta": 0.1, "model.adapter.kind": "none"},
         {"algorithm.loss.name": "cispo", "algorithm.loss.clip_high": 4.0, "algorithm.loss.clip_low": 1.0},
         {"model.adapter.target_modules": ("q_proj", "v_proj")},
-        {"algorithm.kind": "sft", "model.adapter.use_dora": True, "model.adapter.modules_to_save": ("norm",)},
+        {"model.adapter.use_dora": True, "model.adapter.modules_to_save": ("norm",)},
+        {"algorithm.kind": "sft", "model.adapter.use_dora": True, "model.adapter.merge": False},
+        {"weights.transport": "nccl", "model.adapter.merge": True},
+        MENDED,
         {"learner.strategy": "fsdp2", "learner.fsdp.wrap": ("Qwen3MLP",)},
         {"learner.strategy": "fsdp2", "learner.fsdp.wrap": "size", "learner.fsdp.min_num_params": 10},
         CHECKPOINTING | {"model.reentrant_checkpointing": True},

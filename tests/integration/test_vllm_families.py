@@ -1,0 +1,40 @@
+"""Whole models that vLLM holds in another form than their files do. A mixture comes first: it sets up the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import OpenVllm, load, request, sample, versions
+from family_cases import make_family
+from learner_cases import make_adapter_config, make_batches, make_learner, make_model_config
+from serving_cases import largest_gap, publish_policy
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [
+        ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+        ("mixtral", {"kind": "none"}),
+        ("gemma4", {"use_dora": True}),
+    ],
+)
+def test_whole_models_of_other_families(
+    open_vllm: OpenVllm, tmp_path: Path, family: str, adapter: dict[str, Any]
+) -> None:
+    """Experts that vLLM packs, in widths that it fills up or not; and saved buffers."""
+    folder = make_family(family, tmp_path)
+    config = make_model_config(folder, adapter=make_adapter_config(**adapter))
+    learner = make_learner(folder, model=config)
+    engine = open_vllm(model=config)
+    for version in (1, 2):
+        learner.train_step(make_batches(step=version)[0])
+        published = publish_policy(learner.policy, version)
+        assert load(engine, published) == published[0].digest
+        groups = sample(engine, [request(i, temperature=1.0) for i in range(2)])
+        assert versions(groups) == {version}
+        assert largest_gap(learner.policy, groups) < 1e-4
