@@ -45,7 +45,7 @@ SCHEDULES := tests/integration/test_many_schedules.py
 integration: install
 	$(BIN)/pytest -q $(CHAOS)
 	$(BIN)/pytest -q -n 2 $(SCHEDULES)
-	$(BIN)/pytest -q -n 3 --dist loadfile tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES)
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES)
 
 clean:
 	rm -rf outputs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -384,8 +384,12 @@ def serves_adapter(model: ModelConfig) -> bool:
 def needs_merging(model: ModelConfig) -> bool:
     """Whether the adapter is more than vLLM serves, A and B of linear layers over the base as its files have it."""
     adapter = model.adapter
-    mended = any(not rule.dry_run for rule in model.normalize_weight_scales.values())
-    return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or mended)
+    return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or mends_weights(model))
+
+
+def mends_weights(model: ModelConfig) -> bool:
+    """Whether the base is not what its files have."""
+    return any(not rule.dry_run for rule in model.normalize_weight_scales.values())
 
 
 @dataclass(kw_only=True)

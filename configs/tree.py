@@ -6,17 +6,18 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema import Config, ModelConfig
 
 FREE_ON_RESUME = (
     "name",
     "output",
     "resume",
     "resume_changes",
+    "model.adapter.merge",
     "model.attention",
     "model.gradient_checkpointing",
     "model.reentrant_checkpointing",
@@ -69,6 +70,12 @@ def to_tree(config: Config) -> dict[str, Any]:
     tree = plain(asdict(config))
     assert isinstance(tree, dict)
     return tree
+
+
+def model_of(tree: Mapping[str, Any]) -> ModelConfig:
+    """The model of a tree of ``to_tree``; options that are younger than the tree have their defaults."""
+    model = OmegaConf.merge(OmegaConf.structured(ModelConfig), tree["model"])
+    return cast(ModelConfig, OmegaConf.to_object(model))
 
 
 def plain(value: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,6 +45,30 @@ def outline_model(described: PreTrainedConfig, *, trust_remote_code: bool = Fals
     with torch.device("meta"):
         model: PreTrainedModel = find_class(described).from_config(described, trust_remote_code=trust_remote_code)
     return model
+
+
+def hollow_model(
+    described: PreTrainedConfig, own_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model on the CPU with its buffers, but each parameter one zero that is repeated, which takes no memory.
+
+    An adapter that is put on it has values; on the meta device PEFT would take these there too.
+    """
+    with init_empty_weights():  # buffers that are in no file get their values
+        if own_class is not None:
+            model: PreTrainedModel = own_class(deepcopy(described))
+        else:
+            model = find_class(described).from_config(described, trust_remote_code=trust_remote_code)
+    cast(nn.Module, model).to(described.dtype or torch.float32)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(hollow(parameter), requires_grad=False))
+    return model
+
+
+def hollow(tensor: Tensor) -> Tensor:
+    """One of the same shape and type, a single zero on the CPU that is repeated."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def find_class(described: PreTrainedConfig) -> Any:

@@ -12,11 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlpipe.configs.schema import LearnerConfig, mends_weights
+from rlpipe.configs.tree import model_of
 from rlpipe.data.chat import load_tokenizer
-from rlpipe.errors import RunError
+from rlpipe.errors import ModelError, RunError
 from rlpipe.folders import whole_folder
-from rlpipe.learner.policy import Policy
+from rlpipe.learner.checkpoint_files import read_extra
+from rlpipe.learner.policy import Policy, load_policy, outline_policy
 from rlpipe.learner.publish import named_weights
+from rlpipe.learner.state import read_policy
 from rlpipe.training_record import TrainingRecord
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -44,6 +48,23 @@ def export_policy(policy: Policy, folder: Path) -> None:
                 f"the policy can't be written to {folder}: {error}; the same command writes it once there is room"
             ) from error
     policy.sharding.barrier()
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None) -> None:
+    """Exports what a checkpoint holds, on the CPU; ``base`` replaces the run's ``model.path``.
+
+    Raises ``InputError`` if it is no whole checkpoint, does not fit the base, or the folder is there already.
+    """
+    if folder.exists():
+        raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
+    model = model_of(read_extra(checkpoint).extra["config"])
+    model = model if base is None else replace(model, path=base)
+    if model.adapter.kind == "none" or mends_weights(model):
+        policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
+    else:  # an adapter stands alone
+        policy = outline_policy(model)
+    read_policy(policy, checkpoint)
+    export_policy(policy, folder)
 
 
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:

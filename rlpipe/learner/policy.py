@@ -32,7 +32,7 @@ from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Sharding
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.weight_scales import normalize_weight_scales
-from rlpipe.models import open_model
+from rlpipe.models import describe_model, hollow_model, open_model
 from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.types import MicroBatch, WeightsKind
 
@@ -132,6 +132,18 @@ def load_policy(model: ModelConfig, learner: LearnerConfig, device: torch.device
     if model.adapter.kind == "qlora":
         settle_nf4(scorer, device)
     return Policy(scorer, model, device, sharding)
+
+
+def outline_policy(model: ModelConfig) -> Policy:
+    """A policy whose adapter a checkpoint can be read into, on the CPU; the base is hollow, and can't be run."""
+    source = find_source(model.path, "model.path", revision=model.revision)
+    try:
+        base = hollow_model(describe_model(source, model), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
+        raise ModelError(f"model.path={model.path} can't be loaded: {describe_error(error)}") from None
+    scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=Layout.SHARED)
+    scorer.model = _add_adapter(base, model.adapter, seed=0)
+    return Policy(scorer, model, torch.device("cpu"))
 
 
 def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: bool) -> Sharding:

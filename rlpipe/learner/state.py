@@ -7,7 +7,7 @@ Every tensor has a name of its own, so that parts written by some ranks can be r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rlpipe.errors import ConfigError
+from rlpipe.learner.policy import Policy
 from rlpipe.learner.step import Learner
 
 POLICY, REFERENCE = "policy.", "reference."
@@ -48,20 +49,33 @@ def write_state(learner: Learner, folder: Path) -> None:
 
 def read_state(learner: Learner, folder: Path) -> None:
     """All ranks must call it. Raises ``ConfigError`` if the checkpoint trains other parameters than the learner."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    stored = {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    _check_names(learner, stored, folder)
-
-    def read(tensors: dict[str, Tensor], prefix: str = "") -> None:
-        with _single_process_is_meant():
-            named = {prefix + name: tensor for name, tensor in tensors.items()}
-            dcp.load(named, checkpoint_id=folder, no_dist=True)
-
-    learner.updates.load_state(stored, read)
-    learner.policy.sharding.load_state(_moving(learner), partial(read, prefix=REFERENCE))
+    stored, moving = _stored_shapes(folder), _moving(learner)
+    expected = {f"{POLICY}{name}" for name in learner.policy.trainable_parameters()}
+    _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
+    learner.updates.load_state(stored, partial(_read, folder))
+    learner.policy.sharding.load_state(moving, partial(_read, folder, prefix=REFERENCE))
     random = {name: state for name, state in _random_states(learner).items() if name in stored}
-    read(random)
+    _read(folder, random)
     _set_random_states(random)
+
+
+def read_policy(policy: Policy, folder: Path) -> None:
+    """The trained parameters alone, of a policy that is trained no further. ``ConfigError`` if they are others."""
+    parameters = policy.trainable_parameters()
+    stored = {name for name in _stored_shapes(folder) if name.startswith(POLICY)}
+    _check_names(stored, {f"{POLICY}{name}" for name in parameters}, folder)
+    policy.sharding.load_state(parameters, partial(_read, folder, prefix=POLICY))
+
+
+def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _read(folder: Path, tensors: dict[str, Tensor], prefix: str = "") -> None:
+    with _single_process_is_meant():
+        named = {prefix + name: tensor for name, tensor in tensors.items()}
+        dcp.load(named, checkpoint_id=folder, no_dist=True)
 
 
 @contextmanager
@@ -77,10 +91,8 @@ def _moving(learner: Learner) -> dict[str, nn.Parameter]:
     return {} if learner.reference is None else learner.reference.moving()
 
 
-def _check_names(learner: Learner, stored: Mapping[str, torch.Size], folder: Path) -> None:
-    expected = {f"{POLICY}{name}" for name in learner.policy.trainable_parameters()}
-    expected |= {f"{REFERENCE}{name}" for name in _moving(learner)}
-    different = sorted({name for name in stored if name.startswith((POLICY, REFERENCE))} ^ expected)
+def _check_names(stored: Collection[str], expected: Collection[str], folder: Path) -> None:
+    different = sorted({name for name in stored if name.startswith((POLICY, REFERENCE))} ^ set(expected))
     if different:
         raise ConfigError(
             f"{folder} trains other parameters than this config ({len(different)} differ, such as {different[0]}): "

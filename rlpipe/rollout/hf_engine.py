@@ -212,30 +212,30 @@ class HfEngine:
     @torch.no_grad()
     def _load_full(self, buckets: Buckets) -> str:
         served = untied_state(self._base)
-        parts = {name: to_files(self._base, name, tensor.to("meta")) for name, tensor in served.items()}
-        wholes = {part: name for name, own in parts.items() for part in own}
-        received: dict[str, Tensor] = {}
+        outlines: dict[str, Tensor] = {}
+        for name, tensor in served.items():
+            outlines |= to_files(self._base, name, tensor.to("meta"))
+        units = {name: unit for unit in plan_units(self._base, outlines) for name in unit.sources}
+        received: set[str] = set()
+        waiting: dict[str, Tensor] = {}
         for bucket in buckets:
             tensors = unpack(bucket)
             check_dtype(tensors, self._base.dtype)
-            check_parameters(tensors.keys(), wholes.keys(), complete=False)
-            received |= tensors
-            for name in dict.fromkeys(wholes[part] for part in tensors):
-                if parts[name].keys() <= received.keys():
-                    self._load_whole(name, parts[name], {part: received[part] for part in parts[name]})
-                    received |= parts[name]  # their outlines, so that the tensors can go
-        check_parameters(received.keys(), wholes.keys())
+            check_parameters(tensors.keys(), outlines.keys(), complete=False)
+            received |= tensors.keys()
+            for name, tensor in tensors.items():
+                check_shape(name, tensor, outlines[name])
+                waiting[name] = tensor
+                sources = units[name].sources
+                if sources.keys() <= waiting.keys():
+                    parameters = units[name].to_parameters({source: waiting.pop(source) for source in sources})
+                    for parameter, value in parameters.items():
+                        served[parameter].copy_(value)
+        check_parameters(received, outlines.keys())
         sums: dict[int, int] = {}
         for name, tensor in served.items():
             add_checksum(sums, name, tensor)
         return digest_of_sums(sums)
-
-    def _load_whole(self, name: str, outlines: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-        """Fills a parameter or buffer with the tensors that a model's files have for it."""
-        for part, tensor in parts.items():
-            check_shape(part, tensor, outlines[part])
-        (unit,) = plan_units(self._base, parts)
-        self._base.state_dict()[name].copy_(unit.to_parameters(parts)[name])
 
 
 def _adapted_layers(policy: PeftModel) -> dict[str, Any]:

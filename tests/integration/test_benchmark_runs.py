@@ -16,7 +16,7 @@ COMMANDS = {
     "learner_memory": ("--tokens", "4096", "--vocabulary", "32768", "--chunk-tokens", "128"),
     "learner_speed": ("--steps", "4"),
     "lora_sync": ("--adapter-mb", "2", "--engines", "2", "--repetitions", "2"),
-    "merge_memory": (),
+    "merge_memory": ("--shards", "8"),
     "orchestration": ("--engines", "2", "--groups", "256", "--warmup-groups", "128"),
     "overlap": ("--ratios", "1", "--random-ratios", "1", "--max-staleness", "1", "--seconds", "0.1", "--steps", "2"),
 }

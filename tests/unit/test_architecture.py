@@ -20,6 +20,7 @@ FLOORS = [
     ("rlpipe.weights", 3),
     ("rlpipe.direct", 3),
     ("rlpipe.hub", 3),
+    ("rlpipe.conversion", 3),
     ("rlpipe.models", 3),
     ("rlpipe.nf4", 3),
     ("rlpipe.tiny", 3),

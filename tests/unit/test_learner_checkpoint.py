@@ -3,21 +3,32 @@ from pathlib import Path
 import pytest
 import torch
 from disk_cases import largest_file
-from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
+from learner_cases import (
+    assert_close,
+    make_adapter_config,
+    make_batches,
+    make_learner,
+    make_model_config,
+    make_rollouts,
+    parameters_of,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlpipe.cli import main
 from rlpipe.configs.schema import (
     AdapterConfig,
     AlgorithmConfig,
+    Config,
     LearnerConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
 )
+from rlpipe.configs.tree import to_tree
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError
 from rlpipe.learner.checkpoint import CheckpointStore
@@ -41,7 +52,7 @@ FULL_WITH_REFERENCE = AlgorithmConfig(loss=LossConfig(beta=0.1), reference=Refer
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=128)
 
 
 def train(learner: Learner, first: int, last: int) -> Learner:
@@ -79,7 +90,7 @@ def test_a_resumed_run_ends_bitwise_where_one_that_was_not_stopped_ends(
 
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit"])
 def test_moments_in_eight_bit_keep_their_codes(tmp_path: Path, optimizer: str) -> None:
-    path = make_tiny_policy(tmp_path / "wide", hidden_size=64, num_layers=1, intermediate_size=96)
+    path = make_tiny_policy(tmp_path / "wide", hidden_size=64, num_layers=1, intermediate_size=128)
     config = LearnerConfig(optimizer=OptimizerConfig(name=optimizer, lr=1e-3))
     stopped = train(make_learner(path, adapter="none", learner=config), 0, 3)
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
@@ -239,6 +250,43 @@ def test_others_load_what_is_exported_and_score_the_same(tiny: Path, tmp_path: P
         expected.append(torch.cat([taken.new_zeros(1), taken]) * torch.from_numpy(rollout.loss_mask))
     torch.testing.assert_close(scores(learner), torch.cat(expected), atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(tmp_path).decode([30]) == AutoTokenizer.from_pretrained(tiny).decode([30])
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"kind": "none"},
+        {},
+        {"use_dora": True, "target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+        {"kind": "qlora"},
+    ],
+)
+def test_a_checkpoints_policy_is_exported_as_that_of_the_end(tiny: Path, tmp_path: Path, adapter: dict) -> None:
+    """Also if other ranks wrote it: files of a checkpoint name whole tensors."""
+    model = make_model_config(tiny, adapter=make_adapter_config(**adapter))
+    learner = train(make_learner(tiny, model=model), 0, 2)
+    config = to_tree(Config(model=model))
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(learner, step=2, extra={"config": config})
+    export_policy(learner.policy, tmp_path / "end")
+    assert main(["export", str(checkpoint), str(tmp_path / "policy")]) == 0
+    names = {path.name for path in (tmp_path / "end").iterdir()}
+    assert {path.name for path in (tmp_path / "policy").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "policy" / name).read_bytes() == (tmp_path / "end" / name).read_bytes(), name
+
+
+def test_what_cant_be_exported_is_named_with_the_fix(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = to_tree(Config(model=make_model_config(tiny)))
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra={"config": config})
+    for arguments, message in (
+        ([str(tmp_path), str(tmp_path / "policy")], "no whole checkpoint"),
+        ([str(checkpoint), str(tiny)], "exists: choose another folder"),
+        ([str(checkpoint), str(tmp_path / "policy"), "--base", str(tmp_path / "none")], "there is no folder"),
+    ):
+        assert main(["export", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_an_exported_adapter_can_be_started_from(tiny: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ there with what the adapter has in that place alone: no rank ever holds the whol
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,8 +17,9 @@ from transformers import PreTrainedModel
 
 from rlpipe.conversion import to_files, untied_state
 from rlpipe.errors import ModelError
-from rlpipe.learner.merge.patches import ADAPTER, Patch, changed_tie, hollow, hollow_twin, patches_of
+from rlpipe.learner.merge.patches import ADAPTER, Patch, changed_tie, patches_of
 from rlpipe.learner.sharding import Sharding
+from rlpipe.models import hollow, hollow_model
 from rlpipe.nf4 import from_nf4, nf4_layers
 
 BASE_PARTS = ("base_layer.", "original_module.")
@@ -41,7 +41,7 @@ class LiveMerge:
     def __init__(self, model: PeftModel, sharding: Sharding) -> None:
         self._model, self._sharding = model, sharding
         self._base = cast(PreTrainedModel, model.get_base_model())
-        self._twin = hollow_twin(self._base)
+        self._twin = hollow_model(self._base.config, type(self._base))
         outlines = {id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._twin).items()}
         modules = {id(module): name for name, module in self._twin.named_modules()}
         config = cast(LoraConfig, model.peft_config[ADAPTER])
@@ -71,7 +71,7 @@ class LiveMerge:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Those of the merged model's files, gathered and merged one at a time, in the type of the base."""
-        layers = nf4_layers(self._model)
+        layers, trained = nf4_layers(self._model), dict(self._model.named_parameters())
         for live, tensor in untied_state(self._model).items():
             if live not in self._outlines:
                 continue
@@ -79,24 +79,17 @@ class LiveMerge:
             weight = self._sharding.full(tensor).detach()
             if live in layers:
                 weight = from_nf4(weight, layers[live])
-            yield from to_files(self._base, name, self._merge(name, weight)).items()
+            if name in self._places:
+                weight = self._merge(self._places[name], weight, trained)
+            yield from to_files(self._base, name, weight).items()
 
-    def _merge(self, name: str, weight: Tensor) -> Tensor:
-        if name not in self._places:
-            return weight
-        place = self._places[name]
-        with self._filled(place.parts):
-            return place.patch(weight.clone())
-
-    @contextmanager
-    def _filled(self, parts: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        trained = dict(self._model.named_parameters())
-        for name, part in parts.items():
+    def _merge(self, place: Place, weight: Tensor, trained: Mapping[str, nn.Parameter]) -> Tensor:
+        for name, part in place.parts.items():
             part.data = self._sharding.full(trained[name]).detach()
         try:
-            yield
+            return place.patch(weight.clone())
         finally:
-            _empty(parts)
+            _empty(place.parts)
 
 
 def _parts(prefix: str, module: nn.Module, parameter: str) -> dict[str, nn.Parameter]:

@@ -25,7 +25,7 @@ from rlpipe.learner.merge.files import ModelFiles, data_bytes, open_files, write
 from rlpipe.learner.merge.gap import Gap, Texts, fill_up
 from rlpipe.learner.merge.patches import (
     Patch,
-    hollow_model,
+    hollow_base,
     is_made_for,
     load_adapter,
     over_nf4,
@@ -75,8 +75,8 @@ def merge(request: MergeRequest) -> Iterator[str]:
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
     adapter = _find_folder(request.adapter, "adapter")
     base = _find_folder(request.base or named_base(adapter), "--base")
-    files, model, tensors = open_files(base), hollow_model(base), tensor_names(adapter)
-    if not is_made_for(model, tensors) and is_made_for(other := hollow_model(base, as_named=True), tensors):
+    files, model, tensors = open_files(base), hollow_base(base), tensor_names(adapter)
+    if not is_made_for(model, tensors) and is_made_for(other := hollow_base(base, as_named=True), tensors):
         model = other
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), Streamed(model, files, units)

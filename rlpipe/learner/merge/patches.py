@@ -7,13 +7,10 @@ the weight at hand, has PEFT merge it, and takes it away again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import cast
 
-import torch
 import transformers
-from accelerate import init_empty_weights
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
@@ -26,7 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 from rlpipe.errors import ModelError
 from rlpipe.imports import describe_error
 from rlpipe.learner.weight_scales import apply_factors, parameter_of
-from rlpipe.models import find_class
+from rlpipe.models import hollow_model
 from rlpipe.nf4 import nf4_round_trip
 
 Patch = Callable[[Tensor], Tensor]
@@ -39,43 +36,20 @@ KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
 """Ways of drawing an adapter before training that leave the base as it is."""
 
 
-def hollow_model(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
-    """The model that a folder's config describes, every parameter one zero that is repeated.
+def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
+    """The hollow model that a folder's config describes, to be merged into.
 
     Of images and text, the learner trains the class for text alone where there is one; others put their adapters on the
-    one that the config names. On the meta device PEFT would take the adapter's values there too.
+    one that the config names.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("it is quantized; merge into the model that it was made from")
         named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        with init_empty_weights():  # buffers that are in no file get their values
-            outline = named(config) if as_named and named else find_class(config).from_config(config)
-            model = cast(PreTrainedModel, cast(nn.Module, outline).to(config.dtype or torch.float32))
+        return hollow_model(config, named if as_named else None)
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelError(f"the base {folder} can't be used: {describe_error(error)}") from None
-    _hollow_out(model)
-    return model
-
-
-def hollow_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """One that no adapter is on, of the same class and type, on the CPU."""
-    with init_empty_weights():
-        twin = cast(PreTrainedModel, cast(nn.Module, type(model)(deepcopy(model.config))).to(model.dtype))
-    _hollow_out(twin)
-    return twin
-
-
-def _hollow_out(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(hollow(parameter), requires_grad=False))
-
-
-def hollow(tensor: Tensor) -> Tensor:
-    """One of the same shape and type, a single zero on the CPU that is repeated."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def tensor_names(adapter: Path) -> frozenset[str]:
@@ -177,14 +151,14 @@ def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
     def patch(weight: Tensor) -> Tensor:
         if saved is not None:
             weight = saved.detach().to(weight.dtype, copy=True)
-        empty = dict(base.named_parameters(recurse=False))
-        for other, parameter in empty.items():  # PEFT merges weight and bias together
+        hollows = dict(base.named_parameters(recurse=False))
+        for other, parameter in hollows.items():  # PEFT merges weight and bias together
             values = weight if other == name else parameter.contiguous() if other == "bias" else parameter
             setattr(base, other, nn.Parameter(values, requires_grad=False))
         layer.merge()
         merged = cast(Tensor, getattr(base, name)).data
         layer.merged_adapters.clear()
-        for other, parameter in empty.items():
+        for other, parameter in hollows.items():
             setattr(base, other, parameter)
         return merged
 

@@ -1,0 +1,33 @@
+"""``rlpipe export``: the policy of a checkpoint, for others to load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlpipe.commands.arguments import Commands, add_command
+
+EXPORT_NOTES = """\
+Writes what the end of a run writes to its policy/: PEFT's adapter, or the whole model as transformers has it. It needs
+no GPU, whatever the run had, and may run beside it.
+
+examples:
+  rlpipe export outputs/run/checkpoints/step_000300 at_300
+  rlpipe export outputs/run/checkpoints/step_000300 at_300 --base models/base
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "export", run_export, "write the policy of a checkpoint", epilog=EXPORT_NOTES)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_... folder")
+    parser.add_argument("output", metavar="OUTPUT", help="new folder of the policy")
+    parser.add_argument(
+        "--base", metavar="PATH", help="folder or hub id of the model that was trained; default: the run's model.path"
+    )
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    from rlpipe.learner.export import export_checkpoint
+
+    export_checkpoint(Path(arguments.checkpoint), Path(arguments.output), base=arguments.base)
+    print(f"written to {arguments.output}")
