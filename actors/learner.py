@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.publishing import Calls, make_publisher
 from rlpipe.actors.trainer import LearnerSetup
+from rlpipe.configs.tree import to_tree
 from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.checkpoint_files import newest_of_run
@@ -139,7 +140,9 @@ class LearnerLoop:
     def _checkpoint(self, step: int, batch: TrainBatch) -> None:
         """A checkpoint that can't be written is reported at every attempt; the run goes on with the last whole one."""
         self._calls.await_answer("report")  # no step before a checkpoint may go unreported
-        extra = {"resume": batch.resume, "config": dict(self._setup.resolved_config)}
+        setup = self._setup
+        # The config has paths as they were written, the model where they lie.
+        extra = {"resume": batch.resume, "config": dict(setup.resolved_config), "model": to_tree(setup.model)}
         try:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
         except OSError as error:

@@ -59,6 +59,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_learner(config.learner)
     yield from check_checkpointing(config.model, config.learner)
     yield from check_adapter(config)
+    yield from check_quantization(config)
     yield from check_optimizer(config.learner.optimizer)
     yield from check_schedule(config.learner, config.algorithm)
     yield from check_step_size(config.algorithm, config.learner)
@@ -211,6 +212,14 @@ def check_adapter(config: Config) -> Iterator[str]:
         yield (
             "model.normalize_weight_scales: the weights are in NF4 before they could be looked at; leave it out, or "
             "set model.adapter.kind=lora"
+        )
+
+
+def check_quantization(config: Config) -> Iterator[str]:
+    if config.rollout.engine_args.get("quantization") and not serves_adapter(config.model):
+        yield (
+            "rollout.engine_args.quantization: engines are given whole models in model.dtype, which fit no quantized "
+            "ones; leave it out, or train an adapter that engines can serve"
         )
 
 

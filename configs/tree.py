@@ -65,7 +65,7 @@ FREE_ON_RESUME = (
 """Options, or whole sections, that say how a run is carried out, and not what it trains."""
 
 
-def to_tree(config: Config) -> dict[str, Any]:
+def to_tree(config: Config | ModelConfig) -> dict[str, Any]:
     """Nested dictionaries and lists of plain values, in the schema's order."""
     tree = plain(asdict(config))
     assert isinstance(tree, dict)
@@ -73,9 +73,8 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 
 def model_of(tree: Mapping[str, Any]) -> ModelConfig:
-    """The model of a tree of ``to_tree``; options that are younger than the tree have their defaults."""
-    model = OmegaConf.merge(OmegaConf.structured(ModelConfig), tree["model"])
-    return cast(ModelConfig, OmegaConf.to_object(model))
+    """That of a tree of ``to_tree``; options that are younger than the tree have their defaults."""
+    return cast(ModelConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), tree)))
 
 
 def plain(value: Any) -> Any:

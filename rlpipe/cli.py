@@ -47,8 +47,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if rest and "run" in arguments and "overrides" not in arguments:
         parser.error(f"one run at a time, not also {rest[0]}")
     if rest:
-        positional = arguments.prompts if "prompts" in arguments else arguments.overrides
-        positional.extend(rest)
+        positional = next((name for name in ("prompts", "overrides") if name in arguments), None)
+        if positional is None:
+            parser.error(f"there is one argument too many: {rest[0]}")
+        getattr(arguments, positional).extend(rest)
     return arguments
 
 

@@ -46,7 +46,7 @@ from rlpipe.prepare import (
 )
 from rlpipe.replay.store import OpenAccounts
 from rlpipe.reporting import Reporter, cut_notice
-from rlpipe.rollout.adapter import read_adapter_config
+from rlpipe.rollout.adapter import without_learner
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.signals import stop_on_signals
@@ -195,8 +195,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
 def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
     """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
-    if adapter is not None:
-        config = replace(config, model=replace(config.model, adapter=read_adapter_config(adapter)))
+    config = replace(config, model=without_learner(config.model, adapter))
     run = prepare_run(config, rewards)
     _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
     if not held_out:

@@ -31,6 +31,8 @@ from torch import Tensor
 from rlpipe.errors import ModelError
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
 
+MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
+"""Features of an adapter that engines don't know, but for which it can be merged."""
 BASE_DIGEST = "base"
 """The digest of an engine that serves the model as it was loaded from disk."""
 
@@ -335,11 +337,12 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def _check_features(adapter_config: Mapping[str, Any]) -> None:
-    for feature in ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "use_qalora", "layer_replication"):
+    for feature in (*MERGEABLE, "use_qalora", "layer_replication"):
         if adapter_config.get(feature):
+            merging = "set model.adapter.merge=true where it is trained, or merge it first (rlpipe merge)"
             raise ModelError(
-                f"the adapter uses {feature}, which engines can't serve beside the model: set model.adapter.merge=true "
-                "where it is trained, or merge it first (rlpipe merge)"
+                f"the adapter uses {feature}, which engines can't serve beside the model"
+                + (f": {merging}" if feature in MERGEABLE else "")
             )
     if adapter_config.get("bias", "none") != "none":
         raise ModelError(f"the adapter has bias={adapter_config['bias']}, which engines can't serve; use none")

@@ -57,8 +57,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
     """
     if folder.exists():
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
-    model = model_of(read_extra(checkpoint).extra["config"])
-    model = model if base is None else replace(model, path=base)
+    model = model_of(read_extra(checkpoint).extra["model"])
+    model = replace(model, path=base or model.path, attention="eager")  # which every class has, and nothing is run
     if model.adapter.kind == "none" or mends_weights(model):
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
     else:  # an adapter stands alone

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.step import Learner
 
@@ -60,10 +60,16 @@ def read_state(learner: Learner, folder: Path) -> None:
 
 
 def read_policy(policy: Policy, folder: Path) -> None:
-    """The trained parameters alone, of a policy that is trained no further. ``ConfigError`` if they are others."""
+    """The trained parameters alone, of a policy that is trained no further. ``ModelError`` if they are others."""
     parameters = policy.trainable_parameters()
-    stored = {name for name in _stored_shapes(folder) if name.startswith(POLICY)}
-    _check_names(stored, {f"{POLICY}{name}" for name in parameters}, folder)
+    shapes = {f"{POLICY}{name}": policy.sharding.shape(parameter) for name, parameter in parameters.items()}
+    stored = {name: shape for name, shape in _stored_shapes(folder).items() if name.startswith(POLICY)}
+    if stored != shapes:
+        different = sorted(name for name in stored | shapes if stored.get(name) != shapes.get(name))
+        raise ModelError(
+            f"{folder} trains other parameters than {policy.config.path} has ({len(different)} differ, such as "
+            f"{different[0]}): give the model that was trained"
+        )
     policy.sharding.load_state(parameters, partial(_read, folder, prefix=POLICY))
 
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from rlpipe.configs.schema import AdapterConfig
-from rlpipe.errors import ModelError
+from rlpipe.configs.schema import AdapterConfig, ModelConfig, mends_weights
+from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.training_record import read_record
+
+
+def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
+    """A run's model as engines alone serve it, with its own adapter or another: nobody merges or mends.
+
+    Raises ``ConfigError`` or ``ModelError`` where that would be another policy.
+    """
+    if mends_weights(model):
+        raise ConfigError(
+            "model.normalize_weight_scales: only a learner mends weights; merge the adapter (rlpipe merge), and take "
+            "what comes out, without these rules"
+        )
+    path = adapter or model.adapter.path
+    return replace(model, adapter=AdapterConfig(kind=model.adapter.kind) if path is None else read_adapter_config(path))
 
 
 def read_adapter_config(path: str) -> AdapterConfig:
@@ -23,9 +38,12 @@ def read_adapter_config(path: str) -> AdapterConfig:
         raise ModelError(f"--adapter: {path} holds no PEFT adapter ({describe_error(error)})") from error
     if not isinstance(settings, LoraConfig):
         raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
+    record = read_record(Path(path))
+    if record.weight_scales:
+        raise ModelError(f"--adapter: {path} was trained over weights that were mended: merge it first (rlpipe merge)")
     modules = settings.target_modules
     return AdapterConfig(
-        kind="qlora" if read_record(Path(path)).base_precision == "nf4" else "lora",
+        kind="qlora" if record.base_precision == "nf4" else "lora",
         path=path,
         r=max([settings.r, *(settings.rank_pattern or {}).values()]),
         alpha=settings.lora_alpha,

@@ -21,8 +21,8 @@ DEFAULT_SEQUENCES = 256
 class Engine(Protocol):
     """Samples groups; driven by one thread, which calls ``step`` as long as ``has_work``.
 
-    Version 0 is the model as it lies on the disk, with ``model.adapter.path`` where that is set. A request waits
-    inside the engine until a version of at least its ``min_version`` is loaded. With ``weights.on_update=wait`` a
+    Version 0 is the model as it lies on the disk, with ``model.adapter.path`` where engines serve adapters. A request
+    waits inside the engine until a version of at least its ``min_version`` is loaded. With ``weights.on_update=wait`` a
     sequence finishes on the version that it began with, with ``inflight`` it goes on with every version that is
     loaded. A version may be older than the one before it.
     """

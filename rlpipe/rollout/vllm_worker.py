@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
@@ -98,7 +98,8 @@ class WeightsExtension:
         buffers = {name: (name, 0) for name, _ in model.named_buffers()}
         locations: dict[str, tuple[str, int]] = self._locations | buffers
         check_parameters(unfused, locations.keys(), complete=False)
-        model.load_weights(iter(tensors.items()))
+        with set_current_vllm_config(self.vllm_config):
+            model.load_weights(iter(tensors.items()))
         for name in unfused:
             _check_slice(model, *locations[name], renamed[name])
         self._received |= tensors.keys()
@@ -339,8 +340,11 @@ def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tens
         return
     module, _, kind = parameter_name.rpartition(".")
     layer: Any = model.get_submodule(module)
-    start = sum(layer.output_sizes[:index]) if index else 0
-    if not torch.equal(getattr(layer, kind)[start : start + len(tensor)], tensor):
+    served: Tensor = getattr(layer, kind)
+    if tensor.ndim:
+        start = sum(layer.output_sizes[:index]) if index else 0
+        served = served[start : start + len(tensor)]
+    if not torch.equal(served, tensor):
         raise WeightsMismatch(f"{parameter_name} does not serve what was published for its part {index}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import Config, RolloutConfig
+from rlpipe.configs.schema import Config, RolloutConfig, serves_adapter
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES
 from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
@@ -77,7 +77,7 @@ def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
 
 def holds_groups(config: Config) -> bool:
     """Whether full weights are loaded in place, once no sequence runs that began with the old ones."""
-    return config.model.adapter.kind == "none" and config.weights.on_update == "wait"
+    return not serves_adapter(config.model) and config.weights.on_update == "wait"
 
 
 def pool_sizes(config: Config) -> dict[str, int]:

@@ -35,8 +35,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # at 15, Ray's default, other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    places = {Path(__file__).with_name(name): place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")

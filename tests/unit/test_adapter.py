@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from rlpipe.errors import ModelError
-from rlpipe.rollout.adapter import read_adapter_config
+from rlpipe.configs.schema import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.rollout.adapter import read_adapter_config, without_learner
 from rlpipe.training_record import TrainingRecord
 
 
@@ -33,3 +34,33 @@ def test_an_adapter_is_served_over_the_base_that_it_was_trained_on(
     if precision is not None:
         TrainingRecord(base_precision=precision).write(tmp_path)
     assert read_adapter_config(str(tmp_path)).kind == kind
+
+
+def test_an_adapter_over_mended_weights_is_not_served_over_others(tmp_path: Path) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    TrainingRecord(weight_scales={"lm_head.weight": 0.5}).write(tmp_path)
+    with pytest.raises(ModelError, match="mended: merge it first"):
+        read_adapter_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_without_a_learner_an_adapter_is_served_as_it_is(tmp_path: Path, given: bool) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    path = str(tmp_path)
+    model = ModelConfig(path="base", adapter=AdapterConfig(path=None if given else path, merge=True, use_dora=True))
+    assert not serves_adapter(model)
+    served = without_learner(model, path if given else None)
+    assert serves_adapter(served)
+    assert (served.path, served.adapter.path) == ("base", path)
+
+
+@pytest.mark.parametrize("kind", ["none", "lora", "qlora"])
+def test_without_a_learner_and_an_adapter_it_is_the_base(kind: str) -> None:
+    served = without_learner(ModelConfig(path="base", adapter=AdapterConfig(kind=kind, merge=None)), None)
+    assert (served.adapter.kind, served.adapter.path) == (kind, None)
+
+
+def test_without_a_learner_nobody_mends_weights() -> None:
+    model = ModelConfig(path="base", normalize_weight_scales={"all": WeightScaleRule(name_pattern=".")})
+    with pytest.raises(ConfigError, match="only a learner mends"):
+        without_learner(model, None)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,12 @@ from rlpipe.cli import main
 from rlpipe.configs.schema import (
     AdapterConfig,
     AlgorithmConfig,
-    Config,
     LearnerConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
+    WeightScaleRule,
 )
 from rlpipe.configs.tree import to_tree
 from rlpipe.data.packing import pack_step
@@ -252,40 +253,62 @@ def test_others_load_what_is_exported_and_score_the_same(tiny: Path, tmp_path: P
     assert AutoTokenizer.from_pretrained(tmp_path).decode([30]) == AutoTokenizer.from_pretrained(tiny).decode([30])
 
 
+MENDED = {"normalize_weight_scales": {"all": WeightScaleRule(name_pattern="down_proj", threshold=1.0001)}}
+
+
 @pytest.mark.parametrize(
-    "adapter",
+    ("adapter", "options"),
     [
-        {"kind": "none"},
-        {},
-        {"use_dora": True, "target_modules": ["q_proj"], "modules_to_save": ["norm"]},
-        {"kind": "qlora"},
+        ({"kind": "none"}, {}),
+        ({}, {}),
+        ({"use_dora": True, "target_modules": ["q_proj"], "modules_to_save": ["norm"]}, {}),
+        ({"kind": "qlora"}, {}),
+        ({}, MENDED),
+        ({"path": True}, {}),
     ],
 )
-def test_a_checkpoints_policy_is_exported_as_that_of_the_end(tiny: Path, tmp_path: Path, adapter: dict) -> None:
-    """Also if other ranks wrote it: files of a checkpoint name whole tensors."""
-    model = make_model_config(tiny, adapter=make_adapter_config(**adapter))
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_checkpoints_policy_is_exported_as_that_of_the_end(
+    tiny: Path, tmp_path: Path, adapter: dict, options: dict, moved: bool
+) -> None:
+    if "path" in adapter:
+        export_policy(train(make_learner(tiny), 0, 1).policy, tmp_path / "first")
+        adapter = {"path": str(tmp_path / "first")}
+    model = make_model_config(tiny, adapter=make_adapter_config(**adapter), **options)
     learner = train(make_learner(tiny, model=model), 0, 2)
-    config = to_tree(Config(model=model))
-    checkpoint = CheckpointStore(tmp_path, keep=1).save(learner, step=2, extra={"config": config})
+    assert any(drift.factor != 1 for drift in learner.policy.scorer.drifts) == bool(options)
+    recorded = replace(model, path=str(tmp_path / "elsewhere")) if moved else model
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(learner, step=2, extra={"model": to_tree(recorded)})
     export_policy(learner.policy, tmp_path / "end")
-    assert main(["export", str(checkpoint), str(tmp_path / "policy")]) == 0
+    base = ["--base", str(tiny)] if moved else []
+    assert main(["export", str(checkpoint), str(tmp_path / "policy"), *base]) == 0
     names = {path.name for path in (tmp_path / "end").iterdir()}
     assert {path.name for path in (tmp_path / "policy").iterdir()} == names
     for name in names:
         assert (tmp_path / "policy" / name).read_bytes() == (tmp_path / "end" / name).read_bytes(), name
 
 
+def exit_code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
 def test_what_cant_be_exported_is_named_with_the_fix(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = to_tree(Config(model=make_model_config(tiny)))
-    checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra={"config": config})
+    extra = {"model": to_tree(make_model_config(tiny))}
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra=extra)
+    wider = make_tiny_policy(tmp_path / "wider", hidden_size=96, num_layers=2, intermediate_size=128)
     for arguments, message in (
         ([str(tmp_path), str(tmp_path / "policy")], "no whole checkpoint"),
         ([str(checkpoint), str(tiny)], "exists: choose another folder"),
         ([str(checkpoint), str(tmp_path / "policy"), "--base", str(tmp_path / "none")], "there is no folder"),
+        ([str(checkpoint), str(tmp_path / "policy"), "--base", str(wider)], "give the model that was trained"),
+        ([str(checkpoint), str(tmp_path / "policy"), "more"], "one argument too many: more"),
     ):
-        assert main(["export", *arguments]) == 2
+        assert exit_code(["export", *arguments]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -321,6 +344,17 @@ def test_publishing_gives_the_adapter_in_one_bucket_with_its_config(tiny: Path, 
     assert manifest.adapter_config["r"] == 4
     export_policy(learner.policy, tmp_path)
     assert_close(unpack(buckets[0]), load_file(tmp_path / "adapter_model.safetensors"), 0)
+
+
+def test_a_merge_draws_no_random_numbers_and_changes_no_weight(tiny: Path) -> None:
+    model = make_model_config(tiny, adapter=make_adapter_config(merge=True))
+    learner = train(make_learner(tiny, model=model), 0, 1)
+    state, before = torch.get_rng_state(), {name: t.clone() for name, t in learner.policy.model.state_dict().items()}
+    manifest = publish_weights(learner.policy, version=1, bucket_bytes=20_000, emit=lambda _: None)
+    assert manifest is not None
+    assert manifest.kind is WeightsKind.FULL
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(before, learner.policy.model.state_dict(), 0)
 
 
 def test_publishing_changes_no_weight(tiny: Path) -> None:

@@ -184,6 +184,7 @@ def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: P
         ({"init_lora_weights": "pissa"}, False, "init_lora_weights=pissa changed the base"),
         ({"target_modules": ["embed_tokens"]}, True, "changes .*embed_tokens.weight, but the base ties"),
         ({"trainable_token_indices": [1, 2]}, False, "train without trainable_token_indices"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, False, "uses layer_replication"),
     ],
 )
 def test_what_cannot_be_merged_exactly_is_refused(

@@ -247,6 +247,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"rollout.tensor_parallel_size": 2}, "rollout.num_gpus", "set both to the same"),
         ({"rollout.num_gpus": 2.0}, "rollout.num_gpus", "set both to the same"),
         ({"rollout.engine_args": {"dtype": "auto"}}, "rollout.engine_args.dtype", "set model.dtype"),
+        (
+            {"rollout.engine_args": {"quantization": "bitsandbytes"}, "model.adapter.merge": True},
+            "rollout.engine_args.quantization",
+            "leave it out",
+        ),
         ({"rollout.sampling.extra": {"top_p": 1}}, "rollout.sampling.extra.top_p", "set rollout.sampling.top_p"),
         ({"weights.on_update": "inflight"}, "weights.on_update", "replay.max_staleness=1"),
         ({"scoring.rewards": reward("right")}, "scoring.rewards.right.path", "file.py:function"),

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
-from peft import LoraConfig, PeftModel
+import torch
+from peft import PeftModel
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlpipe.conversion import to_files, untied_state
 from rlpipe.errors import ModelError
-from rlpipe.learner.merge.patches import ADAPTER, Patch, changed_tie, patches_of
+from rlpipe.learner.merge.patches import ADAPTER, Patch, changed_tie, check_mergeable, patches_of
 from rlpipe.learner.sharding import Sharding
 from rlpipe.models import hollow, hollow_model
 from rlpipe.nf4 import from_nf4, nf4_layers
@@ -34,6 +35,19 @@ class Place:
     parts: Mapping[str, nn.Parameter]
     """What the adapter has there, in the twin, by the names in the policy."""
 
+    def merge(self, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """May change ``weight``."""
+        for name, part in self.parts.items():
+            part.data = parts[name]
+        try:
+            return self.patch(weight)
+        finally:
+            self.empty()
+
+    def empty(self) -> None:
+        for part in self.parts.values():
+            part.data = hollow(part)
+
 
 class LiveMerge:
     """All ranks must make it, and exhaust ``tensors``, alike."""
@@ -44,8 +58,12 @@ class LiveMerge:
         self._twin = hollow_model(self._base.config, type(self._base))
         outlines = {id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._twin).items()}
         modules = {id(module): name for name, module in self._twin.named_modules()}
-        config = cast(LoraConfig, model.peft_config[ADAPTER])
-        adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
+        try:
+            config = check_mergeable(model.peft_config[ADAPTER])
+        except ValueError as error:
+            raise ModelError(f"model.adapter.merge: engines can't be given this adapter: {error}") from None
+        with torch.random.fork_rng(devices=[]):  # it draws values that nobody needs
+            adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
         self._outlines = {
             live: outlines[id(tensor)]
             for live, tensor in adapted.state_dict(keep_vars=True).items()
@@ -58,7 +76,7 @@ class LiveMerge:
             for base, parameter, patch in patches_of(module)
         }
         for place in self._places.values():
-            _empty(place.parts)
+            place.empty()
         if tied := changed_tie(self._twin, self._places):
             raise ModelError(
                 f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
@@ -70,26 +88,27 @@ class LiveMerge:
         return dict(self._outlines[live] for live in untied_state(self._model) if live in self._outlines)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of the merged model's files, gathered and merged one at a time, in the type of the base."""
+        """Those of the merged model's files, in the type of the base; the first rank alone is given them.
+
+        One parameter is gathered and merged at a time, which takes it, a copy, and what PEFT adds in float32.
+        """
         layers, trained = nf4_layers(self._model), dict(self._model.named_parameters())
         for live, tensor in untied_state(self._model).items():
             if live not in self._outlines:
                 continue
             name, _ = self._outlines[live]
+            place = self._places.get(name)
             weight = self._sharding.full(tensor).detach()
+            parts = {part: self._sharding.full(trained[part]).detach() for part in place.parts} if place else {}
+            if self._sharding.rank != 0:
+                continue
             if live in layers:
                 weight = from_nf4(weight, layers[live])
-            if name in self._places:
-                weight = self._merge(self._places[name], weight, trained)
+            if place is not None:
+                if weight.data_ptr() == self._sharding.local(tensor).data_ptr():
+                    weight = weight.clone()
+                weight = place.merge(weight, parts)
             yield from to_files(self._base, name, weight).items()
-
-    def _merge(self, place: Place, weight: Tensor, trained: Mapping[str, nn.Parameter]) -> Tensor:
-        for name, part in place.parts.items():
-            part.data = self._sharding.full(trained[name]).detach()
-        try:
-            return place.patch(weight.clone())
-        finally:
-            _empty(place.parts)
 
 
 def _parts(prefix: str, module: nn.Module, parameter: str) -> dict[str, nn.Parameter]:
@@ -98,8 +117,3 @@ def _parts(prefix: str, module: nn.Module, parameter: str) -> dict[str, nn.Param
         saved = f"modules_to_save.{ADAPTER}.{parameter}"
         own = {saved: own[saved]}
     return {f"{prefix}.{name}": part for name, part in own.items()}
-
-
-def _empty(parts: Mapping[str, nn.Parameter]) -> None:
-    for part in parts.values():
-        part.data = hollow(part)

@@ -95,10 +95,7 @@ def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]
 def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> PeftModel:
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        if not isinstance(config, LoraConfig):
-            raise ValueError(f"{config.peft_type} is not LoRA, and can't be merged")
-        if config.bias != "none":
-            raise ValueError(f"it trained biases of the base (bias={config.bias!r}), which are not merged")
+        check_mergeable(config)
         if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in KEEPING_THE_BASE:
             raise ValueError(
                 f"init_lora_weights={config.init_lora_weights} changed the base as well; save the adapter with PEFT's "
@@ -117,6 +114,18 @@ def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> P
         if found:
             raise ModelError(f"the adapter {folder} does not fit the base: {what}: {', '.join(sorted(found))}")
     return adapted
+
+
+def check_mergeable(config: PeftConfig) -> LoraConfig:
+    """Raises ``ValueError`` for adapters that PEFT can't merge, or whose merge is not the base's weights alone."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{config.peft_type} is not LoRA, and can't be merged")
+    if config.bias != "none":
+        raise ValueError(f"it trained biases of the base (bias={config.bias!r}), which are not merged")
+    for feature in ("use_qalora", "layer_replication", "alora_invocation_tokens"):
+        if getattr(config, feature, None):
+            raise ValueError(f"it uses {feature}, which can't be merged")
+    return config
 
 
 def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
@@ -153,7 +162,8 @@ def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
             weight = saved.detach().to(weight.dtype, copy=True)
         hollows = dict(base.named_parameters(recurse=False))
         for other, parameter in hollows.items():  # PEFT merges weight and bias together
-            values = weight if other == name else parameter.contiguous() if other == "bias" else parameter
+            beside = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
+            values = weight if other == name else beside
             setattr(base, other, nn.Parameter(values, requires_grad=False))
         layer.merge()
         merged = cast(Tensor, getattr(base, name)).data
