@@ -19,23 +19,27 @@ from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy
 
 NUM_ROWS = 24
-LONGEST_FILES = (
+FIRST_FILES = (
     "test_recovery.py",
-    "test_frozen_parts.py",
-    "test_pipeline.py",
-    "test_resume.py",
-    "test_benchmark_runs.py",
-    "test_examples.py",
-    "test_faults.py",
     "test_isolation.py",
+    "test_frozen_parts.py",
+    "test_families.py",
+    "test_pipeline.py",
+    "test_strategies.py",
+    "test_resume.py",
+    "test_strategy_options.py",
+    "test_examples.py",
+    "test_benchmark_runs.py",
+    "test_faults.py",
     "test_learner_group.py",
 )
-"""They begin, so that none of them is left to run alone at the end."""
+"""Those that take longest, so that none of them is left to run alone at the end; whole runs, which have many processes,
+in turns with files of few."""
 os.environ.setdefault("RAY_worker_niceness", "0")  # at 15, Ray's default, other tests' drivers would starve the actors
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {Path(__file__).with_name(name): place for place, name in enumerate(LONGEST_FILES)}
+    places = {Path(__file__).with_name(name): place for place, name in enumerate(FIRST_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
