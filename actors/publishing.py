@@ -69,7 +69,7 @@ class NoPublisher:
         pass
 
     def wait(self, call: Any, timeout_s: float) -> bool:
-        return bool(ray.wait([call], timeout=timeout_s)[0])
+        return is_answered(call, timeout_s)
 
 
 class StorePublisher:
@@ -103,7 +103,7 @@ class StorePublisher:
         self._calls.in_order("publish", self._weights.publish, *self._published, more_s=2 * self._config.timeout_s)
 
     def wait(self, call: Any, timeout_s: float) -> bool:
-        return bool(ray.wait([call], timeout=timeout_s)[0])
+        return is_answered(call, timeout_s)
 
 
 class DirectPublisher:
@@ -134,7 +134,7 @@ class DirectPublisher:
             self.publish(*self._last)
 
     def wait(self, call: Any, timeout_s: float) -> bool:
-        return not self._any(not ray.wait([call], timeout=timeout_s)[0])
+        return not self._any(not is_answered(call, timeout_s))
 
     def _offer(self, version: int, life: int) -> Transfer | None:
         """Where both sides meet; None where the version is not wanted any more."""
@@ -155,6 +155,10 @@ class DirectPublisher:
 
     def _any(self, flag: bool) -> bool:
         return bool(self._policy.sharding.reduce(torch.tensor(float(flag)), Reduce.MAX))
+
+
+def is_answered(call: Any, timeout_s: float) -> bool:
+    return bool(ray.wait([call], timeout=timeout_s)[0])
 
 
 def newest_version(calls: Calls, weights: ActorHandle) -> int:

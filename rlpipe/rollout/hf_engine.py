@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, serves_adapter
-from rlpipe.conversion import plan_units, to_files, untied_state
+from rlpipe.conversion import Unit, plan_units, to_files, untied_state
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models import open_model
 from rlpipe.nf4 import to_nf4_and_back
@@ -209,13 +210,17 @@ class HfEngine:
                 weight.copy_(tensor)
         return lora_digest(_served_pairs(layers))
 
+    @cached_property
+    def _file_plan(self) -> tuple[dict[str, Tensor], dict[str, Unit]]:
+        """The tensors of the model's files, hollow, and the unit of parameters that each is a part of."""
+        outlines: dict[str, Tensor] = {}
+        for name, tensor in untied_state(self._base).items():
+            outlines |= to_files(self._base, name, tensor.detach().to("meta"))
+        return outlines, {name: unit for unit in plan_units(self._base, outlines) for name in unit.sources}
+
     @torch.no_grad()
     def _load_full(self, buckets: Buckets) -> str:
-        served = untied_state(self._base)
-        outlines: dict[str, Tensor] = {}
-        for name, tensor in served.items():
-            outlines |= to_files(self._base, name, tensor.to("meta"))
-        units = {name: unit for unit in plan_units(self._base, outlines) for name in unit.sources}
+        served, (outlines, units) = untied_state(self._base), self._file_plan
         received: set[str] = set()
         waiting: dict[str, Tensor] = {}
         for bucket in buckets:
