@@ -6,9 +6,28 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
+import ray
+
 from rlpipe.actors.weights import Served, WeightsActor
 
 Actor = TypeVar("Actor", bound=WeightsActor)
+Engine = TypeVar("Engine")
+
+
+def place_engines(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> dict[str, Engine]:
+    """Two engines, that Ray knows by their names."""
+    found = {name: make() for name in ("a", "b")}
+    monkeypatch.setattr(ray, "get_actor", found.__getitem__)
+    return found
+
+
+def next_answer(answers: list[str | Exception], otherwise: str) -> str:
+    """The first that is left, raised if it is an error."""
+    answer = answers.pop(0) if answers else otherwise
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def play(make: Callable[[], Actor], act: Callable[[Actor], Coroutine[Any, Any, Any]]) -> Any:

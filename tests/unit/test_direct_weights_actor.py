@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import ray
 import weights_actor_cases
 from ray.exceptions import RayActorError
-from weights_actor_cases import served
+from weights_actor_cases import next_answer, place_engines, served
 
 from rlpipe.actors.direct_weights import DirectWeightsActor
 from rlpipe.actors.weights import Cause, NotLoaded, Served
@@ -41,17 +40,12 @@ class FakeEngine:
 
     async def _load(self, version: int) -> str:
         await asyncio.sleep(100 if self.hangs else 0)
-        answer = self.answers.pop(0) if self.answers else f"digest of {version}"
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return next_answer(self.answers, f"digest of {version}")
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeEngine]:
-    found = {name: FakeEngine() for name in ("a", "b")}
-    monkeypatch.setattr(ray, "get_actor", found.__getitem__)
-    return found
+    return place_engines(monkeypatch, FakeEngine)
 
 
 def manifest(version: int) -> WeightsManifest:

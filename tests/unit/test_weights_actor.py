@@ -10,7 +10,7 @@ import pytest
 import ray
 import weights_actor_cases
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
-from weights_actor_cases import served
+from weights_actor_cases import next_answer, place_engines, served
 
 from rlpipe.actors.weights import Cause, NotLoaded, Served, WeightsActor
 from rlpipe.errors import EngineNotStarted, WeightsMismatch
@@ -33,18 +33,14 @@ class FakeEngine:
 
     async def _load(self, version: int) -> str:
         await asyncio.sleep(0)
-        answer = self.answers.pop(0) if self.answers else DIGEST
-        if isinstance(answer, Exception):
-            raise answer
+        answer = next_answer(self.answers, DIGEST)
         self.versions.append(version)
         return answer
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeEngine]:
-    found = {name: FakeEngine() for name in ("a", "b")}
-    monkeypatch.setattr(ray, "get_actor", found.__getitem__)
-    return found
+    return place_engines(monkeypatch, FakeEngine)
 
 
 def manifest(version: int) -> WeightsManifest:
