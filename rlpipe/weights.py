@@ -19,7 +19,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,59 @@ class BucketMemory:
         return self._memory[:size]
 
 
+class BucketWriter:
+    """A safetensors file in memory, which takes one tensor after the other and copies its bytes just once.
+
+    The header's length is known last: the data lie behind room for it, and it is put right before them. Room that is
+    never written to costs no memory.
+
+    Args:
+        data_bytes: most bytes of tensors; if the first has more, there is room for it alone.
+        header_bytes: most bytes of the header; ``entry_bytes`` gives those of one tensor.
+        memory: where it is written, new memory if None.
+    """
+
+    def __init__(self, data_bytes: int, header_bytes: int = 2**20, memory: BucketMemory | None = None) -> None:
+        self._data_bytes, self._memory = data_bytes, memory or BucketMemory()
+        self._data_start = 8 + header_bytes + -header_bytes % 8
+        self._header: dict[str, Any] = {}
+        self._header_room, self._end = header_bytes - len("{}"), 0
+        self._file = self._memory.take(self._data_start + data_bytes)
+
+    def fits(self, name: str, tensor: Tensor) -> bool:
+        """Whether there is room for it, at a multiple of its elements' size."""
+        return not self._header or (
+            self._end + tensor.nbytes <= self._data_bytes
+            and self._end % tensor.element_size() == 0
+            and self.entry_bytes(name) <= self._header_room
+        )
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copies a tensor that ``fits`` behind the others; ``ModelError`` if its type can't be published."""
+        dtype_name = _dtype_name(name, tensor)
+        if not self._header and tensor.nbytes > self._data_bytes:
+            self._file = self._memory.take(self._data_start + tensor.nbytes)
+        start, self._end = self._end, self._end + tensor.nbytes
+        self._header[name] = {"dtype": dtype_name, "shape": list(tensor.shape), "data_offsets": [start, self._end]}
+        self._header_room -= self.entry_bytes(name)
+        data = torch.from_numpy(self._file)[self._data_start :]
+        data[start : self._end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def finish(self) -> ByteArray:
+        """The file. It is valid until another one begins in the same memory."""
+        text = json.dumps(self._header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = self._file[self._data_start - len(text) - 8 : self._data_start + self._end]
+        file[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
+        file[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        return file
+
+    @staticmethod
+    def entry_bytes(name: str) -> int:
+        """No fewer than the header needs for a tensor of at most 8 dimensions."""
+        return len(json.dumps(name)) + 256
+
+
 def pack_weights(
     *,
     version: int,
@@ -86,7 +139,7 @@ def pack_weights(
 
     Args:
         named_tensors: for LoRA PEFT's state dict names, all in one bucket; for full weights transformers' parameter
-            names, tied tensors once. Drawn lazily: no more than one bucket of them is held.
+            names, tied tensors once. Drawn lazily: each is held until the next one is asked for.
         bucket_bytes: most tensor bytes of a bucket of full weights; a larger tensor gets its own.
         adapter_config: PEFT's adapter config; it gives the scaling of B.
         dtype: the type that the engines serve; floating point tensors are cast to it. None: as they come.
@@ -95,16 +148,15 @@ def pack_weights(
     Raises:
         ModelError: a LoRA tensor is not A or B of a linear module, lacks its partner, or uses an unsupported feature.
     """
-    served = ((name, _cast(tensor.detach(), dtype)) for name, tensor in named_tensors)
     if kind is WeightsKind.LORA:
-        tensors = dict(served)
+        tensors = {name: _cast(tensor.detach(), dtype) for name, tensor in named_tensors}
         config = adapter_config or {}
         _check_features(config)
         digest = lora_digest(pair_adapter(tensors), lambda module: lora_scaling(config, module))
-        sizes = [_emit_bucket(tensors, emit, memory)]
+        sizes = [_emit(encode(tensors, memory), emit)]
     else:
         sums: dict[int, int] = {}
-        sizes = [_emit_bucket(bucket, emit, memory) for bucket in _fill_buckets(served, bucket_bytes, sums)]
+        sizes = [_emit(bucket, emit) for bucket in _fill_buckets(named_tensors, dtype, bucket_bytes, sums, memory)]
         digest = digest_of_sums(sums)
     return WeightsManifest(
         version=version,
@@ -118,23 +170,14 @@ def pack_weights(
 
 def encode(tensors: Mapping[str, Tensor], memory: BucketMemory | None = None) -> ByteArray:
     """Writes tensors as one safetensors file in memory (a new one if None), with a single copy of their bytes."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data_start = 8 + len(text)
-    encoded = (memory or BucketMemory()).take(data_start + end)
-    encoded[:8] = np.frombuffer(len(text).to_bytes(8, "little"), dtype=np.uint8)
-    encoded[8:data_start] = np.frombuffer(text, dtype=np.uint8)
-    data = torch.from_numpy(encoded)[data_start:]
-    for name, tensor in ordered:
-        start, end = header[name]["data_offsets"]
-        data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return encoded
+    writer = BucketWriter(
+        sum(tensor.nbytes for tensor in tensors.values()),
+        2 + sum(BucketWriter.entry_bytes(name) for name in tensors),
+        memory,
+    )
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        writer.add(name, tensor)
+    return writer.finish()
 
 
 def unpack(bucket: ByteArray) -> dict[str, Tensor]:
@@ -232,7 +275,7 @@ def checksum(tensor: Tensor) -> int:
     bits = tensor.detach().contiguous().reshape(-1).view(_BIT_VIEWS[tensor.element_size()])
     total = 0
     for chunk in bits.split(2**16 if bits.device.type == "cpu" else 2**26):
-        mixed = chunk.to(torch.int64).mul_(-7046029254386353131)
+        mixed = chunk.to(torch.int64, copy=True).mul_(-7046029254386353131)
         mixed ^= mixed >> 29
         total += int(mixed.mul_(-4417276706812531889).sum())
     return total & _MASK
@@ -299,25 +342,28 @@ def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
 
 
 def _fill_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, sums: dict[int, int]
-) -> Iterable[dict[str, Tensor]]:
-    """One after the other; each is emptied when the next is asked for, so that there is only one at a time."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
+    named_tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    sums: dict[int, int],
+    memory: BucketMemory | None,
+) -> Iterator[ByteArray]:
+    """One after the other; a tensor is let go before the next one is gathered."""
+    bucket = None
     for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket.clear()
-            size = 0
+        tensor = _cast(tensor.detach(), dtype)
+        if bucket and not bucket.fits(name, tensor):
+            yield bucket.finish()
+            bucket = None
+        bucket = bucket or BucketWriter(bucket_bytes, memory=memory)
+        bucket.add(name, tensor)
         add_checksum(sums, name, tensor)
-        bucket[name] = tensor
-        size += tensor.nbytes
+        del tensor
     if bucket:
-        yield bucket
+        yield bucket.finish()
 
 
-def _emit_bucket(tensors: Mapping[str, Tensor], emit: Callable[[ByteArray], None], memory: BucketMemory | None) -> int:
-    bucket = encode(tensors, memory)
+def _emit(bucket: ByteArray, emit: Callable[[ByteArray], None]) -> int:
     emit(bucket)
     return bucket.nbytes
 

@@ -35,7 +35,14 @@ FIRST_FILES = (
 )
 """Those that take longest, so that none of them is left to run alone at the end; whole runs, which have many processes,
 in turns with files of few."""
-os.environ.setdefault("RAY_worker_niceness", "0")  # at 15, Ray's default, other tests' drivers would starve the actors
+RAY_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # at 15, Ray's default, other tests' drivers would starve the actors
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # looks for new files at the interval below, not ten times a second
+    "LOG_NAME_UPDATE_INTERVAL_S": "2",
+    "REPORTER_UPDATE_INTERVAL_MS": "30000",  # nobody watches these dashboards
+}
+for option, value in RAY_ENVIRONMENT.items():
+    os.environ.setdefault(option, value)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,13 +28,11 @@ KEYS = {
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
 }
-
-
 BOUNDS = {
-    "learner_memory": {"share": 0.4, "extra_buckets": 2.2},
+    "learner_memory": {"share": 0.4, "extra_buckets": 2.0},
     "merge_memory": {"ratio": 1.1},
 }
-"""What is promised of memory; a tensor that is being gathered comes on top of two buckets."""
+"""What is promised of memory."""
 
 
 @pytest.mark.parametrize(

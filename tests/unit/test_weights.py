@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rlpipe.errors import ModelError
 from rlpipe.types import ByteArray, WeightsKind, WeightsManifest
 from rlpipe.weights import (
     BucketMemory,
+    BucketWriter,
     add_checksum,
     check_adapter_modules,
     check_parameters,
@@ -104,6 +107,47 @@ def test_full_weights_are_drawn_one_bucket_at_a_time() -> None:
 
     pack_weights(version=0, kind=WeightsKind.FULL, named_tensors=named_tensors(), bucket_bytes=64, emit=emitted.append)
     assert seen == [0, 0, 1, 2]
+
+
+def test_full_weights_are_let_go_before_the_next_is_drawn() -> None:
+    held: list[list[int]] = []
+
+    def named_tensors() -> Iterator[tuple[str, Tensor]]:
+        references: list[weakref.ref[np.ndarray]] = []
+        for index in range(3):
+            held.append([place for place, reference in enumerate(references) if reference() is not None])
+            data = np.ones(16, np.float32)
+            references.append(weakref.ref(data))
+            yield f"layers.{index}.weight", torch.from_numpy(data)
+            del data
+
+    pack_weights(version=0, kind=WeightsKind.FULL, named_tensors=named_tensors(), bucket_bytes=2**10, emit=len)
+    assert held == [[], [], []]
+
+
+def test_tensors_of_several_types_begin_at_multiples_of_their_elements() -> None:
+    tensors = {
+        "layers.0.flags": torch.tensor([True, False, True]),
+        "layers.0.weight": torch.randn(3),
+        "layers.0.scale": torch.randn(2, dtype=torch.float64),
+        "layers.0.steps": torch.arange(3),
+    }
+    _, buckets = pack(tensors, WeightsKind.FULL, bucket_bytes=2**10)
+    assert [list(unpack(bucket)) for bucket in buckets] == [
+        ["layers.0.flags"],
+        ["layers.0.weight"],
+        ["layers.0.scale", "layers.0.steps"],
+    ]
+    for bucket in buckets:
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in safetensors.torch.load(bytes(bucket)).items())
+
+
+def test_a_bucket_is_full_when_its_header_is() -> None:
+    tensors = {f"layers.{index}.weight": torch.ones(()) for index in range(10)}
+    room = 2 + 3 * BucketWriter.entry_bytes("layers.0.weight")
+    writer = BucketWriter(2**10, room)
+    added = [name for name, tensor in tensors.items() if writer.fits(name, tensor) and not writer.add(name, tensor)]
+    assert list(unpack(writer.finish())) == added == list(tensors)[:3]
 
 
 def test_buckets_share_memory_where_there_is_one() -> None:
@@ -247,6 +291,13 @@ def test_checksum_counts_every_chunk_and_every_bit_of_the_result() -> None:
     parts = sum(checksum(part) for part in tensor.split(70_000)) % 2**64
     assert checksum(tensor) == parts > 2**32
     assert checksum(torch.zeros(5)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_checksum_leaves_the_tensor_as_it_was(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 6).to(dtype)
+    checksum(tensor)
+    assert torch.equal(tensor, torch.arange(1, 6).to(dtype))
 
 
 def test_parameters_must_be_published_once_and_all() -> None:
