@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlpipe.data.messages import assistant_turns
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate, Span
 from rlpipe.errors import DataError
@@ -30,8 +31,8 @@ def assistant_tokens(
 
 def _mark_by_template(template: ChatTemplate, messages: ChatMessages, first_message: int) -> tuple[IntArray, BoolArray]:
     text, spans = template.generation_spans(messages)
-    num_turns = len(_assistant_turns(messages))
-    num_earlier = len(_assistant_turns(messages[:first_message]))
+    num_turns = len(assistant_turns(messages))
+    num_earlier = len(assistant_turns(messages[:first_message]))
     if num_earlier and len(spans) != num_turns:
         raise DataError(
             f"the chat template has {len(spans)} generation blocks for {num_turns} assistant turns, so those of the "
@@ -63,7 +64,7 @@ def _mark_by_prefixes(template: ChatTemplate, messages: ChatMessages, first_mess
     text = template.text(messages)
     token_ids = template.token_ids(text)
     mask = np.zeros(len(token_ids), np.bool_)
-    for turn in _assistant_turns(messages):
+    for turn in assistant_turns(messages):
         if turn < first_message:
             continue
         start = _prefix_length(
@@ -98,7 +99,3 @@ def _turn_end(template: ChatTemplate, token_ids: IntArray, start: int, end: int)
         if str(template.tokenizer.decode([token])).strip():
             break
     return end
-
-
-def _assistant_turns(messages: ChatMessages) -> list[int]:
-    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]

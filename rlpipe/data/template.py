@@ -9,6 +9,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rlpipe.configs.schema import DataConfig
+from rlpipe.data.messages import chat_messages
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError
 from rlpipe.imports import describe_error
@@ -47,13 +48,7 @@ class ChatTemplate:
         """``prompt``, a text or messages, as messages; a text becomes a turn of ``role``."""
         if isinstance(prompt, str):
             return [{"role": role, "content": prompt}]
-        if not isinstance(prompt, list | tuple):
-            raise UnusableRow(f"expected a text or chat messages, found {type(prompt).__name__}")
-        for message in prompt:
-            if not isinstance(message, dict) or "role" not in message:
-                raise UnusableRow(f"a chat message must be a dict with role and content, found {message!r:.80}")
-        # Tables give every message the keys of all others, filled up with None.
-        return [{key: value for key, value in m.items() if value is not None or key == "content"} for m in prompt]
+        return chat_messages(prompt)
 
     def with_system_prompt(self, messages: ChatMessages) -> ChatMessages:
         if self._system_prompt is None or any(message["role"] == "system" for message in messages):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rlpipe.configs.schema import DataConfig
 from rlpipe.data.rows import Row, Rows, UnusableRow
@@ -16,7 +19,12 @@ from rlpipe.imports import USER_CODE_ERRORS, describe_error, import_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+MapFunction = Callable[[dict[str, Any]], Any]
+
 ALL_COLUMNS = "__all__"
+OPTIONS = {"remove_columns", "batched"}
 
 
 class TransformConfig(dict[str, Any]):
@@ -38,7 +46,7 @@ class TransformedRows:
     unusable.
     """
 
-    def __init__(self, rows: Rows, map_row: Callable[[dict[str, Any]], Any], remove: Collection[str] | str) -> None:
+    def __init__(self, rows: Rows, map_row: MapFunction, remove: Collection[str] | str) -> None:
         self.name = rows.name
         self._rows = rows
         self._map_row = map_row
@@ -49,19 +57,97 @@ class TransformedRows:
 
     def __getitem__(self, index: int) -> Row:
         row = self._rows[index]
-        try:
-            new = self._map_row(dict(row))
-        except USER_CODE_ERRORS as error:
-            if isinstance(error, InputError):
-                raise
-            raise UnusableRow(f"data.transform raised {describe_error(error)}") from error
-        if not isinstance(new, Mapping):
-            raise DataError(f"{self.location(index)}: data.transform returned {type(new).__name__} instead of a dict")
-        removed = row.keys() if self._remove == ALL_COLUMNS else self._remove
-        return {**{name: value for name, value in row.items() if name not in removed}, **new}
+        return {**_kept(row, self._remove), **_call(self._map_row, dict(row), self.location(index))}
 
     def location(self, index: int) -> str:
         return self._rows.location(index)
+
+
+class ExpandedRows:
+    """Rows after a batched transform, which makes any number of rows of each; columns that it leaves are repeated.
+
+    ``map_batch`` is called with one row at a time, as a dict of lists of length 1. All rows are read once at the
+    start, to count what they make; it must be as many each time. A row on which it raises stays one unusable row.
+    Raises ``DataError`` if no row is left.
+    """
+
+    def __init__(self, rows: Rows, map_batch: MapFunction, remove: Collection[str] | str) -> None:
+        self.name = rows.name
+        self._rows = rows
+        self._map_batch = map_batch
+        self._remove = remove
+        self._counts = np.array([self._count_at_start(source) for source in range(len(rows))], np.int64)
+        self._ends = np.cumsum(self._counts)
+        if not len(self):
+            raise DataError(f"{self.name}: data.transform made no row of any of its {len(rows)} rows")
+        if without := int(np.sum(self._counts == 0)):
+            logger.warning("%s: data.transform made no row of %d of its %d rows", self.name, without, len(rows))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        source, part = self._find(index)
+        row, location = self._rows[source], self._rows.location(source)
+        columns = self._expand(row, location)
+        count = _common_length(columns)
+        if count != self._counts[source]:
+            raise DataError(
+                f"{location}: data.transform made {count} rows of it, but {self._counts[source]} when the data was "
+                "opened; it must make as many each time"
+            )
+        return {**_kept(row, self._remove), **{name: values[part] for name, values in columns.items()}}
+
+    def location(self, index: int) -> str:
+        source, part = self._find(index)
+        location = self._rows.location(source)
+        count = self._counts[source]
+        return location if count == 1 else f"{location}, part {part + 1} of {count}"
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """The row of the source, and which of the rows that it makes."""
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        return source, int(index - self._ends[source] + self._counts[source])
+
+    def _count_at_start(self, source: int) -> int:
+        try:
+            return _common_length(self._expand(self._rows[source], self._rows.location(source)))
+        except UnusableRow:
+            return 1
+
+    def _expand(self, row: Row, location: str) -> Mapping[str, Sequence[Any]]:
+        """The new columns of all rows that a row makes; raises ``DataError`` if they are no columns."""
+        columns = _call(self._map_batch, {name: [value] for name, value in row.items()}, location)
+        for name, values in columns.items():
+            if not isinstance(values, list | tuple | np.ndarray):
+                found = type(values).__name__
+                raise DataError(f"{location}: data.transform is batched, but {name!r} is a {found} instead of a list")
+        if len({len(values) for values in columns.values()}) > 1:
+            lengths = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+            raise DataError(f"{location}: data.transform returned columns of different lengths: {lengths}")
+        return columns
+
+
+def _common_length(columns: Mapping[str, Sequence[Any]]) -> int:
+    return max((len(values) for values in columns.values()), default=0)
+
+
+def _kept(row: Row, remove: Collection[str] | str) -> dict[str, Any]:
+    removed = row.keys() if remove == ALL_COLUMNS else remove
+    return {name: value for name, value in row.items() if name not in removed}
+
+
+def _call(function: MapFunction, row: dict[str, Any], location: str) -> Mapping[str, Any]:
+    """What a map function makes; raises ``UnusableRow`` if it raises."""
+    try:
+        new = function(row)
+    except InputError as error:
+        raise DataError(f"{location}: {error}") from None
+    except USER_CODE_ERRORS as error:
+        raise UnusableRow(f"data.transform raised {describe_error(error)}") from error
+    if not isinstance(new, Mapping):
+        raise DataError(f"{location}: data.transform returned {type(new).__name__} instead of a dict")
+    return new
 
 
 def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
@@ -69,6 +155,7 @@ def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizer
 
     The transform is called as ``transform(cfg)`` and returns ``map_fn`` or ``(map_fn, {"remove_columns": [...]})``;
     ``map_fn(row)`` returns the new row's columns and is given the ``tokenizer`` if it has a parameter of that name.
+    With ``"batched": True`` beside ``remove_columns``, it takes and returns lists of values (see ``ExpandedRows``).
     Raises ``DataError`` if the transform can't be imported or returns something else.
     """
     if data.transform is None:
@@ -77,17 +164,21 @@ def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizer
     settings = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
     try:
         result = transform(TransformConfig(settings | data.transform_args))
+    except InputError:
+        raise
     except USER_CODE_ERRORS as error:
         raise DataError(f"data.transform {data.transform!r} raised {describe_error(error)}") from error
     map_row, options = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not callable(map_row) or not isinstance(options, Mapping):
         raise DataError(f"data.transform {data.transform!r} must return (map_fn, {{'remove_columns': [...]}})")
-    unknown = options.keys() - {"remove_columns"}
+    unknown = options.keys() - OPTIONS
     if unknown:
-        raise DataError(f"data.transform {data.transform!r}: only remove_columns is known, not {', '.join(unknown)}")
+        known = " and ".join(sorted(OPTIONS, reverse=True))
+        raise DataError(f"data.transform {data.transform!r}: only {known} are known, not {', '.join(unknown)}")
     if "tokenizer" in inspect.signature(map_row).parameters:
         map_row = partial(map_row, tokenizer=tokenizer)
-    return TransformedRows(rows, map_row, _removed_columns(options.get("remove_columns")))
+    transformed = ExpandedRows if options.get("batched") else TransformedRows
+    return transformed(rows, map_row, _removed_columns(options.get("remove_columns")))
 
 
 def _removed_columns(value: Any) -> Collection[str] | str:

@@ -1,12 +1,13 @@
-"""Row transforms written for axolotl and TRL work unchanged."""
+"""Row transforms written for axolotl, TRL and Hugging Face's ``map`` work unchanged."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlpipe.configs.schema import DataConfig
-from rlpipe.data.rows import Row, UnusableRow
+from rlpipe.data.rows import Row, Rows, UnusableRow
 from rlpipe.data.transforms import apply_transform
 from rlpipe.errors import DataError
 from rlpipe.tiny import make_tokenizer
@@ -30,11 +31,15 @@ class FakeRows:
         return f"{self.name}, line {index + 1}"
 
 
-def transform(tmp_path: Path, code: str, row: dict[str, Any], **arguments: Any) -> Row:
+def transform_all(tmp_path: Path, code: str, rows: list[dict[str, Any]], **arguments: Any) -> Rows:
     file = tmp_path / "mine.py"
     file.write_text(code)
     data = DataConfig(source="jsonl", transform=f"{file}:transform", transform_args=arguments)
-    return apply_transform(FakeRows([row]), data, TOKENIZER)[0]
+    return apply_transform(FakeRows(rows), data, TOKENIZER)
+
+
+def transform(tmp_path: Path, code: str, row: dict[str, Any], **arguments: Any) -> Row:
+    return transform_all(tmp_path, code, [row], **arguments)[0]
 
 
 AXOLOTL = """
@@ -87,8 +92,23 @@ def test_row_on_which_the_map_function_raises_is_unusable(tmp_path: Path) -> Non
     ("code", "message"),
     [
         ("def transform(cfg):\n    return 3", "must return"),
-        ("def transform(cfg):\n    return (lambda row: row), {'batched': True}", "only remove_columns is known"),
+        (
+            "def transform(cfg):\n    return (lambda row: row), {'num_proc': 2}",
+            "only remove_columns and batched",
+        ),
         ("def transform(cfg):\n    return lambda row: [row]", "line 1: data.transform returned list"),
+        (
+            "from rlpipe.errors import DataError\n"
+            "def transform(cfg):\n"
+            "    def change(row):\n"
+            "        raise DataError('no level')\n"
+            "    return change",
+            "rows.jsonl, line 1: no level$",
+        ),
+        (
+            "from rlpipe.errors import DataError\ndef transform(cfg):\n    raise DataError('no level')",
+            "^no level$",
+        ),
         ("def transform(cfg):\n    return cfg.path + '/x'", "raised TypeError"),
         ("other = 1", "has no 'transform'"),
     ],
@@ -96,3 +116,73 @@ def test_row_on_which_the_map_function_raises_is_unusable(tmp_path: Path) -> Non
 def test_unfit_transform_is_a_data_error(tmp_path: Path, code: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         transform(tmp_path, code, {"q": "x"})
+
+
+# Batched --------------------------------------------------------------------------------------------------------------
+
+
+LETTERS = """
+def transform(cfg):
+    def split(batch, tokenizer):
+        letters = [letter for text in batch["text"] for letter in text]
+        return {"prompt": letters, "end": [tokenizer.eos_token] * len(letters)}
+    return split, {"remove_columns": ["text"], "batched": True}
+"""
+
+
+def test_a_batched_transform_makes_any_number_of_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["abc", "", "d", "", "ef", ""]
+    with caplog.at_level(logging.WARNING):
+        rows = transform_all(tmp_path, LETTERS, [{"text": text, "id": text} for text in texts])
+    assert [rows[index] for index in range(len(rows))] == [
+        {"prompt": letter, "end": "<|end|>", "id": text} for text in texts for letter in text
+    ]
+    assert [rows.location(index) for index in range(len(rows))] == [
+        "rows.jsonl, line 1, part 1 of 3",
+        "rows.jsonl, line 1, part 2 of 3",
+        "rows.jsonl, line 1, part 3 of 3",
+        "rows.jsonl, line 3",
+        "rows.jsonl, line 5, part 1 of 2",
+        "rows.jsonl, line 5, part 2 of 2",
+    ]
+    assert rows.name == "rows.jsonl"
+    assert caplog.messages == ["rows.jsonl: data.transform made no row of 3 of its 6 rows"]
+
+
+def test_a_row_on_which_a_batched_transform_raises_stays_one_unusable_row(tmp_path: Path) -> None:
+    rows = transform_all(tmp_path, LETTERS, [{"text": "ab"}, {"text": None}, {"text": "c"}])
+    assert [rows.location(index) for index in (2, 3)] == ["rows.jsonl, line 2", "rows.jsonl, line 3"]
+    with pytest.raises(UnusableRow, match=r"data.transform raised TypeError"):
+        rows[2]
+    assert [rows[index]["prompt"] for index in (0, 1, 3)] == ["a", "b", "c"]
+    assert len(rows) == 4
+
+
+def test_batched_transforms_can_remove_all_columns(tmp_path: Path) -> None:
+    code = LETTERS.replace('["text"], "b', '"__all__", "b')
+    assert transform(tmp_path, code, {"text": "a", "id": 3}) == {"prompt": "a", "end": "<|end|>"}
+
+
+BATCHED = "def transform(cfg):\n    return (lambda batch: {}), {{'batched': True}}"
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("{'a': [1, 2], 'b': [1]}", "line 1: data.transform returned columns of different lengths: a 2, b 1"),
+        ("{'a': 'xy'}", "line 1: data.transform is batched, but 'a' is a str instead of a list"),
+        ("[{'a': 1}]", "line 1: data.transform returned list instead of a dict"),
+        ("{'a': []}", "data.transform made no row of any of its 1 rows"),
+        ("{}", "data.transform made no row of any of its 1 rows"),
+    ],
+)
+def test_unfit_batches_are_data_errors_at_the_start(tmp_path: Path, columns: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        transform_all(tmp_path, BATCHED.format(columns), [{"q": "x"}])
+
+
+def test_a_batched_transform_that_changes_its_mind_is_a_data_error(tmp_path: Path) -> None:
+    code = "import itertools\nCOUNT = itertools.count(1)\n" + BATCHED.format("{'a': [0] * next(COUNT)}")
+    rows = transform_all(tmp_path, code, [{"q": "x"}])
+    with pytest.raises(DataError, match=r"line 1: data.transform made 2 rows of it, but 1 when the data was opened"):
+        rows[0]
