@@ -1,0 +1,175 @@
+"""Reward models of transformers: one value for a whole answer, or one for each of its steps.
+
+Shapes: S sequences, T tokens of the longest, L labels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlpipe.data.packing import padded_parts
+from rlpipe.scoring.rewards import RewardActor
+from rlpipe.types import ChatMessages, RolloutGroup
+
+DTYPES = ("float32", "bfloat16", "float16")
+HOW: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
+"""How the values of steps become one."""
+
+
+class ClassifierReward(RewardActor):
+    """What both kinds have in common: a model with a classification head, run on filled-up batches.
+
+    ``model`` is a folder or hub id. Conversations go through the chat template of its own tokenizer; a text prompt and
+    its completion are put together as they are. Batches have at most ``batch_tokens`` tokens, filling included; a
+    sequence of more than ``max_tokens`` fails its group. It takes the GPU if it is given one.
+    """
+
+    auto_class: Any
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        revision: str | None = None,
+        dtype: str = "bfloat16",
+        batch_tokens: int = 16384,
+        max_tokens: int = 8192,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        self._source, self._dtype = model, getattr(torch, dtype)
+        self._options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self._batch_tokens, self._max_tokens = batch_tokens, max_tokens
+
+    def setup(self) -> None:
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._source, **self._options)
+        if self._own.pad_token_id is None:
+            self._own.pad_token = self._own.eos_token
+        loaded: PreTrainedModel = self.auto_class.from_pretrained(self._source, dtype=self._dtype, **self._options)
+        loaded.config.pad_token_id = self._own.pad_token_id
+        self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
+
+    def score(self, group: RolloutGroup) -> list[float | None]:
+        return self.score_groups([group])[0]
+
+    def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        values = iter(self.score_answers([(group, text) for group in groups for text in self.texts(group)]))
+        return [[next(values) for _ in group] for group in groups]
+
+    @abstractmethod
+    def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
+        """One value for each completion, given with its group."""
+
+    def tokens(self, text: str, *, special: bool = False) -> list[int]:
+        found: list[int] = self._own(text, add_special_tokens=special)["input_ids"]
+        return found
+
+    def prompt_and_answer(self, group: RolloutGroup, text: str) -> list[int]:
+        """The tokens of the prompt with the completion."""
+        prompt = group.prompt.prompt
+        if isinstance(prompt, str):
+            return self.tokens(prompt + text, special=True)
+        messages: ChatMessages = [*prompt, {"role": "assistant", "content": text}]
+        return self.tokens(str(self._own.apply_chat_template(messages, tokenize=False)))
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The logits of each sequence, in float32 on the CPU: ``[L]``, or for token classification ``[T, L]``."""
+        for sequence in sequences:
+            if len(sequence) > self._max_tokens:
+                raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self._max_tokens}")
+        found: dict[int, Tensor] = {}
+        for members in padded_parts([len(sequence) for sequence in sequences], self._batch_tokens):
+            longest = len(sequences[members[0]])
+            filled = [[*sequences[i], *[self._own.pad_token_id] * (longest - len(sequences[i]))] for i in members]
+            mask = [[1] * len(sequences[i]) + [0] * (longest - len(sequences[i])) for i in members]
+            tensors = (torch.tensor(rows, device=self._device) for rows in (filled, mask))
+            token_ids, attention_mask = tensors
+            logits = self._model(input_ids=token_ids, attention_mask=attention_mask).logits
+            found.update(zip(members, logits.float().cpu(), strict=True))
+        return [found[index] for index in range(len(sequences))]
+
+
+class SequenceReward(ClassifierReward):
+    """An outcome reward model: the logit of ``label`` for the prompt and the whole completion.
+
+    ``sigmoid`` brings it between 0 and 1.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+
+    def __init__(self, *, label: int = 0, sigmoid: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._label, self._sigmoid = label, sigmoid
+
+    def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
+        logits = [found[self._label] for found in self.run([self.prompt_and_answer(*answer) for answer in answers])]
+        return [float(value.sigmoid() if self._sigmoid else value) for value in logits]
+
+
+class StepReward(ClassifierReward):
+    """A process reward model, by token classification: the probability of ``label`` at the end of each step.
+
+    A completion's steps are what ``separator`` parts; empty ones do not count, and a completion without any is left
+    out. Behind each step comes ``step_token``, which the value is read at (Qwen's process reward models:
+    ``<extra_0>``), or else the separator itself. ``combine`` is ``minimum``, ``mean`` or ``last``.
+    """
+
+    auto_class = AutoModelForTokenClassification
+
+    def __init__(
+        self,
+        *,
+        separator: str = "\n\n",
+        step_token: str | None = None,
+        label: int = 1,
+        combine: str = "minimum",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if combine not in HOW:
+            raise ValueError(f"combine {combine!r} is none of {', '.join(HOW)}")
+        if not separator:
+            raise ValueError("separator is empty; give what parts the steps of a completion")
+        self._separator, self._mark, self._label, self._combine = separator, step_token or separator, label, combine
+
+    def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
+        cut = [self._cut(*answer) for answer in answers]
+        scored = [index for index, (_, ends) in enumerate(cut) if ends]
+        logits = self.run([cut[index][0] for index in scored])
+        values: list[float | None] = [None] * len(answers)
+        for index, found in zip(scored, logits, strict=True):
+            steps = found[cut[index][1]].softmax(1)[:, self._label]
+            values[index] = float(HOW[self._combine](steps))
+        return values
+
+    def _cut(self, group: RolloutGroup, text: str) -> tuple[list[int], list[int]]:
+        """The tokens, and the places of those that end a step."""
+        steps = [step for step in text.split(self._separator) if step.strip()]
+        prompt = group.prompt.prompt
+        if isinstance(prompt, str):
+            token_ids = self.tokens(prompt, special=True)
+        else:
+            token_ids = self.tokens(
+                str(self._own.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+            )
+        ends = []
+        for step in steps:
+            token_ids += self.tokens(step) + self.tokens(self._mark)
+            ends.append(len(token_ids) - 1)
+        return token_ids, ends
