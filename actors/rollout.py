@@ -10,7 +10,11 @@ from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
 from rlpipe.errors import EngineNotStarted
 from rlpipe.rollout.engine import open_engine
 from rlpipe.rollout.engine_thread import EngineThread
+from rlpipe.rollout.turns import TurnByTurn
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+
+QUESTIONS = "questions"
+"""The concurrency group of ``ask``, which keeps a thread for as long as the engine samples."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,7 +40,9 @@ class RolloutActor:
                 return
             self._thread = EngineThread(
                 self._name,
-                lambda: open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens),
+                lambda: TurnByTurn(
+                    open_engine(self._name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
+                ),
             )
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -49,6 +55,10 @@ class RolloutActor:
         for group in groups:
             group.engine = self._name
         return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
+
+    def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
+        """The group of a request that is none of the run's; call it in the concurrency group ``QUESTIONS``."""
+        return self._engine.ask(request, timeout_s)
 
     def load(self, manifest: WeightsManifest, timeout_s: float, *buckets: ByteArray) -> str:
         """Loads a version between two engine steps; answers the digest of what is served now."""

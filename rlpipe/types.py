@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlpipe.configs.schema import SamplingConfig
+
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -22,6 +24,9 @@ NO_VERSION = -1
 """The policy version of tokens that no policy drew (prompts, tool results)."""
 NO_GROUP = -1
 """The group of a sequence that only fills a micro batch."""
+
+ALIGNMENT, DIVERSITY = "alignment", "diversity"
+"""EBFT's two rewards, of which the second is a mean over a rollout's pairs with its siblings."""
 
 ChatMessages = list[dict[str, Any]]
 
@@ -36,6 +41,19 @@ class RolloutStatus(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Truth:
+    """What follows the prompt in a row that has a ground truth."""
+
+    token_ids: IntArray  # [T], from the assistant's first token on
+    is_assistant: BoolArray  # [T]
+
+    def turns(self) -> list[tuple[int, int]]:
+        """The first token of each turn of the assistant, and the one behind it."""
+        edges = np.flatnonzero(np.diff(np.r_[False, self.is_assistant, False])).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
     """One rendered row of the prompt source."""
 
@@ -47,10 +65,20 @@ class Prompt:
     """What reward functions receive as ``prompts``: the text, or the chat messages."""
     task: Mapping[str, Any]
     """The row's other columns."""
+    max_tokens: int | None = None
+    """The longest completion of this prompt; None: the run's limit alone."""
+    turns: Sequence[IntArray] = ()
+    """What comes behind the policy's first turn, its second one, and so on, each up to where the policy goes on."""
+    truth: Truth | None = None
+    """What the policy should have written, where rewards compare with it."""
 
     @property
     def is_chat(self) -> bool:
         return not isinstance(self.prompt, str)
+
+    def limit(self, max_tokens: int) -> int:
+        """The longest completion of this prompt in a run with the limit ``max_tokens``."""
+        return max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,6 +213,8 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
     num_sequences: int
+    truth: MiniBatch | None = None
+    """Ground truths, whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,6 +241,12 @@ class GroupRequest:
     seed: int
     min_version: int = 0
     """The oldest policy version that may draw its tokens."""
+    sampling: SamplingConfig | None = None
+    """All but its temperature and length; None: the run's."""
+    use_adapter: bool = True
+    """False: the model beneath the adapter draws its tokens, which no version changes."""
+    goes_first: bool = False
+    """Before those that wait and do not."""
 
     @property
     def outstanding_tokens(self) -> int:

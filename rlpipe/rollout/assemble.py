@@ -58,6 +58,11 @@ def failed_group(request: GroupRequest, failure: str) -> RolloutGroup:
     return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[], failure=failure)
 
 
+def too_long(length: int, limit: int) -> str:
+    """Why a prompt of ``length`` tokens can't be sampled."""
+    return f"the prompt is too long: its {length} tokens leave no room in {limit} (rollout.max_model_len)"
+
+
 def sample_seed(seed: int, sample_index: int = 0) -> int:
     """A seed in [0, 2^62) from a request's seed, such that neighbouring requests share none (SplitMix64's mixing)."""
     value = (seed * 0x9E3779B97F4A7C15 + (sample_index + 1) * 0xD1B54A32D192ED03) % 2**64

@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlpipe.errors import EngineFailed, InputError, WaitTimeout
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+
+FIRST_ASKED_ID = 2**50
+"""Of the groups that are asked for, which no other group has."""
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class EngineThread:
         self._submitted: list[GroupRequest] = []
         self._finished: deque[RolloutGroup] = deque()
         self._loads: deque[_Load] = deque()
+        self._asked: dict[int, Future[RolloutGroup]] = {}
+        self._next_asked_id = FIRST_ASKED_ID
         self._outstanding: dict[int, int] = {}
         self._outstanding_tokens = 0
         self._health: EngineHealth | None = None
@@ -54,12 +59,23 @@ class EngineThread:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         with self._changed:
             self._check()
-            self._submitted.extend(requests)
-            for request in requests:
-                tokens = request.outstanding_tokens
-                self._outstanding[request.group_id] = self._outstanding.get(request.group_id, 0) + tokens
-                self._outstanding_tokens += tokens
-            self._changed.notify_all()
+            self._add(requests)
+
+    def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
+        """Waits for a group that ``collect`` does not return; the request's own id does not matter.
+
+        Raises ``WaitTimeout`` after ``timeout_s``; the group is still sampled then, and dropped.
+        """
+        answer: Future[RolloutGroup] = Future()
+        with self._changed:
+            self._check()
+            group_id, self._next_asked_id = self._next_asked_id, self._next_asked_id + 1
+            self._asked[group_id] = answer
+            self._add([replace(request, group_id=group_id)])
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeout:
+            raise WaitTimeout(f"engine {self.name} gave no answer within {timeout_s:g} s: {self.health()}") from None
 
     def collect(self, timeout_s: float, max_groups: int) -> list[RolloutGroup]:
         """Waits until a group is finished, and returns all that are, up to ``max_groups``; none after ``timeout_s``."""
@@ -100,6 +116,14 @@ class EngineThread:
             self._changed.notify_all()
         self._thread.join()
 
+    def _add(self, requests: Sequence[GroupRequest]) -> None:
+        self._submitted.extend(requests)
+        for request in requests:
+            tokens = request.outstanding_tokens
+            self._outstanding[request.group_id] = self._outstanding.get(request.group_id, 0) + tokens
+            self._outstanding_tokens += tokens
+        self._changed.notify_all()
+
     @property
     def _alive(self) -> bool:
         return self._failure is None and not self._stopping
@@ -139,16 +163,22 @@ class EngineThread:
             self._health = engine.health()
             for group in groups:
                 self._outstanding_tokens -= self._outstanding.pop(group.group_id, 0)
-            self._finished.extend(groups)
+                self._hand_out(group)
             if groups:
                 self._changed.notify_all()
         return True
+
+    def _hand_out(self, group: RolloutGroup) -> None:
+        if group.group_id in self._asked:
+            self._asked.pop(group.group_id).set_result(group)
+        else:
+            self._finished.append(group)
 
     def _await_work(self, engine: Engine) -> list[GroupRequest] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._submitted or self._loads or engine.has_work)
             if self._stopping:
-                self._cancel_loads(EngineFailed(f"engine {self.name} was stopped"))
+                self._end_waits(EngineFailed(f"engine {self.name} was stopped"))
                 return None
             requests, self._submitted = self._submitted, []
             return requests
@@ -173,9 +203,11 @@ class EngineThread:
             try:
                 self._check()
             except EngineFailed as failed:
-                self._cancel_loads(failed)
+                self._end_waits(failed)
             self._changed.notify_all()
 
-    def _cancel_loads(self, error: EngineFailed) -> None:
+    def _end_waits(self, error: EngineFailed) -> None:
         while self._loads:
             self._loads.popleft().digest.set_exception(error)
+        while self._asked:
+            self._asked.popitem()[1].set_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from rlpipe.conversion import Unit, plan_units, to_files, untied_state
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models import open_model
 from rlpipe.nf4 import to_nf4_and_back
-from rlpipe.rollout.assemble import Sample, build_group, failed_group
+from rlpipe.rollout.assemble import Sample, build_group, failed_group, too_long
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_threads
 from rlpipe.rollout.hf_sampling import Ending, Sampler
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
@@ -69,7 +70,7 @@ class HfEngine:
         self._num_tokens, self._busy_s = 0, 0.0
 
         self._base, self._tokenizer = _open_model(model)
-        self._end_ids = _end_token_ids(self._base, self._tokenizer.eos_token_id, rollout.sampling)
+        self._end_ids = _end_token_ids(self._base, self._tokenizer.eos_token_id)
         self._base.generation_config = GenerationConfig()
         self._linear_modules = [
             name for name, layer in self._base.named_modules() if isinstance(layer, nn.Linear | Conv1D)
@@ -87,6 +88,7 @@ class HfEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         now = time.perf_counter()
         self._waiting.extend((request, now) for request in requests)
+        self._waiting.sort(key=lambda waiting: not waiting[0].goes_first)
 
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()
@@ -129,15 +131,17 @@ class HfEngine:
         del self._policy, self._base
 
     def _take_batch(self) -> tuple[list[tuple[GroupRequest, float]], list[RolloutGroup]]:
+        """Requests that one call of generate can sample together, and those that it never can."""
         batch: list[tuple[GroupRequest, float]] = []
         failed, waiting, num_sequences = [], [], 0
         for request, received_s in self._waiting:
-            if request.min_version <= self._version and len(request.prompt.token_ids) >= self._max_model_len:
-                limit = f"its {len(request.prompt.token_ids)} tokens leave no room in {self._max_model_len}"
-                failed.append(failed_group(request, f"the prompt is too long: {limit}"))
-            elif request.min_version <= self._version and (
-                not batch or num_sequences + request.group_size <= self._batch_size
-            ):
+            eligible = request.min_version <= self._version
+            fits = not batch or (
+                num_sequences + request.group_size <= self._batch_size and _alike(request, batch[0][0])
+            )
+            if eligible and (problem := self._problem(request)):
+                failed.append(failed_group(request, problem))
+            elif eligible and fits:
                 batch.append((request, received_s))
                 num_sequences += request.group_size
             else:
@@ -145,9 +149,24 @@ class HfEngine:
         self._waiting = waiting
         return batch, failed
 
+    def _problem(self, request: GroupRequest) -> str | None:
+        """Why the request can't be sampled."""
+        length = len(request.prompt.token_ids)
+        if length >= self._max_model_len:
+            return too_long(length, self._max_model_len)
+        if not request.use_adapter and self._kind is WeightsKind.FULL:
+            return "the engine serves no adapter that could be left out"
+        try:
+            if request.sampling is not None:
+                _check_sampling(request.sampling)
+        except ConfigError as error:
+            return str(error)
+        return None
+
     @torch.inference_mode()
     def _sample(self, requests: Sequence[GroupRequest]) -> list[Sample]:
-        """All samples of the requests, group by group, in one left-padded batch."""
+        """All samples of the requests, which are alike, group by group, in one left-padded batch."""
+        sampling = requests[0].sampling or self._sampling
         prompts = [request.prompt.token_ids for request in requests for _ in range(request.group_size)]
         width = max(map(len, prompts))
         pad_id = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else 0
@@ -157,7 +176,7 @@ class HfEngine:
             token_ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
             mask[row, width - len(prompt) :] = 1
         device = self._base.device
-        sampler = Sampler(requests, self._sampling, mask.to(device))
+        sampler = Sampler(requests, sampling, mask.to(device))
         ending = Ending(
             [
                 min(r.max_tokens, self._max_model_len - len(r.prompt.token_ids))
@@ -165,20 +184,22 @@ class HfEngine:
                 for _ in range(r.group_size)
             ],
             num_prompt=width,
-            end_ids=self._end_ids,
-            stop=self._sampling.stop,
+            end_ids={*self._end_ids, *sampling.stop_token_ids},
+            stop=sampling.stop,
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
         )
         config = GenerationConfig(
-            do_sample=False, max_new_tokens=ending.most_tokens, pad_token_id=pad_id, **self._sampling.extra
+            do_sample=False, max_new_tokens=ending.most_tokens, pad_token_id=pad_id, **sampling.extra
         )
-        output = self._policy.generate(
-            input_ids=token_ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            logits_processor=[sampler],
-            stopping_criteria=[ending],
-        )
+        without = not requests[0].use_adapter and isinstance(self._policy, PeftModel)
+        with self._policy.disable_adapter() if without else nullcontext():
+            output = self._policy.generate(
+                input_ids=token_ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                logits_processor=[sampler],
+                stopping_criteria=[ending],
+            )
         drawn, logprobs = output[:, width:].tolist(), torch.stack(sampler.logprobs, dim=1).tolist()
         samples = [
             Sample(
@@ -275,21 +296,29 @@ def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer
 
 
-def _end_token_ids(model: PreTrainedModel, tokenizer_eos: int | None, sampling: SamplingConfig) -> set[int]:
+def _end_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> set[int]:
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     own = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*own, tokenizer_eos, *sampling.stop_token_ids) if token is not None}
+    return {token for token in (*own, tokenizer_eos) if token is not None}
+
+
+def _alike(request: GroupRequest, other: GroupRequest) -> bool:
+    return (request.use_adapter, request.sampling) == (other.use_adapter, other.sampling)
 
 
 def _check_options(rollout: RolloutConfig) -> None:
-    for name in ("guided_regex", "guided_json"):
-        if getattr(rollout.sampling, name) is not None:
-            raise ConfigError(f"rollout.sampling.{name} needs rollout.engine=vllm; set it to null for hf")
+    _check_sampling(rollout.sampling)
     if rollout.tensor_parallel_size > 1:
         raise ConfigError("rollout.tensor_parallel_size needs rollout.engine=vllm; set it to 1 for hf")
     _check_names(rollout.engine_args, {"max_batch_size"}, "rollout.engine_args")
+
+
+def _check_sampling(sampling: SamplingConfig) -> None:
+    for name in ("guided_regex", "guided_json"):
+        if getattr(sampling, name) is not None:
+            raise ConfigError(f"rollout.sampling.{name} needs rollout.engine=vllm; set it to null for hf")
     known = set(vars(GenerationConfig())) - _OWN_SAMPLING_ARGS
-    _check_names(rollout.sampling.extra, known, "rollout.sampling.extra")
+    _check_names(sampling.extra, known, "rollout.sampling.extra")
 
 
 def _check_names(given: Mapping[str, Any], known: set[str], option: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig, serves_adapter
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
-from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed
+from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed, too_long
 from rlpipe.rollout.engine import num_threads
 from rlpipe.rollout.vllm_options import describe_refusal, engine_args, sampling_args
 from rlpipe.rollout.vllm_transfer import meeting
@@ -33,6 +33,8 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 _IN_FLIGHT_ADAPTER = 1
+_BASE_SALT = "base"
+"""Of what is computed without an adapter, which stays as it is."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class VllmEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         now = time.perf_counter()
         self._waiting.extend((request, now) for request in requests)
+        if any(request.goes_first for request in requests):
+            self._waiting = deque(sorted(self._waiting, key=lambda waiting: not waiting[0].goes_first))
 
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()
@@ -164,12 +168,21 @@ class VllmEngine:
             del self._waiting[index]
             try:
                 self._start(request, received_s)
+            except ConfigError as error:
+                self._ready.append(failed_group(request, str(error)))
             except (ValueError, VLLMValidationError) as error:
                 self._ready.append(failed_group(request, f"vllm refused the request: {describe_refusal(error)}"))
 
     def _start(self, request: GroupRequest, received_s: float) -> None:
+        if not request.use_adapter and self._kind is WeightsKind.FULL:
+            raise ConfigError("the engine serves no adapter that could be left out")
+        length, limit = len(request.prompt.token_ids), self._llm.vllm_config.model_config.max_model_len
+        if length >= limit:
+            raise ConfigError(too_long(length, limit))
         request_id = str(self._num_requests)
         greedy = request.temperature == 0
+        sampling = self._sampling if request.sampling is None else sampling_args(request.sampling)
+        adapter, salt = (self._adapter, self._cache_salt) if request.use_adapter else (None, _BASE_SALT)
         params = SamplingParams(
             # The siblings of a greedy sample are all the same.
             n=1 if greedy else request.group_size,
@@ -177,11 +190,11 @@ class VllmEngine:
             temperature=request.temperature,
             max_tokens=request.max_tokens,
             skip_clone=True,
-            **self._sampling,
+            **sampling,
         )
-        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=self._cache_salt)
-        self._llm.add_request(request_id, prompt, params, lora_request=self._adapter)
-        adapter_id = self._adapter.lora_int_id if self._adapter else None
+        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=salt)
+        self._llm.add_request(request_id, prompt, params, lora_request=adapter)
+        adapter_id = adapter.lora_int_id if adapter else None
         self._running[request_id] = _Running(request, received_s, self._version, adapter_id)
         self._num_requests += 1
         self._num_sequences += request.group_size
@@ -207,6 +220,8 @@ class VllmEngine:
 
     def _can_go_on(self, running: _Running, version: int) -> bool:
         """Whether the version may draw the rest of a sequence; one that began without an adapter has no slot for it."""
+        if not running.request.use_adapter:
+            return True  # no version draws it
         has_slot = self._kind is WeightsKind.FULL or running.adapter_id is not None
         return has_slot and running.request.min_version <= version
 
@@ -225,7 +240,7 @@ class VllmEngine:
     def _renew_cache_keys(self) -> None:
         """Lets the sequences that were handed to vLLM but do not run yet begin with the new version."""
         for request in self._core.scheduler.requests.values():
-            if request.num_computed_tokens == 0:
+            if request.num_computed_tokens == 0 and request.cache_salt != _BASE_SALT:
                 request.cache_salt = self._cache_salt
                 request.block_hashes.clear()
                 request.update_block_hashes()

@@ -1,4 +1,4 @@
-"""A language model as judge, behind any server that speaks OpenAI's chat completions."""
+"""A language model as judge: behind any server that speaks OpenAI's chat completions, or in the run's own engines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlpipe.configs.schema import ModelConfig, serves_adapter
+from rlpipe.errors import ConfigError
 from rlpipe.scoring.answer_cache import AnswerCache
+from rlpipe.scoring.chat import EngineClient, Weights, check_options
 from rlpipe.scoring.http import JsonClient, UnusableAnswer, together
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.scoring.toolbox import last_fenced, last_number
@@ -23,21 +26,26 @@ from rlpipe.types import RolloutGroup
 
 
 class Judge(RewardActor, ABC):
-    """What all judges have in common: a template, a server, and a cache.
+    """What all judges have in common: a template, somebody who answers, and a cache.
 
     ``template`` is Jinja: it sees the row's columns, ``prompt`` (its text, or the last user turn), ``messages`` (a chat
-    prompt's), and what the judge adds. ``url`` is that of the API, such as ``http://127.0.0.1:8000/v1``; the key is the
-    environment's ``api_key_env``, if it is set. Answers are cached by the content of the request, in memory, and in
-    the SQLite file ``cache`` if one is named. ``timeout_s`` and ``retries`` are those of a request (see
-    ``rlpipe.scoring.http``); ``concurrency`` counts requests of one process. ``request`` adds to the request's body.
+    prompt's), and what the judge adds. Either ``url`` is that of an API, such as ``http://127.0.0.1:8000/v1``, with
+    ``model``, and with the key in the environment's ``api_key_env``, if it is set; or the run's engines are asked:
+    with ``engine`` ``base`` their model without the run's adapter, with ``policy`` whatever they serve at that moment.
+
+    Answers are cached by the content of the request, in memory, and in the SQLite file ``cache`` if one is named; the
+    policy's are not, as it changes. ``timeout_s`` and ``retries`` are those of a request (see ``JsonClient`` and
+    ``EngineClient``); ``concurrency`` counts requests of one process. ``request`` adds to the request's body, or for
+    an engine, to the sampling options (see ``Chat``).
     """
 
     def __init__(
         self,
         *,
-        url: str,
-        model: str,
         template: str,
+        url: str | None = None,
+        model: str | None = None,
+        engine: Weights | None = None,
         system: str | None = None,
         temperature: float = 0.0,
         max_tokens: int = 1024,
@@ -53,26 +61,57 @@ class Judge(RewardActor, ABC):
         except TemplateError as error:
             raise ValueError(f"template is no Jinja template: {error}") from None
         self._system = system
-        self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(request or {})}
-        self._cache = AnswerCache(cache)
-        key = os.environ.get(api_key_env)
-        self._client = JsonClient(
-            url,
-            timeout_s=timeout_s,
-            retries=retries,
-            concurrency=concurrency,
-            headers={"Authorization": f"Bearer {key}"} if key else None,
+        _check_source(url, model, engine, cache)
+        self._engine, self._options = engine, dict(request or {})
+        self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **self._options}
+        self._limits: dict[str, Any] = {"timeout_s": timeout_s, "retries": retries, "concurrency": concurrency}
+        self._cache = None if engine == "policy" else AnswerCache(cache)
+        if url is not None:
+            key = os.environ.get(api_key_env)
+            headers = {"Authorization": f"Bearer {key}"} if key else None
+            self._client: JsonClient | EngineClient = JsonClient(url, headers=headers, **self._limits)
+
+    @classmethod
+    def check_run(cls, model: ModelConfig, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("engine") is None:
+            return
+        _check_source(kwargs.get("url"), kwargs.get("model"), kwargs["engine"], kwargs.get("cache"))
+        check_options(kwargs.get("request") or {})
+        if kwargs["engine"] == "base" and not serves_adapter(model):
+            merged = "merges its adapter" if model.adapter.kind != "none" else "has model.adapter.kind=none"
+            raise ConfigError(
+                f"engine=base asks the model beneath the adapter, and engines have none, as the run {merged}: "
+                "train a LoRA adapter that is not merged, or set engine=policy, or a url"
+            )
+
+    def setup(self) -> None:
+        if self._engine is None:
+            return
+        if self.chat is None:
+            raise ValueError(f"engine={self._engine} asks the engines of a run, and here are none: set a url")
+        self._body["model"] = self.chat.name
+        self._client = EngineClient(
+            self.chat,
+            weights=self._engine,
+            temperature=self._body["temperature"],
+            max_tokens=self._body["max_tokens"],
+            options=self._options,
+            **self._limits,
         )
 
     async def ask(self, group: RolloutGroup, **values: Any) -> float:
         """The value that the judge's answer gives to the template filled with the group's row and ``values``."""
         body = {**self._body, "messages": self._messages(group, values)}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        known = self._cache.get(key)
+        known = self._cache.get(key) if self._cache is not None else None
         if known is not None:
             return self.parse(known)
-        answer, value = await self._client.post("/chat/completions", body, self._read)
-        self._cache.put(key, answer)
+        if isinstance(self._client, JsonClient):
+            answer, value = await self._client.post("/chat/completions", body, self._read_completion)
+        else:
+            answer, value = await self._client.ask(body["messages"], int(key[:7], 16), self._read)
+        if self._cache is not None:
+            self._cache.put(key, answer)
         return value
 
     @abstractmethod
@@ -87,14 +126,29 @@ class Judge(RewardActor, ABC):
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": text}]
 
-    def _read(self, response: Any) -> tuple[str, float]:
+    def _read_completion(self, response: Any) -> tuple[str, float]:
         try:
             answer = response["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
             raise UnusableAnswer(f"its answer is no chat completion: {str(response)[:100]}") from None
         if not isinstance(answer, str):
             raise UnusableAnswer("its answer has no text")
+        return self._read(answer)
+
+    def _read(self, answer: str) -> tuple[str, float]:
         return answer, self.parse(answer)
+
+
+def _check_source(url: str | None, model: str | None, engine: str | None, cache: str | None) -> None:
+    if (url is None) == (engine is None):
+        found = "neither" if url is None else "both"
+        raise ValueError(f"a judge has either url, a server's, or engine, base or policy; here are {found}: set one")
+    if engine not in (None, *get_args(Weights)):
+        raise ValueError(f"engine is {engine!r}; set {' or '.join(get_args(Weights))}")
+    if (url is None) != (model is None):
+        raise ValueError("model goes with url: the server's name of a model; an engine has one of its own")
+    if engine == "policy" and cache is not None:
+        raise ValueError("cache: the policy's answers change with every version; remove it, or set engine=base")
 
 
 class NumberJudge(Judge):

@@ -200,6 +200,20 @@ def test_sequences_that_began_without_an_adapter_finish_without_one(lora_trainer
     assert largest_difference(lora_trainer.policies[1], groups[1:], 1.0) < 1e-4
 
 
+def test_requests_without_the_adapter_hold_no_version_up_and_are_drawn_by_none(lora_trainer: Trainer) -> None:
+    engine = lora_trainer.engine
+    engine.submit([long_request(0, use_adapter=False), long_request(1)])
+    steps(engine, 3)
+    for version in (2, 3):
+        assert engine.prepare_load(lora_trainer.make(version)[0])
+        lora_trainer.publish(version)
+        steps(engine, 3)
+    engine.submit([long_request(2, use_adapter=False)])
+    base, policy, another = drain(engine)
+    assert largest_difference(adapted(lora_trainer.path).unload(), [base, another], 1.0) < 1e-4
+    assert len(versions([policy])) == 3
+
+
 def test_an_adapter_that_does_not_fit_leaves_the_one_that_is_served(lora_trainer: Trainer) -> None:
     lora_trainer.publish(1)
     lora_trainer.engine.submit([long_request(0)])

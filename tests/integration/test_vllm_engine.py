@@ -25,7 +25,7 @@ from engine_cases import (
     without,
 )
 
-from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema import SamplingConfig, WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.merge.merging import MergeRequest, merge
 from rlpipe.rollout.engine import Engine, open_engine
@@ -169,6 +169,36 @@ def test_samples_depend_on_their_seed(lora_engine: Engine) -> None:
     first = sample(lora_engine, requests)
     assert tokens(first) == tokens(sample(lora_engine, requests[:2])) + tokens(sample(lora_engine, requests[2:]))
     assert len({tuple(ids) for ids in tokens(first[:1])}) == 2
+
+
+def test_requests_without_the_adapter_run_beside_those_with_it(lora_engine: Engine, path: Path) -> None:
+    policy = adapted(path)
+    load(lora_engine, publish_adapter(policy, 11))
+    asked: dict[str, Any] = {"temperature": 0.0, "group_size": 1, "sampling": SamplingConfig(), "goes_first": True}
+    requests = [request(i, use_adapter=False, **asked) for i in range(3)]
+    groups = sample(lora_engine, [request(3), *requests, request(4, **asked)])
+    base = adapted(path).unload()
+    assert largest_difference(base, groups[:3], 1.0) < 1e-4
+    assert largest_difference(policy, groups[3:], 1.0) < 1e-4
+    assert tokens(groups[:3]) == tokens(sample(open_hf(path), requests))
+    assert largest_difference(base, groups[3:], 1.0) > 1e-2
+
+
+def test_a_request_may_have_its_own_sampling(lora_engine: Engine) -> None:
+    options = SamplingConfig(guided_regex="[ab]{4}", top_k=5)
+    (guided,) = sample(lora_engine, [request(0, sampling=options, group_size=3)])
+    texts = make_tokenizer().batch_decode([r.completion_ids.tolist() for r in guided], skip_special_tokens=True)
+    assert all(re.fullmatch("[ab]{4}", text) for text in texts)
+    (refused,) = sample(lora_engine, [request(0, sampling=SamplingConfig(extra={"top_kk": 5}))])
+    assert refused.failure is not None
+    assert "did you mean top_k" in refused.failure
+
+
+def test_prompts_that_do_not_fit_are_told_the_option(lora_engine: Engine, full_engine: Engine) -> None:
+    (failed,) = sample(lora_engine, [request(0, prompt_ids=[30] * 300)])
+    assert failed.failure == "the prompt is too long: its 300 tokens leave no room in 280 (rollout.max_model_len)"
+    (adapterless,) = sample(full_engine, [request(0, use_adapter=False)])
+    assert adapterless.failure == "the engine serves no adapter that could be left out"
 
 
 def test_a_request_that_vllm_refuses_fails_alone(lora_engine: Engine) -> None:

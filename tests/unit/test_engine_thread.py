@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -179,3 +181,44 @@ def test_thousands_of_groups_a_second_pass_through(thread: EngineThread) -> None
         thread.submit(requests[index : index + 8])
     assert len(collect(thread, len(requests))) == len(requests)
     assert time.perf_counter() - start < 3
+
+
+def ask(thread: EngineThread, request: GroupRequest, timeout_s: float = 5) -> RolloutGroup | BaseException:
+    try:
+        return thread.ask(request, timeout_s)
+    except EngineFailed as error:
+        return error
+
+
+def test_what_is_asked_for_is_answered_to_its_asker_alone(thread: EngineThread) -> None:
+    thread.submit([request(0)])
+    with ThreadPoolExecutor() as pool:
+        asked = list(pool.map(lambda seed: thread.ask(replace(request(0), seed=seed), 5), range(20)))
+    assert len({group.group_id for group in asked} | {0}) == 21, "ids of their own"
+    assert [group.group_id for group in collect(thread, 1)] == [0]
+    assert thread.collect(timeout_s=0.05, max_groups=1) == []
+    assert thread.outstanding_tokens == 0
+
+
+def test_what_is_asked_for_counts_until_it_is_there_even_if_nobody_waits_any_more(thread: EngineThread) -> None:
+    with pytest.raises(WaitTimeout, match=r"engine-3 gave no answer within 0\.05 s: .*version=0"):
+        thread.ask(request(0, min_version=1), timeout_s=0.05)
+    assert thread.outstanding_tokens == request(0).outstanding_tokens
+    thread.load(manifest(1), [], timeout_s=5)
+    assert thread.collect(timeout_s=0.05, max_groups=1) == []
+    assert thread.outstanding_tokens == 0
+
+
+@pytest.mark.parametrize("end", ["stop", "failure"])
+def test_an_engine_that_ends_says_so_to_those_who_asked(engine: FakeEngine, thread: EngineThread, end: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, thread, request(0, min_version=1))
+        while not thread.outstanding_tokens:
+            time.sleep(0.01)
+        if end == "stop":
+            thread.stop()
+        else:
+            engine.fail_on = 7
+            thread.submit([request(7)])
+        reason = {"stop": "was stopped", "failure": "out of memory"}[end]
+        assert reason in str(asked.result(timeout=5))

@@ -24,8 +24,9 @@ from engine_cases import (
     versions,
     without,
 )
+from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema import SamplingConfig, WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.rollout.engine import Engine, open_engine, resolve_engine
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
@@ -209,7 +210,57 @@ def test_lengths_are_bounded_by_request_and_model(path: Path) -> None:
     assert max(len(rollout.token_ids) for rollout in long) <= 12
     (failed,) = sample(open_hf(path, max_model_len=6), [request(4)])
     assert len(failed) == 0
-    assert failed.failure == "the prompt is too long: its 9 tokens leave no room in 6"
+    assert failed.failure == "the prompt is too long: its 9 tokens leave no room in 6 (rollout.max_model_len)"
+
+
+def test_a_request_without_the_adapter_is_answered_by_the_plain_model(path: Path) -> None:
+    engine = open_hf(path, sampling={"repetition_penalty": 3.0, "stop_token_ids": list(range(20, 60))})
+    load(engine, publish_adapter(adapted(path), 1))
+    plain = SamplingConfig()
+    ids = [4, 40, 41, 42, 5]
+    asked: dict[str, Any] = {"prompt_ids": ids, "group_size": 1, "temperature": 0.0, "sampling": plain}
+    base, policy, rollout = sample(
+        engine,
+        [request(0, use_adapter=False, **asked), request(1, **asked), request(2, **asked | {"sampling": None})],
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24)[0].tolist()
+    assert tokens([base]) == [expected]
+    assert largest_difference(adapted(path), [policy], 1.0) < 1e-5
+    assert tokens([policy]) != [expected]
+    assert len(tokens([rollout])[0]) < len(tokens([policy])[0]), "only rollouts end at the run's stop tokens"
+    assert tokens(sample(engine, [request(0, use_adapter=False, **asked)])) == [expected]
+    groups = sample(engine, [request(3)])
+    assert versions(groups) == {1}, "rollouts are drawn with the adapter again"
+
+
+def test_a_request_with_its_own_sampling_is_that_of_an_engine_with_it(path: Path) -> None:
+    own = SamplingConfig(top_k=3, min_p=0.05)
+    mixed = sample(open_hf(path), [request(0), request(1, sampling=own), request(2, sampling=own)])
+    assert tokens(mixed[:1]) == tokens(sample(open_hf(path), [request(0)]))
+    assert tokens(mixed[1:]) == tokens(
+        sample(open_hf(path, sampling={"top_k": 3, "min_p": 0.05}), [request(1), request(2)])
+    )
+
+
+def test_what_goes_first_does_not_wait_for_the_others(path: Path) -> None:
+    engine = open_hf(path, engine_args={"max_batch_size": 2})
+    engine.submit([request(0), request(1)])
+    engine.submit([request(2, goes_first=True)])
+    engine.submit([request(3, goes_first=True)])
+    assert [group.group_id for _ in range(4) for group in engine.step()] == [2, 3, 0, 1]
+
+
+def test_requests_that_can_not_be_sampled_say_why(path: Path) -> None:
+    (adapterless,) = sample(open_hf(path, "none"), [request(0, use_adapter=False)])
+    assert adapterless.failure == "the engine serves no adapter that could be left out"
+    engine = open_hf(path)
+    (guided,) = sample(engine, [request(0, sampling=SamplingConfig(guided_regex="a"))])
+    assert guided.failure is not None
+    assert "needs rollout.engine=vllm" in guided.failure
+    (unknown,) = sample(engine, [request(0, sampling=SamplingConfig(extra={"top_hh": 1}))])
+    assert unknown.failure is not None
+    assert "did you mean top_h?" in unknown.failure
 
 
 def test_damage_on_the_way_changes_the_digest(path: Path) -> None:

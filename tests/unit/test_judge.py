@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from http_cases import Reply, Server, in_turn, serving
 
+from rlpipe.configs.schema import AdapterConfig, ModelConfig
+from rlpipe.errors import ConfigError
 from rlpipe.scoring import http
 from rlpipe.scoring.answer_cache import AnswerCache
 from rlpipe.scoring.http import RequestFailed
@@ -364,6 +366,110 @@ def test_nemo_gym_asks_again_and_then_says_what_is_wrong(reason: str) -> None:
         assert scores(NemoGym(url=server.url, timeout_s=0.3), make_group("x")) == [1.0]
     with serving(in_turn(wrong)) as server, pytest.raises(RequestFailed, match=reason):
         scores(NemoGym(url=server.url, timeout_s=0.3, retries=1), make_group("x"))
+
+
+# The run's engines as judge -------------------------------------------------------------------------------------------
+
+
+class FakeChat:
+    """Says the same each time, and remembers what it was asked."""
+
+    name = "/models/m"
+
+    def __init__(self, text: str = "I give 7.5") -> None:
+        self._text = text
+        self.asked: list[dict[str, Any]] = []
+
+    async def answer(self, messages: Any, **options: Any) -> str:
+        self.asked.append({"messages": messages, **options})
+        return self._text
+
+
+def engine_judge(chat: FakeChat, engine: str = "base", **options: Any) -> NumberJudge:
+    judge = NumberJudge(engine=engine, template=TEMPLATE, **options)
+    judge.chat = chat  # type: ignore[assignment]
+    return judge
+
+
+def test_the_engines_are_asked_what_a_server_would_be() -> None:
+    chat = FakeChat()
+    judge = engine_judge(chat, system="You grade.", max_tokens=5, request={"top_p": 0.9})
+    assert scores(judge, make_group("four")) == [0.75]
+    (asked,) = chat.asked
+    assert asked["messages"] == [
+        {"role": "system", "content": "You grade."},
+        {"role": "user", "content": "Question: 2 + 2\nAnswer: four\nHow good is it?"},
+    ]
+    assert {name: asked[name] for name in ("weights", "temperature", "max_tokens", "timeout_s", "options")} == {
+        "weights": "base",
+        "temperature": 0.0,
+        "max_tokens": 5,
+        "timeout_s": 60.0,
+        "options": {"top_p": 0.9},
+    }
+
+
+def test_the_base_is_asked_once_and_the_policy_each_time(tmp_path: Path) -> None:
+    group = make_group("four", "four", "five")
+    for engine, count in (("base", 2), ("policy", 6)):
+        chat = FakeChat()
+        judge = engine_judge(chat, engine, concurrency=1)
+        for _ in range(2):
+            assert scores(judge, group) == [0.75] * 3
+        assert len(chat.asked) == count
+    file = str(tmp_path / "answers.sqlite")
+    for name, count in (("a", 1), ("a", 0), ("b", 1)):
+        chat = FakeChat()
+        chat.name = name
+        scores(engine_judge(chat, cache=file), make_group("four"))
+        assert len(chat.asked) == count, "a cache knows whose answers it has"
+
+
+def test_equal_questions_have_equal_seeds_and_others_have_others() -> None:
+    chat = FakeChat()
+    scores(engine_judge(chat, "policy", temperature=1.0), make_group("four", "four", "five"))
+    first, again, other = sorted(chat.asked, key=lambda asked: question(asked) == "five")
+    seeds = {question(asked): asked["seed"] for asked in (first, again, other)}
+    assert len(seeds) == len(set(seeds.values())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either url, a server's, or engine, base or policy; here are neither"),
+        ({"url": "http://x", "engine": "base"}, "either url.* or engine.*; here are both"),
+        ({"engine": "learner"}, "engine is 'learner'; set base or policy"),
+        ({"engine": "base", "model": "m"}, "model goes with url"),
+        ({"url": "http://x"}, "model goes with url"),
+        ({"engine": "policy", "cache": "x.sqlite"}, "cache: the policy's answers change with every version"),
+    ],
+)
+def test_a_judge_has_a_server_or_the_engines(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NumberJudge(template="x", **options)
+
+
+def test_the_engines_of_no_run_can_not_be_asked() -> None:
+    with pytest.raises(ValueError, match="engine=base asks the engines of a run, and here are none: set a url"):
+        NumberJudge(template="x", engine="base").setup()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"kind": "none"}, r"the run has model\.adapter\.kind=none: train a LoRA adapter"),
+        ({"kind": "lora", "merge": True}, "the run merges its adapter"),
+        ({"kind": "lora", "use_dora": True}, "the run merges its adapter"),
+    ],
+)
+def test_a_base_judge_needs_engines_that_serve_an_adapter(adapter: dict[str, Any], message: str) -> None:
+    model = ModelConfig(path="m", adapter=AdapterConfig(**adapter))
+    with pytest.raises(ConfigError, match=f"engine=base asks the model beneath the adapter.*{message}"):
+        NumberJudge.check_run(model, {"engine": "base", "template": "x"})
+    NumberJudge.check_run(model, {"engine": "policy", "template": "x"})
+    NumberJudge.check_run(model, {"url": "http://x", "model": "m", "template": "x"})
+    with pytest.raises(ConfigError, match="an engine does not know n"):
+        NumberJudge.check_run(ModelConfig(path="m"), {"engine": "base", "request": {"n": 1}})
 
 
 def test_judges_are_reward_actors() -> None:

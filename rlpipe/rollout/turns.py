@@ -1,0 +1,164 @@
+"""Samples conversations turn by turn, on any engine: each answer goes on from those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rlpipe.rollout.engine import Engine
+from rlpipe.types import (
+    NO_VERSION,
+    Buckets,
+    EngineHealth,
+    GroupRequest,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    WeightsManifest,
+)
+
+FIRST_PART_ID = 2**40
+"""Of the requests for single turns, which no group has."""
+SEED_STEP = 1_000_003
+MAX_SEED = 2**31
+
+
+class TurnByTurn:
+    """An engine that also samples prompts with ``turns``; all others pass through.
+
+    The first turn is sampled for the whole group. Behind each answer that ended by itself, the prompt's next tokens
+    are put, and the sibling goes on alone, until the last turn, or one that was cut off.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._conversations: dict[int, _Conversation] = {}
+        self._parts: dict[int, tuple[_Conversation, int]] = {}
+        self._next_id = FIRST_PART_ID
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._conversations |= {r.group_id: _Conversation(r) for r in requests if r.prompt.turns}
+        self._engine.submit(requests)
+
+    def step(self) -> list[RolloutGroup]:
+        finished = []
+        for group in self._engine.step():
+            if group.group_id in self._parts:
+                conversation, index = self._parts.pop(group.group_id)
+                conversation.go_on(index, group)
+            elif group.group_id in self._conversations:
+                conversation = self._conversations[group.group_id]
+                conversation.begin(group)
+            else:
+                finished.append(group)
+                continue
+            self._continue(conversation)
+            if conversation.is_over:
+                del self._conversations[conversation.group_id]
+                finished.append(conversation.group)
+        return finished
+
+    def _continue(self, conversation: _Conversation) -> None:
+        requests = []
+        for index, request in conversation.take_requests():
+            self._parts[self._next_id] = (conversation, index)
+            requests.append(replace(request, group_id=self._next_id))
+            self._next_id += 1
+        if requests:
+            self._engine.submit(requests)
+
+    def prepare_load(self, manifest: WeightsManifest) -> bool:
+        return self._engine.prepare_load(manifest)
+
+    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        return self._engine.load(manifest, buckets)
+
+    def health(self) -> EngineHealth:
+        return self._engine.health()
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+
+class _Conversation:
+    """The siblings of one prompt with further turns."""
+
+    group: RolloutGroup
+    """From ``begin`` on: with all that was said."""
+
+    def __init__(self, request: GroupRequest) -> None:
+        self._request = request
+        self.group_id = request.group_id
+        self._num_turns: list[int] = []
+        self._due: list[int] = []
+        self._num_waiting = 0
+
+    def begin(self, group: RolloutGroup) -> None:
+        """Takes the first turn of all."""
+        self.group = group
+        self._num_turns = [1] * len(group)
+        self._due = [index for index in range(len(group)) if self._goes_on(index)]
+
+    def go_on(self, index: int, part: RolloutGroup) -> None:
+        """Takes a further turn of one sibling."""
+        self._num_waiting -= 1
+        self.group.generate_s += part.generate_s / self._request.group_size
+        if part.failure is not None:
+            self.group.failure = self.group.failure or f"turn {self._num_turns[index] + 1}: {part.failure}"
+            return
+        (answer,) = part.rollouts
+        self.group.rollouts[index] = _joined(self.group.rollouts[index], answer)
+        self._num_turns[index] += 1
+        if self._goes_on(index):
+            self._due.append(index)
+
+    def take_requests(self) -> list[tuple[int, GroupRequest]]:
+        """What is to be sampled next, with the siblings that it belongs to; nothing more once one has failed."""
+        due = self._due if self.group.failure is None else []
+        self._due = []
+        self._num_waiting += len(due)
+        return [(index, self._next_request(index)) for index in due]
+
+    @property
+    def is_over(self) -> bool:
+        return not self._num_waiting
+
+    def _goes_on(self, index: int) -> bool:
+        completed = self.group.rollouts[index].status is RolloutStatus.COMPLETED
+        return completed and self._num_turns[index] <= len(self._request.prompt.turns)
+
+    def _next_request(self, index: int) -> GroupRequest:
+        request, turn = self._request, self._num_turns[index]
+        said = np.concatenate([self.group.rollouts[index].token_ids, request.prompt.turns[turn - 1]])
+        return replace(
+            request,
+            prompt=replace(request.prompt, token_ids=said, turns=()),
+            group_size=1,
+            seed=(request.seed + SEED_STEP * (turn * request.group_size + index)) % MAX_SEED,
+        )
+
+
+def _joined(before: Rollout, answer: Rollout) -> Rollout:
+    """``answer`` has all that was said before as its prompt."""
+    length = len(answer.token_ids)
+    earlier = np.arange(length) < len(before.token_ids)
+
+    def joined(own: np.ndarray, new: np.ndarray, fill: float) -> np.ndarray:
+        filled = np.r_[own, np.full(length - len(own), fill, own.dtype)]
+        return np.where(earlier, filled, new).astype(own.dtype)
+
+    return replace(
+        before,
+        token_ids=answer.token_ids,
+        loss_mask=joined(before.loss_mask, answer.loss_mask, False),
+        logprobs=joined(before.logprobs, answer.logprobs, 0.0),
+        policy_versions=joined(before.policy_versions, answer.policy_versions, NO_VERSION),
+        status=answer.status,
+        finish_reason=answer.finish_reason,
+    )
