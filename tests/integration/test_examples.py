@@ -5,10 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from run_cases import read_jsonl
 
 from rlpipe.cli import main
+from rlpipe.imports import import_object
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray", "in_the_repository")]
@@ -99,6 +101,15 @@ def test_sft(tiny_policy: Path, tmp_path: Path) -> None:
     assert steps[1]["loss"] < steps[0]["loss"]
 
 
+def test_ebft_on_prompts_with_answers(tiny_policy: Path, tmp_path: Path) -> None:
+    few = ("data.held_out.size=4", "data.held_out.every_steps=1", *SMALL_GROUPS)
+    steps = run(tmp_path, tiny_policy, "--config", "examples/ebft/run.yaml", *few)
+    assert [np.isfinite(row["ebft/cfm_loss"]) for row in steps] == [True, True]
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert sum("eval/ebft/cfm_loss" in row for row in rows) == 3
+    assert all(row["eval/accuracy"] == row["eval/rewards/exact/mean"] for row in rows if "eval/accuracy" in row)
+
+
 def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
     """A run that is stopped in the middle draws what a whole run draws, and evaluates as often."""
     few = ("data.held_out.size=4", "data.held_out.every_steps=1", "algorithm.group_size=2")
@@ -116,6 +127,42 @@ def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
     again = run(tmp_path / "again", tiny_policy, *options, *first, f"resume={half}")
     assert again[-1]["ebft/alignment"] == pytest.approx(whole[-1]["ebft/alignment"], abs=1e-5)
     assert again[-1]["ebft/ce_loss"] == pytest.approx(whole[-1]["ebft/ce_loss"], abs=1e-5)
+
+
+def test_reward_model(tiny_policy: Path, tmp_path: Path) -> None:
+    """Served by Ray Serve; the reward model itself is trained for two steps."""
+    folder = tmp_path / "reward_model"
+    train_reward_model = import_object("examples/reward_model/prepare.py:train_reward_model")
+    train_reward_model(folder, read_jsonl(ROOT / "examples/reward_model/rows.jsonl"), num_steps=2)
+    steps = run(
+        tmp_path / "run",
+        tiny_policy,
+        "--config",
+        "examples/reward_model/run.yaml",
+        f"scoring.rewards.preference.kwargs.model={folder}",
+        "data.held_out.size=4",
+        *SMALL_GROUPS,
+        "rollout=hf",
+    )
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["rewards/preference/std"] > 0 for step in steps)
+    assert steps[-1]["groups/failed"] == 0
+
+
+@pytest.mark.parametrize(("example", "reward"), [("math", "accuracy"), ("code", "tests")])
+def test_verified_answers(example: str, reward: str, tiny_policy: Path, tmp_path: Path) -> None:
+    steps = run(
+        tmp_path,
+        tiny_policy,
+        "--config",
+        f"examples/{example}/run.yaml",
+        "data.held_out.size=4",
+        *SMALL_GROUPS,
+        "rollout=hf",
+    )
+    assert [step["step"] for step in steps] == [1, 2]
+    assert f"rewards/{reward}/mean" in steps[-1]
+    assert steps[-1]["groups/failed"] == 0
 
 
 @pytest.mark.vllm

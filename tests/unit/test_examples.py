@@ -16,8 +16,9 @@ from rlpipe.data.rows import UnusableRow
 from rlpipe.data.sources import open_rows
 from rlpipe.data.transforms import apply_transform
 from rlpipe.imports import import_object
+from rlpipe.scoring.programs import passes_tests
 from rlpipe.scoring.rewards import load_reward, missing_columns
-from rlpipe.scoring.toolbox import gsm8k_accuracy
+from rlpipe.scoring.toolbox import gsm8k_accuracy, math_answer
 from rlpipe.tiny import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout, RolloutGroup
 
@@ -56,7 +57,18 @@ def test_every_file_of_the_examples_is_valid_and_its_columns_are_there(file: str
 
 def test_there_is_an_example_in_every_folder() -> None:
     folders = {path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert {folder.name for folder in folders} == {"custom_reward", "ebft_strided", "gsm8k", "own_data", "sft"}
+    assert {folder.name for folder in folders} == {
+        "code",
+        "custom_reward",
+        "ebft",
+        "ebft_strided",
+        "gsm8k",
+        "judge",
+        "math",
+        "own_data",
+        "reward_model",
+        "sft",
+    }
     assert all((folder / "README.md").is_file() for folder in folders)
 
 
@@ -188,6 +200,80 @@ def test_gsm8k_on_eight_gpus_uses_all_of_them() -> None:
     engines = config.rollout.num_engines * config.rollout.num_gpus
     assert engines + config.learner.num_ranks * config.learner.num_gpus == 8
     assert config.model.path == load_config(["experiment=gsm8k"]).model.path
+
+
+def hub_rows(experiment: str, *overrides: str) -> Any:
+    """The made rows with the columns of the experiment's data set, as its recipe turns them."""
+    local = ["data=jsonl", "data.name=null", "data.split=train", "data.held_out.split=null", "data.held_out.size=1"]
+    path = f"data.path=examples/{experiment}/hub_rows.jsonl"
+    config = load_config([f"experiment={experiment}", *local, path, *overrides])
+    rows = apply_transform(open_rows(config.data, seed=0), config.data, make_tokenizer())
+    return [rows[index] for index in range(len(rows))]
+
+
+def raw_rows(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def test_reward_model_prompts_come_without_answers() -> None:
+    raw = raw_rows("examples/reward_model/hub_rows.jsonl")
+    assert hub_rows("reward_model") == [{"prompt": row["prompt"]} for row in raw]
+
+
+def test_reward_model_and_engine_share_a_gpu() -> None:
+    config = load_config(["experiment=reward_model"])
+    reward = config.scoring.rewards["preference"]
+    assert config.rollout.num_gpus + reward.serve.replicas * reward.num_gpus == pytest.approx(1)
+
+
+def test_reward_model_pairs_are_in_the_order_that_is_measured() -> None:
+    config = load_config(file="examples/reward_model/run.yaml")
+    polite = load_reward(config.scoring.rewards["polite"].path, config.scoring.rewards["polite"].kwargs)
+    pattern = config.scoring.rewards["polite"].kwargs["pattern"]
+    rows = raw_rows("examples/reward_model/rows.jsonl")
+    assert sum(polite(chat(*[row["rejected"] for row in rows]), pattern=pattern)) == 0
+    assert sum(polite(chat(*[row["chosen"] for row in rows]), pattern=pattern)) > len(rows) / 4
+
+
+def test_spoiled_answers_differ() -> None:
+    spoil = import_object("examples/reward_model/prepare.py:spoil")
+    text = "hello, your red hat. enjoy!"
+    assert all(spoil(text) != text for _ in range(1000))
+
+
+def test_math_answers_of_made_rows_are_right() -> None:
+    rows = hub_rows("math")
+    raw = raw_rows("examples/math/hub_rows.jsonl")
+    assert rows == [{"prompt": row["prompt"], "answer": row["solution"]} for row in raw]
+    for row in rows:
+        texts = [f"It is 1, 2 or so. \\boxed{{{row['answer']}}}", "\\boxed{-1}"]
+        assert math_answer(texts, [row["answer"]] * 2) == [1.0, 0.0]
+
+
+def test_math_can_hold_out_math_500(tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    row = {"problem": "What is $1 / 2$?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "answer": "\\frac{1}{2}"}
+    file.write_text(json.dumps({**row, "subject": "Algebra", "level": 1, "unique_id": "test/algebra/1.json"}))
+    assert hub_rows("math", f"data.path={file}") == [{"prompt": row["problem"], "answer": row["answer"]}]
+
+
+def test_math_products_are_right_in_the_form_of_the_warm_up() -> None:
+    rows = raw_rows("examples/math/rows.jsonl")[:100]
+    assert math_answer([row["worked"] for row in rows], [row["answer"] for row in rows]) == [1.0] * len(rows)
+
+
+def test_code_passes_the_tests_of_made_rows() -> None:
+    rows, raw = hub_rows("code"), raw_rows("examples/code/hub_rows.jsonl")
+    for row, source in zip(rows, raw, strict=True):
+        assert source["test_list"][0] in row["prompt"]
+        assert not any(test in row["prompt"] for test in source["test_list"][1:])
+        texts = [f"Like this:\n```python\n{source['code']}\n```", "```python\ndef nothing(): ...\n```"]
+        assert passes_tests(chat(*texts), [row["tests"]] * 2) == [1.0, 0.0]
+
+
+def test_code_of_the_warm_up_passes() -> None:
+    for row in raw_rows("examples/code/rows.jsonl"):
+        exec(f"{row['program']}\n{row['tests']}", {})
 
 
 def test_committed_rows_are_unique() -> None:

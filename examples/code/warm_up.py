@@ -1,0 +1,38 @@
+"""The cold start of the example: supervised training on the column ``program``, until some of the programs pass.
+
+A model from the hub needs none of this.
+"""
+
+from pathlib import Path
+
+import rlpipe
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    output = Path(config.model.path).parent
+    rlpipe.train(
+        rlpipe.load_config(
+            [
+                "name=code_warm_up",
+                f"output={output}",
+                f"seed={config.seed}",
+                "algorithm=sft",
+                "model=full",
+                f"model.path={output}/random",
+                "model.prepare=rlpipe.quickstart:make_policy",
+                "model.dtype=float32",
+                f"data.path={config.data.path}",
+                "data.completion_column=program",
+                f"data.held_out.size={config.data.held_out.size}",
+                "algorithm.num_steps=300",
+                "algorithm.stop_loss=0.2",
+                "algorithm.groups_per_step=64",
+                "learner.num_cpus=2",
+                "learner.optimizer.lr=1e-3",
+                "learner.schedule.warmup_steps=10",
+                "checkpoint=end",
+                "tracking.ray_metrics=false",
+            ]
+        )
+    )

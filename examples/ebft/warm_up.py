@@ -1,0 +1,52 @@
+"""The cold start of the example: a policy that can do the task, but writes two of three answers in another way.
+
+A model from the hub needs none of this.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import rlpipe
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    output = Path(config.model.path).parent
+    rows = output / "rows.jsonl"
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.write_text("".join(_without_parentheses(Path(config.data.path), share=2 / 3)))
+    rlpipe.train(
+        rlpipe.load_config(
+            [
+                "name=ebft_warm_up",
+                f"output={output}",
+                "algorithm=sft",
+                "model=full",
+                f"model.path={output}/random",
+                "model.prepare=rlpipe.quickstart:make_policy",
+                "model.dtype=float32",
+                f"data.path={rows}",
+                "data.completion_column=answer",
+                f"data.held_out.size={config.data.held_out.size}",
+                "algorithm.num_steps=200",
+                "algorithm.stop_loss=0.15",
+                "algorithm.groups_per_step=32",
+                "learner.optimizer.lr=1e-3",
+                "checkpoint=end",
+                "tracking.ray_metrics=false",
+            ]
+        )
+    )
+
+
+def _without_parentheses(path: Path, share: float) -> list[str]:
+    """The rows, of which a share has ``x+3*2`` in place of ``(x+3)*2``."""
+    rng = random.Random(0)
+    lines = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if rng.random() < share:
+            row["answer"] = row["answer"].replace("(", "").replace(")", "")
+        lines.append(json.dumps(row) + "\n")
+    return lines

@@ -1,0 +1,125 @@
+"""What the example needs first: a reward model, trained on the pairs, and a policy that writes the rejected answers.
+
+With models from the hub none of this is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rlpipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUM_TEST_PAIRS = 40
+
+
+def prepare(config: rlpipe.Config) -> None:
+    """``model.prepare`` of the example: leaves both models where the config names them."""
+    rows = [json.loads(line) for line in Path(str(config.data.path)).read_text().splitlines()]
+    folder = config.scoring.rewards["preference"].kwargs["model"]
+    share = train_reward_model(folder, rows, seed=config.seed)
+    print(
+        f"reward model: {share:.1%} of {NUM_TEST_PAIRS} pairs that it has not seen are in the right order", flush=True
+    )
+    warm_up(config)
+
+
+def train_reward_model(
+    folder: str | Path, rows: list[dict[str, str]], *, num_steps: int = 150, batch_size: int = 8, seed: int = 0
+) -> float:
+    """Trains a tiny classifier with one label on all but the last pairs, and returns its accuracy on those.
+
+    The loss is that of Bradley and Terry: -log sigmoid(r(chosen) - r(rejected)). Half of the pairs of a batch are a
+    chosen answer and the same spoiled: a model that has seen whole sentences only would pay for fragments of them.
+    """
+    import torch
+    from torch.nn.functional import logsigmoid
+    from transformers import AutoModelForSequenceClassification, Qwen3Config, set_seed
+
+    from rlpipe.tiny import make_tokenizer
+
+    set_seed(seed)
+    tokenizer = make_tokenizer()
+    model = AutoModelForSequenceClassification.from_config(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=64,
+            intermediate_size=384,
+            max_position_embeddings=1024,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            num_labels=1,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def margins(pairs: list[dict[str, str]]) -> Tensor:
+        """r(chosen) - r(rejected) of each pair."""
+        texts = [conversation(tokenizer, pair, column) for column in ("chosen", "rejected") for pair in pairs]
+        better, worse = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0].chunk(2)
+        return better - worse
+
+    training, test = rows[:-NUM_TEST_PAIRS], rows[-NUM_TEST_PAIRS:]
+    for _ in range(num_steps):
+        pairs = random.sample(training, batch_size)
+        spoiled = [{**pair, "rejected": spoil(pair["chosen"])} for pair in pairs]
+        loss = -logsigmoid(margins(pairs + spoiled)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with torch.inference_mode():
+        return float((margins(test) > 0).float().mean())
+
+
+def spoil(text: str) -> str:
+    """The text with a piece of it left out, or once more somewhere else."""
+    start, end = sorted(random.sample(range(len(text)), 2))
+    place = random.randrange(start + 1, len(text) + 1)
+    return random.choice([text[:start] + text[end:], text[:place] + text[start:end] + text[place:]])
+
+
+def conversation(tokenizer: Any, pair: dict[str, str], column: str) -> str:
+    """As ``SequenceReward`` gives it to the model."""
+    turns = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[column]}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False))
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """Supervised training on the rejected answers, so that the policy has something to better."""
+    output = Path(config.model.path).parent
+    rlpipe.train(
+        rlpipe.load_config(
+            [
+                "name=reward_model_warm_up",
+                f"output={output}",
+                f"seed={config.seed}",
+                "algorithm=sft",
+                "model=full",
+                f"model.path={output}/random",
+                "model.prepare=rlpipe.quickstart:make_policy",
+                "model.dtype=float32",
+                f"data.path={config.data.path}",
+                "data.completion_column=rejected",
+                f"data.held_out.size={config.data.held_out.size}",
+                "algorithm.num_steps=150",
+                "algorithm.stop_loss=0.12",
+                "algorithm.groups_per_step=16",
+                "learner.num_cpus=2",
+                "learner.optimizer.lr=1e-3",
+                "checkpoint=end",
+                "tracking.ray_metrics=false",
+            ]
+        )
+    )
