@@ -14,6 +14,7 @@ import ray.train
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from rlpipe.actors.feature_rank import FeatureRank, Waits
 from rlpipe.actors.publishing import Calls, make_publisher
 from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.tree import to_tree
@@ -72,6 +73,15 @@ class LearnerLoop:
         self._publisher = make_publisher(self._policy, setup, self._calls)
         self._target = LossTarget(setup.algorithm.stop_loss)
         self._store = CheckpointStore(setup.output / "checkpoints", keep=setup.checkpoint.keep)
+        self._features = self._make_features()
+
+    def _make_features(self) -> FeatureRank | None:
+        """Where the rewards of the run are computed here."""
+        ebft, setup = self._setup.algorithm.ebft, self._setup
+        if not ebft.reward or ebft.features.weights != "learner":
+            return None
+        assert self._learner.reference is not None, "make_reference makes the feature network"
+        return FeatureRank(self._policy, self._learner.reference, ebft.features, setup.batches, self._calls)
 
     def run(self) -> None:
         setup, num_steps = self._setup, self._setup.algorithm.num_steps
@@ -114,6 +124,7 @@ class LearnerLoop:
             if batch is None:
                 return
             self._report(num_steps, self._learner.compare(batch), last=True)
+        self._score_the_rest()
         self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
 
@@ -124,12 +135,16 @@ class LearnerLoop:
     def _evaluate(self, held_out: Sequence[MiniBatch], version: int) -> dict[int, dict[str, float]]:
         return {version: self._learner.evaluate(held_out)} if held_out else {}
 
+    @property
+    def _waiter(self) -> Waits:
+        return self._publisher if self._features is None else self._features
+
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
         """The rank's share of the step, or None where the run stops, and the seconds that it had to wait."""
         started = time.perf_counter()
         limit = self._setup.start_timeout_s + self._setup.step_timeout_s
         call: Any = self._setup.batches.next_batch.remote(step, self._rank)
-        while not self._publisher.wait(call, min(POLL_S, limit)):
+        while not self._waiter.wait(call, min(POLL_S, limit)):
             if time.perf_counter() - started >= limit:
                 raise WaitTimeout(
                     f"learner rank {self._rank} has waited {limit:g} seconds (cluster.start_timeout_s and "
@@ -139,6 +154,13 @@ class LearnerLoop:
             self._publisher.publish_again()
         batch: TrainBatch | None = ray.get(call)
         return batch, time.perf_counter() - started
+
+    def _score_the_rest(self) -> None:
+        """Stays for evaluations that are under way."""
+        if self._features is not None:
+            call: Any = self._setup.batches.features_ended.remote()
+            while not self._features.wait(call, POLL_S):
+                self._publisher.publish_again()
 
     def _describe_batches(self) -> str:
         limit = self._setup.call_timeout_s

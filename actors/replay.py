@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from rlpipe.actors.batches import BatchActor
+from rlpipe.actors.hook import HookFeed
 from rlpipe.configs.schema import AlgorithmConfig, Config, LearnerConfig, LedgerConfig, ReplayConfig, RewardConfig
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.errors import LedgerLost, RunError
 from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.feature_board import FeatureBoard
 from rlpipe.replay.ledger import Event, Ledger
 from rlpipe.replay.restore import RunStart, open_ledger
 from rlpipe.replay.steps import StepReport
@@ -35,6 +38,8 @@ class ReplaySetup:
     rewards: Mapping[str, RewardConfig]
     seed: int
     num_samples: int
+    hook: ActorHandle | None = None
+    """What scored groups are given to."""
 
     @classmethod
     def of(cls, config: Config, path: Path, rewards: Mapping[str, RewardConfig]) -> ReplaySetup:
@@ -57,6 +62,8 @@ class ReplayActor(BatchActor):
         super().__init__(setup.learner)
         self._setup = setup
         self._opened: ReplayStore | None = None
+        self._features = FeatureBoard(num_ranks=setup.learner.num_ranks)
+        self._hook = HookFeed(setup.hook, self._tell_of_hook) if setup.hook is not None else None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._reopen()
 
@@ -79,9 +86,44 @@ class ReplayActor(BatchActor):
 
     async def scored(self, group_ids: Sequence[int], *pools: Sequence[GroupScores]) -> Outcome:
         """Takes what every pool said of groups that were generated."""
+        groups = self._store.unscored(group_ids)
         outcome = self._store.scored(group_ids, pools)
+        if self._hook is not None:
+            self._hook.offer([group for group in groups if group.group_id not in outcome.discarded])
         await self._fill()
         return outcome
+
+    async def score_features(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
+        """Has the learner's ranks score ``groups[indices]`` by their features."""
+        sampled = [groups[index] for index in indices if groups[index].failure is None]
+        return await self._features.score(sampled) if sampled else []
+
+    async def features_due(self, timeout_s: float) -> int | None:
+        """The next job for the ranks, as soon as there is one; None after ``timeout_s``."""
+        return await self._features.due(timeout_s)
+
+    async def feature_share(self, job: int, rank: int) -> list[RolloutGroup]:
+        return self._features.share(job, rank)
+
+    async def features_scored(self, job: int, rank: int, scores: Sequence[GroupScores]) -> None:
+        self._features.answer(job, rank, scores)
+
+    async def end_features(self) -> None:
+        """Called when no groups are left that the ranks could be asked to score."""
+        await self._features.end()
+
+    async def features_ended(self) -> None:
+        """Waits for that."""
+        await self._features.ended()
+
+    async def learner_died(self, cause: str) -> None:
+        self._features.begin_again()
+        await super().learner_died(cause)
+
+    async def drain_hook(self, timeout_s: float) -> None:
+        """Waits until the hook has had all that it was given."""
+        if self._hook is not None:
+            await self._hook.drain(timeout_s)
 
     async def unscored(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         """Groups that were generated before the driver began anew."""
@@ -97,13 +139,20 @@ class ReplayActor(BatchActor):
     async def describe(self) -> dict[str, Any]:
         return {**self._store.describe(), **await super().describe()}
 
+    def _tell_of_hook(self, message: str) -> None:
+        self._keep_event("hook", "hook", message)
+
     def _count_life(self) -> int:
         life: int = (self._store.ledger.get("life") or 0) + 1
         self._store.ledger.set(life=life)
         return life
 
     def _batches(self, step: int) -> list[TrainBatch] | None:
-        return self._store.batches(step)
+        batches = self._store.batches(step)
+        if self._hook is not None:
+            for batch in batches or ():
+                batch.metrics = {**batch.metrics, **self._hook.metrics()}
+        return batches
 
     def _keep_report(self, report: StepReport) -> None:
         self._store.ledger.complete(report)

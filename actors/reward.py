@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlpipe.actors.chat import Engines, open_chat
 from rlpipe.configs.schema import ModelConfig, RewardConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.imports import enter_folder
@@ -29,11 +30,13 @@ class ScoringActor:
         num_steps: int,
         folder: str,
         memory: MemoryLimit | None = None,
+        engines: Engines | None = None,
     ) -> None:
         """Imports the rewards and sets up their actors; ``folder`` is the driver's working directory."""
         enter_folder(folder)
         start_keeper()
-        self._scorer = Scorer(rewards, load_tokenizer(model), callables, num_steps)
+        tokenizer = load_tokenizer(model)
+        self._scorer = Scorer(rewards, tokenizer, callables, num_steps, open_chat(engines, tokenizer, model))
         if memory is not None:
             self._scorer.limit_memory(memory)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 
-from rlpipe.configs.contradictions_strided import check_strided
+from rlpipe.configs.contradictions_ebft import check_replicas, check_strided, check_structured
 from rlpipe.configs.schema import (
     AlgorithmConfig,
     Config,
@@ -16,6 +16,7 @@ from rlpipe.configs.schema import (
     ModelConfig,
     OptimizerConfig,
     ReplayConfig,
+    RewardConfig,
     RolloutConfig,
     SamplingConfig,
     ScoringConfig,
@@ -76,11 +77,13 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_sampling(config.rollout)
         yield from check_lengths(config)
         yield from check_transport(config)
+        if config.algorithm.ebft.reward:
+            yield from check_structured(config.algorithm)
     elif config.algorithm.kind == "ebft_strided":
         yield from check_loss(config.algorithm)
         yield from check_strided(config)
     yield from check_updates(config.weights, config.replay)
-    yield from check_rewards(config.scoring)
+    yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward)
     yield from check_tracking(config.tracking)
 
 
@@ -256,7 +259,8 @@ def check_step_size(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Itera
 
 def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, size = algorithm.advantage, algorithm.group_size
-    if size < 2 and advantage.name != "reinforce":
+    pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
+    if size < 2 and advantage.name != "reinforce" and not pairs:
         yield (
             f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
             "more, or algorithm=reinforce"
@@ -385,7 +389,8 @@ def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]
         )
 
 
-def check_rewards(scoring: ScoringConfig) -> Iterator[str]:
+def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:
+    """With ``others``, the run has rewards besides these."""
     for name, reward in scoring.rewards.items():
         if ":" not in reward.path:
             yield (
@@ -397,8 +402,20 @@ def check_rewards(scoring: ScoringConfig) -> Iterator[str]:
                 f"scoring.rewards.{name}.num_gpus: a sandboxed call can't use the GPU of its process; set 0, or "
                 "isolation=process"
             )
-    if scoring.rewards and all(reward.weight == 0 for reward in scoring.rewards.values()):
+        yield from check_serving(name, reward)
+    if scoring.rewards and not others and all(reward.weight == 0 for reward in scoring.rewards.values()):
         yield "scoring.rewards: every weight is 0, so nothing is rewarded; set a weight"
+
+
+def check_serving(name: str, reward: RewardConfig) -> Iterator[str]:
+    yield from check_replicas(f"scoring.rewards.{name}.serve", reward.serve)
+    if not reward.is_served:
+        return
+    if reward.isolation == "sandbox":
+        yield f"scoring.rewards.{name}.isolation: replicas have no sandbox; set process, or serve.replicas=0"
+    for option in ("num_processes", "memory_gb"):
+        if getattr(reward, option) is not None:
+            yield f"scoring.rewards.{name}.{option}: it is scored by serve.replicas; set null, or serve.replicas=0"
 
 
 def check_tracking(tracking: TrackingConfig) -> Iterator[str]:

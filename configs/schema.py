@@ -103,6 +103,7 @@ class HeldOutConfig(Freezable):
     split: str | None = option(None, "A split of the data set of its own with held-out rows (datasets).")
     every_steps: int = option(0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0)
     correct_at: float = option(1.0, "A rollout whose reward is at least this counts as correct in the accuracy.")
+    correct_by: str | None = option(None, "The reward that this looks at, by name; null: the sum.")
 
 
 @dataclass(kw_only=True)
@@ -185,6 +186,17 @@ class ReferenceConfig(Freezable):
 
 
 @dataclass(kw_only=True)
+class ServeConfig(Freezable):
+    replicas: int = option(
+        0, "Replicas of a Ray Serve deployment that score in place of processes of the run's own; 0: none.", minimum=0
+    )
+    max_replicas: int | None = option(None, "Replicas under load; null: no more than replicas.", minimum=1)
+    batch_groups: int = option(8, "Groups that a replica scores at one time.", minimum=1)
+    batch_wait_s: float = option(0.02, "Seconds that a group waits for others to be scored with.", minimum=0)
+    health_check_s: float = option(10.0, "Seconds between looks at a replica.", above=0)
+
+
+@dataclass(kw_only=True)
 class FeatureConfig(Freezable):
     layers: list[float] = option([0.25, 0.5, 0.75], "Depths whose hidden states are features, as shares of the layers.")
     normalize_layers: bool = option(True, "Bring the features of each depth to length 1.")
@@ -198,6 +210,17 @@ class FeatureConfig(Freezable):
         "Decorrelate the features of a prompt's completions: between samples, between features, or not.",
         choices=("sample", "feature", "none"),
     )
+    weights: str = option(
+        "own",
+        "Who computes the rewards of ebft.reward: replicas with a frozen copy of the initial model, or the learner's "
+        "ranks, between their steps, with the adapter off.",
+        choices=("own", "learner"),
+    )
+    micro_batch_tokens: int = option(16384, "Tokens of one forward pass, filling included.", minimum=1)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for each actor (weights=own).", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for each actor (weights=own).", minimum=0)
+    timeout_s: float = option(120.0, "Seconds that scoring one group may take.", above=0)
+    serve: ServeConfig = field(default_factory=lambda: ServeConfig(replicas=1))
     alignment_coef: float = option(1.0, "Weight of the match with the ground truth.", minimum=0)
     diversity_coef: float = option(1.0, "Weight of the likeness to the other completions.", minimum=0)
 
@@ -213,6 +236,10 @@ class StridedConfig(Freezable):
 
 @dataclass(kw_only=True)
 class EbftConfig(Freezable):
+    reward: bool = option(False, "Reward the engines' completions by their features (kind=rl).")
+    truth_column: str = option("ground_truth", "Column with the ground truth, a text or messages.")
+    adaptive_max_tokens: bool = option(True, "Bound completions by the length of the ground truth, too.")
+    gt_length_multiplier: float = option(1.5, "Times that length, and 64 at least.", above=0)
     features: FeatureConfig = field(default_factory=FeatureConfig)
     strided: StridedConfig = field(default_factory=StridedConfig)
     rl_coef: float = option(1.0, "Weight of the policy gradient.", minimum=0)
@@ -300,6 +327,11 @@ class RewardConfig(Freezable):
         choices=("skip_group", "zero", "raise"),
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the function, or for the class.")
+    serve: ServeConfig = field(default_factory=ServeConfig)
+
+    @property
+    def is_served(self) -> bool:
+        return self.serve.replicas > 0
 
 
 @dataclass(kw_only=True)
@@ -307,6 +339,9 @@ class ScoringConfig(Freezable):
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     num_processes: int = option(1, "Processes that the reward functions share.", minimum=1)
     num_cpus: float = option(0.5, "CPUs that Ray reserves for each of them.", minimum=0)
+    on_rollouts_scored: str | None = option(
+        None, "package.module:name, or file.py:name, of a function that is given scored groups, in its own process."
+    )
     memory_gb: float | None = option(
         4.0, "GiB that a process of functions may take beyond what it has at its start; null: no limit.", above=0
     )

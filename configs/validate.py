@@ -33,7 +33,8 @@ def find_problems(config: Config, *, need_files: bool) -> Iterator[InputError]:
 
 def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
     """Raises ``ConfigError`` if nothing rewards the rollouts of an RL run: no config, and no function handed over."""
-    if config.algorithm.kind == "rl" and not config.scoring.rewards and not rewards:
+    rewarded = config.algorithm.ebft.reward or config.scoring.rewards or rewards
+    if config.algorithm.kind == "rl" and not rewarded:
         raise ConfigError(
             "scoring.rewards: reinforcement learning needs a reward; set "
             "scoring.rewards.<name>.path=package.module:function (or file.py:function)"

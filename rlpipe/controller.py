@@ -147,15 +147,27 @@ class Controller:
             loops = [self._pool.run(), self._follow_versions(tasks), *watching]
             endless += [tasks.create_task(loop) for loop in loops]
             await self._take_up(tasks)
+            endless.append(tasks.create_task(self._let_learner_go()))
             await learner
             if self._stop_reason is None:
-                await self._follower.ended.wait()
-                await self._last_version.wait()
-                await asyncio.gather(*self._evaluations)
+                await self._until_finished()
             for task in [*endless, *self._evaluations]:
                 task.cancel()
         if self._stop_reason is not None:
             raise self._stop_reason
+
+    async def _until_finished(self) -> None:
+        """Until all is reported and evaluated."""
+        await self._follower.ended.wait()
+        await self._last_version.wait()
+        await asyncio.gather(*self._evaluations)
+
+    async def _let_learner_go(self) -> None:
+        """Says that nothing is left to score, which the learner may do; again, as the actor may be a new one."""
+        await self._until_finished()
+        while True:
+            await self._ask(self._replay.end_features.remote(), "the learner to be let go")
+            await asyncio.sleep(POLL_S)
 
     async def stop(self, reason: RunError) -> None:
         """Has the learner write a checkpoint after the step that it is in; ``run`` then raises the reason."""
@@ -254,7 +266,7 @@ class Controller:
             group_id=group_id,
             prompt=prompt,
             group_size=self._algorithm.group_size,
-            max_tokens=self._sampling.max_tokens,
+            max_tokens=prompt.limit(self._sampling.max_tokens),
             temperature=self._sampling.temperature,
             seed=_group_seed(self._seed, group_id),
             min_version=version,

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlpipe.configs.schema import RewardConfig
-from rlpipe.replay.assemble import reward_metrics
+from rlpipe.configs.schema import HeldOutConfig, RewardConfig
+from rlpipe.replay.assemble import EBFT, reward_metrics
 from rlpipe.scoring.scorer import GroupScores, apply_scores
-from rlpipe.types import GroupRequest, Prompt, RolloutGroup
+from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
 
 Metrics = dict[str, float]
 
@@ -26,21 +26,21 @@ class Evaluator:
         prompts: Sequence[Prompt],
         *,
         rewards: Mapping[str, RewardConfig],
-        correct_at: float,
+        held_out: HeldOutConfig,
         max_tokens: int,
     ) -> None:
         self.prompts = prompts
-        self._rewards, self._correct_at, self._max_tokens = rewards, correct_at, max_tokens
+        self._rewards, self._config, self._max_tokens = rewards, held_out, max_tokens
         self._running: dict[int, _Evaluation] = {}
         self._next_id = -1
 
     def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Metrics]]:
         """The requests of one evaluation, and its metrics to come; no policy older than ``version`` may answer.
 
-        ``eval/accuracy`` is the share of all held-out prompts whose reward is at least ``correct_at``; a group that
-        can't be scored counts as wrong, and in ``eval/num_failed``.
+        ``eval/accuracy`` is the share of all held-out prompts whose reward, or the one ``correct_by``, is at least
+        ``correct_at``; a group that can't be scored counts as wrong, and in ``eval/num_failed``.
         """
-        evaluation = _Evaluation(len(self.prompts), self._correct_at)
+        evaluation = _Evaluation(len(self.prompts), self._config)
         requests = []
         for prompt in self.prompts:
             self._running[self._next_id] = evaluation
@@ -49,7 +49,7 @@ class Evaluator:
                     group_id=self._next_id,
                     prompt=prompt,
                     group_size=1,
-                    max_tokens=self._max_tokens,
+                    max_tokens=prompt.limit(self._max_tokens),
                     temperature=0.0,
                     seed=0,
                     min_version=version,
@@ -72,8 +72,8 @@ class Evaluator:
 class _Evaluation:
     """The groups of one evaluation, until all are there."""
 
-    def __init__(self, num_groups: int, correct_at: float) -> None:
-        self._num_groups, self._correct_at = num_groups, correct_at
+    def __init__(self, num_groups: int, config: HeldOutConfig) -> None:
+        self._num_groups, self._config = num_groups, config
         self._groups: list[RolloutGroup] = []
         self.result: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
 
@@ -82,16 +82,24 @@ class _Evaluation:
         if len(self._groups) == self._num_groups and not self.result.done():
             self.result.set_result(self._metrics())
 
+    def _is_correct(self, rollout: Rollout) -> bool:
+        by = self._config.correct_by
+        reward = rollout.reward if by is None else rollout.rewards.get(by)
+        return reward is not None and reward >= self._config.correct_at
+
     def _metrics(self) -> Metrics:
         scored = [group for group in self._groups if group.failure is None]
         rollouts = [rollout for group in scored for rollout in group]
-        correct = sum(rollout.reward is not None and rollout.reward >= self._correct_at for rollout in rollouts)
         metrics = {
-            "eval/accuracy": correct / self._num_groups,
+            "eval/accuracy": sum(map(self._is_correct, rollouts)) / self._num_groups,
             "eval/num_failed": float(self._num_groups - len(scored)),
         }
         if scored:
-            means = {n: v for n, v in reward_metrics(scored).items() if n == "reward" or n.endswith("/mean")}
+            means = {
+                name: value
+                for name, value in reward_metrics(scored).items()
+                if name == "reward" or name.endswith("/mean") or name.startswith(EBFT)
+            }
             metrics |= {f"eval/{name}": value for name, value in means.items()}
             lengths = [len(rollout.completion_ids) for rollout in rollouts]
             metrics["eval/completions/mean_length"] = float(np.mean(lengths))

@@ -9,7 +9,7 @@ from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
 from rlpipe.actors.rollout import Receipt
-from rlpipe.scorer_pool import ScorerPool
+from rlpipe.scorer_pool import ScoringPool
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.waiting import root_cause
 
@@ -31,7 +31,7 @@ class GroupFlow:
 
     def __init__(
         self,
-        pools: Sequence[ScorerPool],
+        pools: Sequence[ScoringPool],
         *,
         generated: Generated,
         scored: Scored,

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from rlpipe.actors.chat import Engines
 from rlpipe.actors.dataset import DatasetActor, DatasetSetup
 from rlpipe.actors.direct_weights import DirectWeightsActor
+from rlpipe.actors.hook import HookActor
 from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
-from rlpipe.actors.rollout import RolloutActor
+from rlpipe.actors.rollout import QUESTIONS, RolloutActor
+from rlpipe.actors.served import (
+    GroupScorer,
+    Lease,
+    ServedSetup,
+    deploy,
+    end_apps,
+    make_features,
+    make_scorer,
+    start_serve,
+)
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.learner_pool import LearnerPool
 from rlpipe.parts import Parts
-from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, Reservation, end_actors, start_actor, wait_started
+from rlpipe.placement import (
+    ASYNC_CALLS,
+    ENGINE_CALLS,
+    QUESTION_CALLS,
+    Need,
+    Reservation,
+    end_actors,
+    start_actor,
+    wait_started,
+)
 from rlpipe.prepare import ResumePoint, Run
 from rlpipe.replay.location import ledger_path
-from rlpipe.scorer_pool import ScorerPool, Spawn
+from rlpipe.scorer_pool import ScorerPool, ScoringPool, Spawn
 from rlpipe.scoring.memory import MemoryLimit
-from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
+from rlpipe.scoring.pools import FEATURE_PATH, SHARED_POOL, pool_size, split_learner, split_rewards, split_served
+from rlpipe.served_pool import ServedPool
 
 
 def engine_needs(config: Config) -> list[Need]:
@@ -75,6 +100,26 @@ def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Ne
     ]
 
 
+def served_needs(rewards: Mapping[str, RewardConfig]) -> list[Need]:
+    """What the replicas ask for, which Ray Serve places itself; as many as there are without load."""
+    needs = []
+    for name, members in split_served(rewards).items():
+        reward = next(iter(members.values()))
+        need = Need(
+            name=f"replica-{name}",
+            num_cpus=reward.num_cpus,
+            num_gpus=reward.num_gpus,
+            remedy="lower serve.replicas, num_cpus or num_gpus of what Ray Serve serves",
+        )
+        needs += [replace(need, name=f"{need.name}-{index}") for index in range(reward.serve.replicas)]
+    return needs
+
+
+def generation_needs(run: Run) -> list[Need]:
+    """Those of all that makes and scores groups."""
+    return [*engine_needs(run.config), *scorer_needs(run.config, run.rewards), *served_needs(run.rewards)]
+
+
 def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
     """That of each process of the pool that scores ``members``."""
     name, reward = next(iter(members.items()))
@@ -85,18 +130,83 @@ def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryL
 
 
 @contextmanager
-def open_parts(run: Run) -> Iterator[Parts]:
-    """The processes of engines and scorers; they have loaded nothing yet."""
+def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Iterator[list[ServedPool]]:
+    """The pools of rewards that Ray Serve serves; nothing is deployed yet. Their applications end with the context, or
+    with the cluster."""
+    served = split_served(run.rewards)
+    if not served:
+        yield []
+        return
+    lease = start_actor(Lease, Need(name="lease"))
+    started = start_serve()
+    pools = {f"{run.config.name}-{name}-{uuid4().hex[:8]}": (name, members) for name, members in served.items()}
+    try:
+        yield [_served_pool(run, name, members, app, lease, engines) for app, (name, members) in pools.items()]
+    finally:
+        if not cluster_is_own:
+            end_apps(list(pools), whole=started)
+
+
+def _served_pool(
+    run: Run, name: str, members: Mapping[str, RewardConfig], app: str, lease: ActorHandle, engines: Engines
+) -> ServedPool:
+    config, reward = run.config, next(iter(members.values()))
+    setup = ServedSetup(
+        app=app,
+        make=_scorer_maker(run, members, engines),
+        folder=os.getcwd(),
+        serve=reward.serve,
+        timeout_s=reward.timeout_s,
+        lease=lease,
+    )
+    return ServedPool(
+        name,
+        members,
+        deploy=partial(deploy, setup, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus),
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+
+
+def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engines) -> Callable[[], GroupScorer]:
+    """Makes a replica's scorer, there."""
+    if next(iter(members.values())).path == FEATURE_PATH:
+        return partial(make_features, run.model, run.config.algorithm.ebft.features)
+    own = {name: run.callables[name] for name in members if name in run.callables}
+    return partial(make_scorer, dict(members), own, run.model, run.config.algorithm.num_steps, engines)
+
+
+@contextmanager
+def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: bool = False) -> Iterator[Parts]:
+    """The processes of engines and scorers; they have loaded nothing yet.
+
+    ``replay`` is the replay actor, by which the learner is reached where it scores, too. A cluster of the run's own
+    is about to end with all that it serves.
+    """
     config, cluster = run.config, run.config.cluster
     needs = {need.name: need for need in engine_needs(config)}
     actors_before = set(ray.util.list_named_actors())
-    places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
-    try:
+    with ExitStack() as stack:
+        places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
+        stack.callback(places.release)
+        stack.callback(end_actors, actors_before)
         engines = {
-            name: start_actor(RolloutActor, need, name, reservation=places, max_concurrency=ENGINE_CALLS, restarts=True)
+            name: start_actor(
+                RolloutActor,
+                need,
+                name,
+                reservation=places,
+                max_concurrency=ENGINE_CALLS,
+                concurrency_groups={QUESTIONS: QUESTION_CALLS},
+                restarts=True,
+            )
             for name, need in needs.items()
         }
-        pools = start_pools(run, places)
+        asked = Engines(actors=engines, chat_template_kwargs=config.data.chat_template_kwargs)
+        served = stack.enter_context(open_served_pools(run, asked, cluster_is_own))
+        pools: list[ScoringPool] = [*start_pools(run, places, asked), *served]
+        if learner_rewards := split_learner(run.rewards):
+            assert replay is not None, "without a learner, the features are those of a copy"
+            pools.append(LearnerPool(learner_rewards, replay, cluster))
 
         def start_engine(name: str) -> ObjectRef:
             # Repeated, so that it waits for the new process where the old one is just ending.
@@ -105,19 +215,16 @@ def open_parts(run: Run) -> Iterator[Parts]:
             return ref
 
         yield Parts(engines=engines, start_engine=start_engine, pools=pools)
-    finally:
-        end_actors(actors_before)
-        places.release()
 
 
-def start_pools(run: Run, places: Reservation) -> list[ScorerPool]:
+def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:
     """Starts the scoring actors; they are not ready yet."""
     return [
         ScorerPool(
             name,
             members,
             size=pool_size(run.config.scoring, members),
-            spawn=_spawner(run, members, need, places),
+            spawn=_spawner(run, members, need, places, engines),
             start_timeout_s=run.config.cluster.start_timeout_s,
             memory=memory_limit(run.config, members),
         )
@@ -147,6 +254,11 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
 def start_replay(run: Run) -> ActorHandle:
     """Starts the replay actor, which has no ledger yet."""
     setup = ReplaySetup.of(run.config, ledger_path(run.output, run.config.name, run.config.ledger.folder), run.rewards)
+    if run.config.scoring.on_rollouts_scored is not None:
+        hook = start_actor(
+            HookActor, Need(name="hook"), run.config.scoring.on_rollouts_scored, os.getcwd(), restarts=True
+        )
+        setup = replace(setup, hook=hook)
     return start_actor(
         ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True
     )
@@ -164,14 +276,14 @@ def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHa
     )
 
 
-def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation) -> Spawn:
+def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation, engines: Engines) -> Spawn:
     own = {name: run.callables[name] for name in members if name in run.callables}
     memory = memory_limit(run.config, members)
 
     def spawn(name: str, place: str) -> tuple[ActorHandle, ObjectRef]:
         actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=places, place=place)
         started: ObjectRef = actor.start.remote(
-            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd(), memory
+            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd(), memory, engines
         )
         return actor, started
 

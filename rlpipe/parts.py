@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.placement import until_ready
-from rlpipe.scorer_pool import ScorerPool
+from rlpipe.scorer_pool import ScoringPool
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -20,7 +20,7 @@ class Parts:
     engines: Mapping[str, ActorHandle]
     start_engine: Callable[[str], ObjectRef]
     """Has an engine's process load its model."""
-    pools: Sequence[ScorerPool]
+    pools: Sequence[ScoringPool]
 
     async def start(self, timeout_s: float) -> None:
         """Waits until all have loaded what they need; raises as ``until_ready``."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe import launch
 from rlpipe.actors.trainer import LearnerSetup
@@ -24,6 +24,7 @@ from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.data.truth import TruthRenderer
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
@@ -62,6 +63,9 @@ from rlpipe.waiting import get_answer
 logger = logging.getLogger(__name__)
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+HOOK_DRAIN_S = 10.0
+"""Seconds that ``scoring.on_rollouts_scored`` gets at the end of a run."""
 
 Result = TypeVar("Result")
 
@@ -112,17 +116,17 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
     config = run.config
     tokenizer = load_tokenizer(run.model)
-    prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed)
+    prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed, truth=_truth(config, tokenizer))
     check_context(run)
     check_reward_columns(run, held_out or [prompts.peek()])
     engine = resolve_engine(config.rollout.engine)
-    needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards), *launch.learner_needs(config)]
+    needs = [*launch.generation_needs(run), *launch.learner_needs(config)]
     with ExitStack() as stack:
-        stack.enter_context(_cluster(config, needs))
+        is_own = stack.enter_context(_cluster(config, needs))
         # Before models are loaded, which takes minutes where they are large.
         replay = launch.start_replay(run)
         accounts = _open_accounts(run, start, replay, num_rows=len(prompts))
-        parts = stack.enter_context(launch.open_parts(run))
+        parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
         weights = launch.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
         for message in accounts.messages:
@@ -148,6 +152,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 await controller.run(partial(start_learner, config, setup))
 
         _run(run_controller())
+        _drain_hook(config, replay)
     return {
         "engine": engine,
         "tokens_per_second": reporter.tokens_per_second,
@@ -197,15 +202,33 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
 def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
     """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
-    config = replace(config, model=without_learner(config.model, adapter))
+    features = replace(config.algorithm.ebft.features, weights="own")
+    algorithm = replace(config.algorithm, ebft=replace(config.algorithm.ebft, features=features))
+    config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
     run = prepare_run(config, rewards)
-    _, held_out = open_prompts(config.data, load_tokenizer(run.model), seed=config.seed)
+    tokenizer = load_tokenizer(run.model)
+    _, held_out = open_prompts(config.data, tokenizer, seed=config.seed, truth=_truth(config, tokenizer))
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
-    needs = [*launch.engine_needs(config), *launch.scorer_needs(config, run.rewards)]
-    with _cluster(config, needs), launch.open_parts(run) as parts:
+    with (
+        _cluster(config, launch.generation_needs(run)) as is_own,
+        launch.open_parts(run, cluster_is_own=is_own) as parts,
+    ):
         return _run(_evaluate_once(run, parts, held_out))
+
+
+def _truth(config: Config, tokenizer: Any) -> TruthRenderer | None:
+    """Where rewards compare with it."""
+    ebft = config.algorithm.ebft
+    return TruthRenderer(tokenizer, config.data, ebft) if ebft.reward else None
+
+
+def _drain_hook(config: Config, replay: ActorHandle) -> None:
+    """Leaves the hook some time for the groups of the last steps."""
+    if config.scoring.on_rollouts_scored is not None:
+        with suppress(GetTimeoutError, RayActorError):
+            ray.get(replay.drain_hook.remote(HOOK_DRAIN_S), timeout=2 * HOOK_DRAIN_S)
 
 
 async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -261,7 +284,7 @@ def _evaluator(run: Run, prompts: Sequence[Prompt]) -> Evaluator:
     return Evaluator(
         prompts,
         rewards=run.rewards,
-        correct_at=run.config.data.held_out.correct_at,
+        held_out=run.config.data.held_out,
         max_tokens=run.config.rollout.sampling.max_tokens,
     )
 
@@ -308,13 +331,13 @@ def _first_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[None]:
-    """A cluster that the run fits on; what the run started is ended with it."""
+def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
+    """A cluster that the run fits on; what the run started is ended with it. Says whether it is the run's own."""
     joined = ray.is_initialized()
-    connect(config.cluster, needs)
+    is_own = connect(config.cluster, needs)
     actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
     try:
-        yield
+        yield is_own
     finally:
         end_learner()
         if joined:

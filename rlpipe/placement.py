@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE_CALLS = 4
 """Calls that a rollout actor answers at one time: a waiting collect, a load, a submission, a health check."""
+QUESTION_CALLS = 128
+"""Questions of scoring processes that it answers at one time besides."""
 ASYNC_CALLS = 1000
 """Calls that an actor of coroutines answers at one time."""
 END_TIMEOUT_S = 60.0
@@ -59,11 +61,14 @@ class Need:
         return {name: amount for name, amount in self.all_resources.items() if amount}
 
 
-def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> None:
-    """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one; raises ``ConfigError`` if the run
-    asks for more than it has."""
+def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
+    """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one, and says whether it has.
+
+    Raises ``ConfigError`` if the run asks for more than there is.
+    """
+    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
-        address = cluster.address or os.environ.get("RAY_ADDRESS")
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
         if address is None:
             wanted = sum(need.num_cpus for need in needs)
@@ -76,6 +81,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> None:
                 "one that asks for a token needs RAY_AUTH_MODE=token in the environment"
             ) from None
     check_fit(needs, ray.cluster_resources())
+    return starts
 
 
 def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
@@ -151,14 +157,16 @@ def start_actor(
     reservation: Reservation | None = None,
     place: str | None = None,
     max_concurrency: int | None = None,
+    concurrency_groups: Mapping[str, int] | None = None,
     restarts: bool = False,
     repeats_calls: bool = False,
     **kwargs: Any,
 ) -> ActorHandle:
     """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``.
 
-    Where it ``restarts``, Ray puts another process in the place of a dead one; where it also ``repeats_calls``, that
-    one gets the calls which the dead one had not answered.
+    ``concurrency_groups`` are calls of their own, beside those of ``max_concurrency``. Where it ``restarts``, Ray puts
+    another process in the place of a dead one; where it also ``repeats_calls``, that one gets the calls which the dead
+    one had not answered.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.
@@ -170,7 +178,8 @@ def start_actor(
         options["max_concurrency"] = max_concurrency
     if reservation is not None:
         options |= reservation.place(place or need.name)
-    remote_class: Any = ray.remote(actor_class)
+    remote: Any = ray.remote
+    remote_class: Any = remote(concurrency_groups=dict(concurrency_groups or {}))(actor_class)
     actor: ActorHandle = remote_class.options(**options).remote(*args, **kwargs)
     return actor
 

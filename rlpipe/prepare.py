@@ -25,7 +25,8 @@ from rlpipe.learner.checkpoint_files import (
 )
 from rlpipe.replay.location import ledger_path
 from rlpipe.replay.restore import RunStart, why_unusable
-from rlpipe.scoring.rewards import check_reward, load_reward, missing_columns
+from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
+from rlpipe.scoring.rewards import RewardActor, check_reward, load_reward, missing_columns
 from rlpipe.types import Prompt
 
 RewardLike = Callable[..., Any]
@@ -124,8 +125,12 @@ def _collect_rewards(
     """The rewards of the config and those handed over, by name."""
     rewards: dict[str, RewardConfig] = {}
     callables: dict[str, RewardLike] = {}
+    if config.scoring.on_rollouts_scored is not None:
+        import_object(config.scoring.on_rollouts_scored, what="scoring.on_rollouts_scored", error=ConfigError)
     for name, entry in config.scoring.rewards.items():
-        rewards[name] = _completed(name, entry, load_reward(entry.path, entry.kwargs), config.scoring)
+        loaded = load_reward(entry.path, entry.kwargs)
+        _check_run(name, loaded, entry, config)
+        rewards[name] = _completed(name, entry, loaded, config.scoring)
     for reward in given:
         name = getattr(reward, "__name__", type(reward).__name__)
         if name in rewards:
@@ -133,9 +138,25 @@ def _collect_rewards(
         check_reward(reward, {}, name)
         rewards[name] = _completed(name, RewardConfig(path=f"{reward.__module__}:{name}"), reward, config.scoring)
         callables[name] = reward
+    if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
+        features = feature_configs(config.algorithm.ebft.features)
+        if taken := rewards.keys() & features.keys():
+            raise ConfigError(f"{', '.join(sorted(taken))} is a name of EBFT's rewards: rename yours")
+        rewards |= features
+    by = config.data.held_out.correct_by
+    if config.algorithm.kind == "rl" and by is not None and by not in rewards:
+        raise ConfigError(f"data.held_out.correct_by: no reward is called {by!r}; there are {', '.join(rewards)}")
     if config.algorithm.kind == "rl" and not rewards:
         raise ConfigError("the run has no reward: add one under scoring.rewards, or pass rewards=[...]")
     return rewards, callables
+
+
+def _check_run(name: str, reward: RewardLike, entry: RewardConfig, config: Config) -> None:
+    if config.algorithm.kind == "rl" and isinstance(reward, type) and issubclass(reward, RewardActor):
+        try:
+            reward.check_run(config.model, entry.kwargs)
+        except ValueError as error:
+            raise ConfigError(f"scoring.rewards.{name}: {error}") from None
 
 
 def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: ScoringConfig) -> RewardConfig:
@@ -150,6 +171,8 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
         raise ConfigError(
             f"scoring.rewards.{name}.isolation: {entry.path} runs what the model wrote; set it to sandbox"
         )
+    if entry.is_served:
+        return entry
     alone = isinstance(reward, type) or entry.num_gpus > 0
     if alone:
         return replace(entry, num_processes=entry.num_processes or 1)
@@ -167,6 +190,8 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
     """Raises ``DataError`` if a reward function needs a column that the rows do not have."""
     columns = prompts[0].task.keys()
     for name, reward in run.rewards.items():
+        if reward.path == FEATURE_PATH:
+            continue  # rows without ground truth are skipped
         function = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
         missing = missing_columns(function, reward.kwargs, columns)
         if missing:

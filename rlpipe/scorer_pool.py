@@ -1,9 +1,10 @@
-"""A pool of scoring actors: spreads groups over them, and replaces one that hangs or dies."""
+"""Pools that score groups: what they have in common, and one of actors, which are replaced where they hang or die."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,42 +38,20 @@ class _Process:
     num_restarts: int = 0
 
 
-class ScorerPool:
+class ScoringPool(ABC):
     """Scores groups for some of the rewards, once it is started; for one event loop.
 
-    A call that takes longer than the rewards' timeouts allow, breaks off, or whose process dies, ends that process
-    and another takes its place; the call's groups are scored once more, each alone, and then count as failed, with the
-    reason. The run fails if the other is not ready within ``start_timeout_s``.
+    Where a call is answered by nobody, its groups are scored once more, each alone, and then count as failed, with the
+    reason.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rewards: Mapping[str, RewardConfig],
-        *,
-        size: int,
-        spawn: Spawn,
-        start_timeout_s: float,
-        memory: MemoryLimit | None = None,
-    ) -> None:
-        self._rewards, self._size, self._spawn, self._start_timeout_s = rewards, size, spawn, start_timeout_s
-        self._memory = memory
+    def __init__(self, rewards: Mapping[str, RewardConfig], size: int) -> None:
+        self._rewards, self._size = rewards, size
         self._timeout_s = sum(map(longest_call_s, rewards.values()))
-        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
-        self._starting: list[tuple[_Process, ObjectRef]] = []
-        for place in (f"{name}-{index}" for index in range(size)):
-            actor, ready = spawn(place, place)
-            process = _Process(place=place, name=place, actor=actor)
-            self._starting.append((process, ready))
 
+    @abstractmethod
     async def start(self) -> None:
-        """Waits until all processes are ready; raises ``WaitTimeout`` naming one that is late, or its own error."""
-        starting, self._starting = self._starting, []
-        await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
-
-    async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
-        await until_ready(process.name, ready, lambda: self._replace(process), self._start_timeout_s)
-        self._idle.put_nowait(process)
+        """Waits until all of it is ready."""
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
         """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
@@ -92,8 +71,51 @@ class ScorerPool:
             retried += again if not isinstance(again, str) else [self._failed(group_ids[index], again)]
         return retried
 
+    @abstractmethod
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
-        """The scores, or the reason why the process that should have given them is gone."""
+        """The scores, or the reason why nobody has given them."""
+
+    def _failed(self, group_id: int, reason: str) -> GroupScores:
+        return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
+
+
+class ScorerPool(ScoringPool):
+    """Actors of the run's own.
+
+    A call that takes longer than the rewards' timeouts allow, breaks off, or whose process dies, ends that process
+    and another takes its place. The run fails if the other is not ready within ``start_timeout_s``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rewards: Mapping[str, RewardConfig],
+        *,
+        size: int,
+        spawn: Spawn,
+        start_timeout_s: float,
+        memory: MemoryLimit | None = None,
+    ) -> None:
+        super().__init__(rewards, size)
+        self._spawn, self._start_timeout_s = spawn, start_timeout_s
+        self._memory = memory
+        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+        self._starting: list[tuple[_Process, ObjectRef]] = []
+        for place in (f"{name}-{index}" for index in range(size)):
+            actor, ready = spawn(place, place)
+            process = _Process(place=place, name=place, actor=actor)
+            self._starting.append((process, ready))
+
+    async def start(self) -> None:
+        """Waits until all processes are ready; raises ``WaitTimeout`` naming one that is late, or its own error."""
+        starting, self._starting = self._starting, []
+        await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
+
+    async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
+        await until_ready(process.name, ready, lambda: self._replace(process), self._start_timeout_s)
+        self._idle.put_nowait(process)
+
+    async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         process = await self._idle.get()
         limit = self._timeout_s * len(indices)
         reason = None
@@ -127,9 +149,6 @@ class ScorerPool:
         process.name = f"{process.place}.{process.num_restarts}"
         process.actor, ready = self._spawn(process.name, process.place)
         return process.name, ready
-
-    def _failed(self, group_id: int, reason: str) -> GroupScores:
-        return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
 
 
 def longest_call_s(reward: RewardConfig) -> float:

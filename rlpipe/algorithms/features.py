@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rlpipe.configs.schema import FeatureConfig
+
 TOLERANCE = 1e-5
 """Singular values below this share of the largest one count as 0."""
 NOISE = 1e-6
@@ -155,3 +157,8 @@ def score_features(samples: Tensor, truth: Tensor, whitening: str) -> FeatureSco
         cfm=(x.mean(1) - y.mean(1)).square().sum(1),
         num_unwhitened=whitened.num_failed,
     )
+
+
+def feature_rewards(scores: FeatureScores, config: FeatureConfig) -> Tensor:
+    """The rewards ``[B, n]``."""
+    return 2 * config.alignment_coef * scores.alignment - 2 * config.diversity_coef * scores.diversity

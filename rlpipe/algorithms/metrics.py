@@ -13,8 +13,8 @@ from torch import Tensor
 class MetricSums:
     """Adds up metrics on the device, without waiting for it; ``values`` is where they become numbers.
 
-    All micro batches of an update must carry the same names, which they do when their config is the same. To reduce
-    over ranks, all-reduce the three flat tensors of ``state`` with SUM, MIN and MAX, and give them to ``load``.
+    To reduce over ranks, all-reduce the three flat tensors of ``state`` with SUM, MIN and MAX, and give them to
+    ``load``; all ranks must have merged the same names in the same order, which they do when their config is the same.
     """
 
     num_tokens: Tensor
@@ -52,8 +52,7 @@ class MetricSums:
             (self.mins, other.mins, torch.minimum),
             (self.maxs, other.maxs, torch.maximum),
         ):
-            assert mine.keys() == theirs.keys(), f"micro batches report {sorted(mine)} and {sorted(theirs)}"
-            mine.update({name: combine(mine[name], theirs[name]) for name in mine})
+            mine.update({name: combine(mine[name], theirs[name]) if name in mine else theirs[name] for name in theirs})
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
         """Sums ``[1 + means + totals]``, minima and maxima, each a flat float64 tensor, in the order of the names."""

@@ -93,6 +93,8 @@ class PromptRenderer:
             token_ids = np.array(self._tokenizer(value)["input_ids"], np.int32)
         else:
             prompt = self._template.with_system_prompt(self._template.messages(value))
+            if not prompt:
+                raise UnusableRow("the prompt is empty")
             token_ids = self._template.token_ids(self._template.prompt_text(prompt))
         check_prompt_length(len(token_ids), self._data.max_prompt_tokens)
         return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=prompt, task=task)
@@ -152,7 +154,7 @@ class SequenceRenderer:
         """
         self.check(row.keys(), place.location)
         try:
-            token_ids, loss_mask = self._tokens(row) if self._data.text_column is None else self._all_tokens(row)
+            token_ids, loss_mask = self.tokens(row) if self._data.text_column is None else self._all_tokens(row)
         except DataError as error:
             raise DataError(f"{place.location}: {error}") from None
         status = RolloutStatus.COMPLETED
@@ -180,7 +182,8 @@ class SequenceRenderer:
             advantages=loss_mask.astype(np.float32),
         )
 
-    def _tokens(self, row: Row) -> tuple[IntArray, BoolArray]:
+    def tokens(self, row: Row) -> tuple[IntArray, BoolArray]:
+        """The tokens ``[T]`` of a row with a completion or a conversation, and which of them count ``[T]``."""
         if self._data.messages_column in row:
             messages = self._template.messages(present(row, self._data.messages_column))
             return assistant_tokens(self._template, self._template.with_system_prompt(messages))

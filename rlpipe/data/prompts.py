@@ -16,6 +16,7 @@ from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.rows import Place, Row, Rows, SkipKind, SkippedRow, UnusableRow
 from rlpipe.data.sources import CheckColumns, open_held_out_rows, open_rows
 from rlpipe.data.transforms import apply_transform
+from rlpipe.data.truth import TruthRenderer
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt, Rollout
 
@@ -156,19 +157,24 @@ SequenceSource = RowSource[Rollout]
 
 
 def open_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, truth: TruthRenderer | None = None
 ) -> tuple[PromptSource, list[Prompt]]:
-    """The source of training prompts, and the held-out prompts.
+    """The source of training prompts, and the held-out prompts; with ``truth``, only rows that have one.
 
     Held-out are the rows of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows that
     ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises ``DataError`` if
     the data can't be read, lacks a column, or yields no prompt.
     """
     renderer = PromptRenderer(tokenizer, data)
-    split = _Split(data, tokenizer, renderer.check, renderer.render, seed)
+
+    def render_any(row: Row, place: Place) -> Prompt:
+        prompt = renderer.render(row, place)
+        return prompt if truth is None else truth.prepare(prompt)
+
+    split = _Split(data, tokenizer, renderer.check, render_any, seed)
 
     def render(row: Row, place: Place) -> Prompt:
-        prompt = renderer.render(row, place)
+        prompt = render_any(row, place)
         split.keep_out(prompt)
         return prompt
 

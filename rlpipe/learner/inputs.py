@@ -29,6 +29,8 @@ class LearnerInputs:
     sampling_logprobs: Tensor  # [K]
     old_logprobs: Tensor | None = None  # [K]
     ref_logprobs: Tensor | None = None  # [K]
+    is_truth: bool = False
+    """It has ground truths, whose likelihood is trained."""
 
     @property
     def is_empty(self) -> bool:

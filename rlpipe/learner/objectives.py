@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
 
 from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
 from rlpipe.data.packing import empty_micro_batch, split_padded
 from rlpipe.learner.inputs import LearnerInputs, prepare
@@ -98,14 +100,23 @@ class PolicyGradient(PackedRows):
         super().__init__(policy, learner)
         self._algorithm, self._reference = algorithm, reference
         self._temperature, self._max_completion_tokens = temperature, max_completion_tokens
+        self._truths = Supervised(policy, learner)
+
+    def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
+        truths = [] if mini_batch.truth is None else self._truths.prepare(mini_batch.truth)
+        return super().prepare(mini_batch) + [replace(inputs, is_truth=True) for inputs in truths]
 
     def remember(self, inputs: LearnerInputs) -> None:
+        if inputs.is_truth:
+            return
         with self._policy.inference():
             inputs.old_logprobs, _ = self._policy.scorer.logprobs(
                 inputs.row, self._temperature, self._config.logprob_chunk_tokens
             )
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        if inputs.is_truth:
+            return self._truth_loss(mini_batch, inputs)
         chunk_tokens = self._config.logprob_chunk_tokens
         if self._reference is not None and inputs.ref_logprobs is None:
             inputs.ref_logprobs = self._reference.logprobs(
@@ -113,4 +124,20 @@ class PolicyGradient(PackedRows):
             )
         logprobs, entropy = self._policy.scorer.logprobs(inputs.row, self._temperature, chunk_tokens, with_entropy=True)
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
-        return policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
+        output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
+        if not self._algorithm.ebft.reward:
+            return output
+        output.metrics.add_total("ebft/rl_loss", output.loss)
+        output.loss = self._algorithm.ebft.rl_coef * output.loss
+        output.metrics.add_total("loss", output.loss)
+        return output
+
+    def _truth_loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
+        """Counts in no mean over the rollouts' tokens."""
+        assert mini_batch.truth is not None
+        loss = self._truths.loss(mini_batch.truth, inputs).loss
+        weighted = self._algorithm.ebft.ce_coef * loss
+        metrics = MetricSums(num_tokens=torch.zeros_like(inputs.row.targets).sum())
+        metrics.add_total("ebft/ce_loss", loss)
+        metrics.add_total("loss", weighted)
+        return LossOutput(loss=weighted, metrics=metrics)

@@ -95,7 +95,8 @@ class FrozenCopy:
 
 def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:
     """The reference that the config needs, or None; raises ``ConfigError`` where it asks a LoRA's to move."""
-    if algorithm.kind == "sft" or (algorithm.kind == "rl" and not algorithm.loss.beta):
+    reads_features = algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
+    if algorithm.kind == "sft" or (algorithm.kind == "rl" and not algorithm.loss.beta and not reads_features):
         return None
     if not isinstance(policy.model, PeftModel):
         copy = FrozenCopy(policy, algorithm.reference)

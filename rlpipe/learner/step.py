@@ -66,7 +66,7 @@ class Learner:
             policy,
             learner,
             algorithm,
-            reference,
+            reference if algorithm.loss.beta else None,
             temperature=temperature,
             max_completion_tokens=max_completion_tokens,
         )
@@ -120,7 +120,7 @@ class Learner:
 
     def _update(self, mini_batch: MiniBatch, update: Sequence[Inputs]) -> tuple[float, MetricSums | None]:
         """One optimizer update; returns the gradient's norm before clipping, not finite if it was left out."""
-        if not mini_batch.num_loss_tokens or not mini_batch.micro_batches:
+        if not mini_batch.num_loss_tokens or not update:
             return 0.0, None
         alone = self.policy.sharding.num_ranks == 1
         to_run = [inputs for inputs in update if not (alone and inputs.is_empty)]

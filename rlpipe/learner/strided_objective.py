@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.advantages import compute_advantages
-from rlpipe.algorithms.features import FeatureScores, join_layers, layer_indices, pool, score_features
+from rlpipe.algorithms.features import (
+    FeatureScores,
+    feature_rewards,
+    join_layers,
+    layer_indices,
+    pool,
+    score_features,
+)
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema import AlgorithmConfig, FeatureConfig, LearnerConfig
@@ -158,11 +165,6 @@ class Strided:
         return self._reference.logprobs(
             inputs.row(drawn), temperature=self._temperature, chunk_tokens=self._chunk_tokens
         )
-
-
-def feature_rewards(scores: FeatureScores, config: FeatureConfig) -> Tensor:
-    """The rewards ``[B, n]``."""
-    return 2 * config.alignment_coef * scores.alignment - 2 * config.diversity_coef * scores.diversity
 
 
 def _add_metrics(

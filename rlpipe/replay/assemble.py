@@ -10,8 +10,10 @@ import numpy as np
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
 from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.types import FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
+from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
+EBFT = "ebft/"
+"""What the metrics of EBFT's scorer begin with."""
 NO_SPREAD = 1e-8
 """Rewards whose standard deviation is less than this are the same."""
 
@@ -48,6 +50,8 @@ def assemble_step(
         seed=seed + step,
         skip_zero_advantage=skip_zero_advantage and not algorithm.loss.beta and not algorithm.loss.entropy_coef,
     )
+    if algorithm.ebft.reward and algorithm.ebft.ce_coef:
+        _add_truths(batches, trained, algorithm, learner, seed=seed + step)
     metrics = {
         **step_metrics(groups, step),
         "num_tokens": float(sum(group.num_tokens for group in trained)),
@@ -55,9 +59,52 @@ def assemble_step(
         "groups/replayed": float(len(replayed)),
         "groups/skipped": float(sum(map(_is_flat, trained)) if skip_zero_advantage else 0),
     }
+    if algorithm.ebft.reward:
+        metrics["ebft/advantages_std"] = float(np.mean([_advantages_std(group) for group in trained]))
     for batch in batches:
         batch.metrics = metrics
     return batches
+
+
+def _add_truths(
+    batches: Sequence[TrainBatch],
+    groups: Sequence[RolloutGroup],
+    algorithm: AlgorithmConfig,
+    learner: LearnerConfig,
+    *,
+    seed: int,
+) -> None:
+    """Puts the ground truths of the step's groups beside its mini batches."""
+    packed = pack_step(
+        [_truth_rollout(group) for group in groups],
+        step=batches[0].step,
+        num_ranks=learner.num_ranks,
+        max_tokens=learner.max_tokens_per_microbatch,
+        num_minibatches=algorithm.num_minibatches,
+        num_epochs=algorithm.num_epochs_per_step,
+        seed=seed,
+    )
+    for batch, truths in zip(batches, packed, strict=True):
+        for mini_batch, truth in zip(batch.mini_batches, truths.mini_batches, strict=False):
+            mini_batch.truth = truth
+
+
+def _truth_rollout(group: RolloutGroup) -> Rollout:
+    """The ground truth behind its prompt, which no policy drew."""
+    prompt, truth = group.prompt, group.prompt.truth
+    assert truth is not None, "prompts without ground truth are skipped"
+    mask = np.concatenate([np.zeros(len(prompt.token_ids), np.bool_), truth.is_assistant])
+    return Rollout(
+        group_id=group.group_id,
+        sample_index=len(group),
+        prompt_id=prompt.prompt_id,
+        task={},
+        token_ids=np.concatenate([prompt.token_ids, truth.token_ids]),
+        loss_mask=mask,
+        logprobs=np.zeros(len(mask), np.float32),
+        policy_versions=np.full(len(mask), NO_VERSION, np.int32),
+        advantages=mask.astype(np.float32),
+    )
 
 
 def has_signal(group: RolloutGroup, combine: str) -> bool:
@@ -71,6 +118,10 @@ def has_signal(group: RolloutGroup, combine: str) -> bool:
 def _is_flat(group: RolloutGroup) -> bool:
     """Whether all its advantages are 0."""
     return not any(rollout.advantages is not None and rollout.advantages.any() for rollout in group)
+
+
+def _advantages_std(group: RolloutGroup) -> float:
+    return float(np.std([rollout.advantages[0] for rollout in group if rollout.advantages is not None]))
 
 
 def _without_loss(rollout: Rollout) -> Rollout:
@@ -87,7 +138,11 @@ def set_advantages(
         combine_rewards(_reward_table(group, list(reward_weights)), weights, algorithm.combine, algorithm.advantage.eps)
         for group in groups
     ]
-    for group, advantages in zip(groups, compute_advantages(rewards, algorithm.advantage), strict=True):
+    pairwise = None
+    if algorithm.ebft.reward:
+        tables = [_reward_table(group, [DIVERSITY]) for group in groups]
+        pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
+    for group, advantages in zip(groups, compute_advantages(rewards, algorithm.advantage, pairwise), strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
             rollout.advantages = np.full(len(rollout.token_ids), advantage, np.float32)
 
@@ -125,7 +180,8 @@ def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         metrics[f"rewards/{name}/std"] = float(np.std(values))
     for name in sorted({name for group in groups for name in group.logged}):
-        metrics[f"logged/{name}"] = float(np.mean([group.logged[name] for group in groups if name in group.logged]))
+        key = name if name.startswith(EBFT) else f"logged/{name}"
+        metrics[key] = float(np.mean([group.logged[name] for group in groups if name in group.logged]))
     return metrics
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from rlpipe.types import Prompt, Rollout, RolloutGroup, RolloutStatus
+from rlpipe.types import Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
 
 COMPRESSION = 1
 """zlib's fastest; higher levels take three times as long for a tenth less."""
@@ -24,6 +24,8 @@ def pack_arrays(group: RolloutGroup) -> bytes:
     arrays["lengths"] = np.array([len(rollout.token_ids) for rollout in group], np.int32)
     for name in TOKEN_ARRAYS if len(group) else ():
         arrays[name] = np.concatenate([getattr(rollout, name) for rollout in group])
+    if group.prompt.truth is not None:
+        arrays |= {"truth": group.prompt.truth.token_ids, "truth_mask": group.prompt.truth.is_assistant}
     return zlib.compress(save(arrays), COMPRESSION)
 
 
@@ -61,6 +63,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         token_ids=arrays["prompt"],
         prompt=record["prompt"],
         task=task or {},
+        truth=Truth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
     )
     ends = np.cumsum(arrays["lengths"])
     parts = {name: np.split(arrays[name], ends[:-1]) for name in TOKEN_ARRAYS if len(ends)}

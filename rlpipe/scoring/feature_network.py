@@ -38,6 +38,10 @@ class FeatureSequence:
         return FeatureSequence(token_ids=rollout.token_ids, completion_mask=rollout.loss_mask)
 
 
+FILLER = FeatureSequence(token_ids=np.zeros(1, np.int32), completion_mask=np.zeros(1, np.bool_))
+"""What a rank reads while others still have sequences."""
+
+
 def open_feature_network(
     model: ModelConfig, config: FeatureConfig, device: torch.device, *, max_tokens: int
 ) -> FeatureReader:
@@ -67,7 +71,10 @@ def _drop_unread(scorer: TokenScorer, deepest: int) -> None:
 
 
 class FeatureReader:
-    """Turns sequences into features, in micro batches of at most ``max_tokens`` tokens, filling included."""
+    """Turns sequences into features, in micro batches of at most ``max_tokens`` tokens, filling included.
+
+    Where ranks share the model, ``most`` gives the most micro batches that any of them has: all run as many.
+    """
 
     def __init__(
         self,
@@ -78,8 +85,9 @@ class FeatureReader:
         layout: Layout,
         device: torch.device,
         max_tokens: int,
+        most: Callable[[int], int] = lambda count: count,
     ) -> None:
-        self._depths, self._config = depths, config
+        self._depths, self._config, self._most = depths, config, most
         self._indices = layer_indices(config.layers, num_layers)
         self._layout, self._device, self._max_tokens = layout, device, max_tokens
 
@@ -87,10 +95,14 @@ class FeatureReader:
     def read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
         """The features ``[S, D]``, in float32 on the CPU, in the order of the sequences."""
         found: list[Tensor | None] = [None] * len(sequences)
-        for members in padded_parts([len(sequence.token_ids) for sequence in sequences], self._max_tokens):
+        parts = padded_parts([len(sequence.token_ids) for sequence in sequences], self._max_tokens)
+        for _ in range(self._most(len(parts)) - len(parts)):
+            self._read([FILLER])
+        for members in parts:
             for index, vector in zip(members, self._read([sequences[index] for index in members]), strict=True):
                 found[index] = vector
-        return torch.stack([vector for vector in found if vector is not None])
+        vectors = [vector for vector in found if vector is not None]
+        return torch.stack(vectors) if vectors else torch.zeros(0, 0)
 
     def _read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
         longest = max(len(sequence.token_ids) for sequence in sequences)

@@ -6,11 +6,15 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rlpipe.configs.schema import ModelConfig
 from rlpipe.errors import RewardImportError
 from rlpipe.imports import import_object
 from rlpipe.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from rlpipe.scoring.chat import Chat
 
 RewardFunction = Callable[..., Any]
 
@@ -40,10 +44,16 @@ def decode_completions(tokenizer: Tokenizer, group: RolloutGroup) -> list[str]:
 class RewardActor(ABC):
     """A reward with state, such as a model, a client or a GPU; each of its processes holds one instance.
 
-    The config's ``kwargs`` go to the constructor. ``tokenizer`` is there from ``setup`` on.
+    The config's ``kwargs`` go to the constructor. ``tokenizer`` and ``chat`` are there from ``setup`` on.
     """
 
     tokenizer: Tokenizer
+    chat: Chat | None = None
+    """Asks the run's engines; None where there are none."""
+
+    @classmethod  # noqa: B027 - most subclasses need none
+    def check_run(cls, model: ModelConfig, kwargs: Mapping[str, Any]) -> None:
+        """Raises ``ConfigError`` where a run of this model can't have the reward; called before anything starts."""
 
     def setup(self) -> None:  # noqa: B027 - most subclasses need none
         """Called once in every process, before the first group."""
@@ -51,6 +61,13 @@ class RewardActor(ABC):
     @abstractmethod
     def score(self, group: RolloutGroup) -> list[float | None]:
         """One value per rollout; None takes this reward out of that rollout's sum. May be ``async``."""
+
+    def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        """The values of several groups, which are scored together where a subclass defines this.
+
+        Where it raises, each group is scored alone by ``score``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores groups one by one")
 
     def texts(self, group: RolloutGroup) -> list[str]:
         """The completion texts of a group, one per rollout, without special tokens."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlpipe.configs.schema import RewardConfig
 from rlpipe.errors import RewardFailed
@@ -31,6 +32,11 @@ from rlpipe.scoring.rewards import (
 )
 from rlpipe.scoring.sandbox import Sandbox, SandboxFailed
 from rlpipe.types import NO_VERSION, RolloutGroup
+
+if TYPE_CHECKING:
+    from rlpipe.scoring.chat import Chat
+
+logger = logging.getLogger(__name__)
 
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL keeps from reward functions, because the arguments of the call carry them."""
@@ -105,6 +111,8 @@ def _trainer_state(group: RolloutGroup, num_steps: int) -> TrainerState:
 class _Reward(Protocol):
     in_process: bool
     """Its code runs in this process, and may leave something behind there."""
+    together: Callable[[Sequence[RolloutGroup]], Any] | None
+    """Scores several groups at one time."""
 
     def __call__(self, call: _Call) -> Any: ...
 
@@ -113,6 +121,7 @@ class _FunctionReward:
     """Calls a function by keyword with what its signature asks for."""
 
     in_process = True
+    together: Callable[[Sequence[RolloutGroup]], Any] | None = None
 
     def __init__(self, function: RewardFunction, kwargs: Mapping[str, Any], source: str) -> None:
         self._function = function
@@ -153,10 +162,14 @@ class _ActorReward:
 
     in_process = True
 
-    def __init__(self, kind: type[RewardActor], kwargs: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, kind: type[RewardActor], kwargs: Mapping[str, Any], tokenizer: Tokenizer, chat: Chat | None
+    ) -> None:
         self._actor = kind(**kwargs)
-        self._actor.tokenizer = tokenizer
+        self._actor.tokenizer, self._actor.chat = tokenizer, chat
         self._actor.setup()
+        defined = kind.score_groups is not RewardActor.score_groups
+        self.together: Callable[[Sequence[RolloutGroup]], Any] | None = self._actor.score_groups if defined else None
 
     def __call__(self, call: _Call) -> Any:
         return self._actor.score(call.group)
@@ -166,9 +179,10 @@ class Scorer:
     """Scores groups with one process's rewards.
 
     ``callables`` holds rewards that were handed over as objects; their config's path is not imported. ``num_steps``
-    is what ``trainer_state.max_steps`` says. Call it from a thread without a running event loop. It knows no
-    timeouts: the caller ends a process that takes too long. Raises ``RewardImportError`` for a reward that can't be
-    used, and ``RewardFailed`` for a ``RewardActor`` that can't be set up.
+    is what ``trainer_state.max_steps`` says; with ``chat`` a ``RewardActor`` may ask the run's engines. Call it from a
+    thread without a running event loop. It knows no timeouts: the caller ends a process that takes too long. Raises
+    ``RewardImportError`` for a reward that can't be used, and ``RewardFailed`` for a ``RewardActor`` that can't be set
+    up.
     """
 
     def __init__(
@@ -177,8 +191,9 @@ class Scorer:
         tokenizer: Tokenizer,
         callables: Mapping[str, Reward] | None = None,
         num_steps: int = 0,
+        chat: Chat | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat = tokenizer, chat
         self._num_steps = num_steps
         self._runner: asyncio.Runner | None = None
         self._limit: MemoryLimit | None = None
@@ -203,7 +218,7 @@ class Scorer:
         if not isinstance(reward, type):
             return _FunctionReward(reward, config.kwargs, source)
         try:
-            return _ActorReward(reward, config.kwargs, self._tokenizer)
+            return _ActorReward(reward, config.kwargs, self._tokenizer, self._chat)
         except Exception as error:
             raise RewardFailed(f"reward {name!r} ({source}) can't be set up: {describe_exception(error)}") from error
 
@@ -214,10 +229,14 @@ class Scorer:
         """
         waiting: list[Awaitable[bool]] = []
         calls = [_Call(group, self._tokenizer, self._num_steps) for group in groups]
+        for name, reward in self._rewards.items():
+            if reward.together is not None and len(calls) > 1:
+                _score_together(name, reward.together, calls)
         for call in calls:
             for name, reward in self._rewards.items():
-                waiting += _begin(name, reward, call)
-                self._check_memory(call)
+                if name not in call.result.scores:
+                    waiting += _begin(name, reward, call)
+                    self._check_memory(call)
         if waiting:
             self._run(waiting)
             for call in calls:
@@ -255,6 +274,28 @@ class Scorer:
             self._runner.close()
         if self._sandbox is not None:
             self._sandbox.close()
+
+
+def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], calls: Sequence[_Call]) -> None:
+    """Records the scores of all groups; of none where that fails, as they are then scored one by one."""
+    started = time.perf_counter()
+    before = Leftovers()
+    try:
+        try:
+            returned = list(score([call.group for call in calls]))
+            checked = [check_scores(own, len(call.group)) for own, call in zip(returned, calls, strict=True)]
+        finally:
+            before.undo()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        before.undo()
+        logger.warning("reward %r can't score %d groups together: %s", name, len(calls), describe_exception(error))
+        before.end_children()
+        return
+    seconds = (time.perf_counter() - started) / len(calls)
+    for call, own in zip(calls, checked, strict=True):
+        call.result.scores[name], call.result.seconds[name] = own, seconds
 
 
 def _begin(name: str, reward: _Reward, call: _Call) -> list[Awaitable[bool]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlpipe import RewardActor, RolloutGroup
+from rlpipe.scoring.http import together
+from rlpipe.scoring.judge import Judge
 
 
 def text_of(completion: Any) -> str:
@@ -88,3 +91,68 @@ def slower_digits(completions: list[Any], **columns: Any) -> list[float]:
     """Slow enough that an engine can be stopped while it has nothing to do but to wait for the next weights."""
     time.sleep(1.0)
     return digits(completions)
+
+
+class Napping(RewardActor):
+    """Takes its time, and says which processes have scored how many groups at one time."""
+
+    def __init__(self, folder: str, seconds: float = 0.2) -> None:
+        self._folder, self._seconds = Path(folder), seconds
+
+    def score(self, group: RolloutGroup) -> list[float | None]:
+        return self.score_groups([group])[0]
+
+    def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        with (self._folder / f"{os.getpid()}.batches").open("a") as file:
+            file.write(f"{len(groups)}\n")
+        time.sleep(self._seconds)
+        return [[float(len(text)) for text in self.texts(group)] for group in groups]
+
+
+class Ruined(RewardActor):
+    def setup(self) -> None:
+        raise OSError("no such model")
+
+    def score(self, group: RolloutGroup) -> list[float | None]:
+        raise AssertionError("it was never set up")
+
+
+def record_groups(groups: Sequence[RolloutGroup]) -> None:
+    """A hook: writes down what it was given, where the driver works."""
+    with Path("hook.txt").open("a") as file:
+        for group in groups:
+            file.write(f"{group.group_id} {[rollout.reward for rollout in group]}\n")
+
+
+def fail_hook(groups: Sequence[RolloutGroup]) -> None:
+    """A hook that raises, dies, and in the end hangs."""
+    match groups[0].group_id % 4:
+        case 0:
+            raise RuntimeError("no such table")
+        case 1:
+            os._exit(3)
+    time.sleep(3600)
+
+
+class EngineJudge(Judge):
+    """Takes any answer for a mark, as a random policy gives no numbers, and writes down what it was asked and gave.
+
+    While it waits for answers, there is a file of its process that ends in ``.asking``.
+    """
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        super().__init__(template="{{ prompt }} {{ completion }}", max_tokens=6, **options)
+        self._folder = Path(folder)
+
+    async def score(self, group: RolloutGroup) -> list[float | None]:  # type: ignore[override]
+        texts, asking = self.texts(group), self._folder / f"{os.getpid()}.{group.group_id}.asking"
+        asking.touch()
+        values = await together(self.ask(group, completion=text) for text in texts)
+        asking.unlink()
+        with (self._folder / "judged.jsonl").open("a") as file:
+            for text, value in zip(texts, values, strict=True):
+                file.write(json.dumps([group.prompt.prompt, text, value]) + "\n")
+        return list(values)
+
+    def parse(self, answer: str) -> float:
+        return sum(map(ord, answer)) / 1000

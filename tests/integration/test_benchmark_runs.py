@@ -19,6 +19,7 @@ COMMANDS = {
     "merge_memory": ("--shards", "8"),
     "orchestration": ("--engines", "2", "--groups", "256", "--warmup-groups", "128"),
     "overlap": ("--ratios", "1", "--random-ratios", "1", "--max-staleness", "1", "--seconds", "0.1", "--steps", "2"),
+    "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
 }
 KEYS = {
     "learner_memory": {"device", "ranks", "peak_mb", "logits_mb", "share", "publish_extra_mb", "extra_buckets"},
@@ -27,6 +28,13 @@ KEYS = {
     "merge_memory": {"shards", "largest_shard_mb", "adapter_mb", "peak_mb", "ratio"},
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
+    "scoring": {
+        "functions_groups_per_second",
+        "noop_ms_per_rollout",
+        "served_groups_per_second",
+        "served_ratio",
+        "feature_groups_per_second",
+    },
 }
 BOUNDS = {
     "learner_memory": {"share": 0.4, "extra_buckets": 2.0},

@@ -16,6 +16,7 @@ import pytest
 import ray
 from run_cases import make_config
 
+from rlpipe.actors.chat import Engines
 from rlpipe.launch import scorer_needs, start_pools
 from rlpipe.placement import Reservation, end_actors
 from rlpipe.prepare import Run, prepare_run
@@ -64,7 +65,7 @@ def start_pool(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path:
         before = set(ray.util.list_named_actors())
         places = Reservation(scorer_needs(run.config, run.rewards), START_S)
         try:
-            (pool,) = start_pools(run, places)
+            (pool,) = start_pools(run, places, Engines(actors={}, chat_template_kwargs={}))
             asyncio.run(pool.start())
             yield pool
         finally:

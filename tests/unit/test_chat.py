@@ -128,6 +128,9 @@ def test_missing_column_is_named_with_the_place_and_the_columns() -> None:
         (None, SkipKind.UNRENDERABLE, "column 'prompt' is null"),
         (7, SkipKind.UNRENDERABLE, "found int"),
         (["hi"], SkipKind.UNRENDERABLE, "must be a dict"),
+        ([], SkipKind.UNRENDERABLE, "the prompt is empty"),
+        ([{"role": None, "content": "hi"}], SkipKind.UNRENDERABLE, "must be a dict with role"),
+        ([{"from": "human", "value": "hi"}], SkipKind.UNRENDERABLE, "rename them to 'role' and 'content'"),
         ("x" * 30, SkipKind.TOO_LONG, "33 prompt tokens, more than data.max_prompt_tokens=32"),
     ],
 )

@@ -258,6 +258,11 @@ def test_changes_that_matter_for_training_are_listed() -> None:
     isolated = ["scoring.memory_gb=1", "scoring.rewards.right.isolation=sandbox", "scoring.rewards.right.memory_gb=2"]
     other = load_config([*BASE, "scoring.rewards.right.path=mine:right", *isolated])
     assert changed_options(to_tree(old), to_tree(other)) == []
+    served = ["scoring.rewards.right.serve.replicas=2", "algorithm.ebft.features.weights=learner"]
+    other = load_config(
+        [*BASE, "scoring.rewards.right.path=mine:right", *served, "scoring.on_rollouts_scored=mine:see"]
+    )
+    assert changed_options(to_tree(old), to_tree(other)) == []
     changed = load_config([*BASE, "algorithm.loss.clip_high=0.3", "learner.schedule.name=linear"])
     found = changed_options(to_tree(old), to_tree(changed))
     assert "algorithm.loss.clip_high: 0.2 -> 0.3" in found

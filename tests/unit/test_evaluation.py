@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlpipe.configs.schema import RewardConfig
+from rlpipe.configs.schema import HeldOutConfig, RewardConfig
 from rlpipe.evaluation import Evaluator
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
@@ -29,7 +29,8 @@ def test_accuracy_counts_every_prompt() -> None:
     prompts = [Prompt(prompt_id=i, epoch=0, token_ids=np.zeros(1, np.int32), prompt="p", task={}) for i in range(4)]
 
     async def scenario() -> dict[str, float]:
-        evaluator = Evaluator(prompts, rewards={"r": RewardConfig(path="m:r")}, correct_at=0.9, max_tokens=5)
+        rewards = {"r": RewardConfig(path="m:r")}
+        evaluator = Evaluator(prompts, rewards=rewards, held_out=HeldOutConfig(correct_at=0.9), max_tokens=5)
         requests, metrics = evaluator.start(version=7)
         assert all(r.min_version == 7 and r.temperature == 0 and r.group_size == 1 for r in requests)
         assert all(r.group_id < 0 for r in requests)
@@ -51,11 +52,27 @@ def test_accuracy_counts_every_prompt() -> None:
     assert metrics["eval/completions/mean_length"] == 2
 
 
+def test_one_reward_may_say_what_is_correct() -> None:
+    prompt = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="p", task={}, max_tokens=3)
+    rewards = {"sum": RewardConfig(path="m:r", weight=5.0), "exact": RewardConfig(path="m:e", weight=0.0)}
+
+    async def scenario(exact: float | None) -> float:
+        evaluator = Evaluator([prompt], rewards=rewards, held_out=HeldOutConfig(correct_by="exact"), max_tokens=5)
+        (request,), metrics = evaluator.start(version=0)
+        assert request.max_tokens == 3
+        evaluator.add(
+            answer(request), [GroupScores(group_id=request.group_id, scores={"sum": [1.0], "exact": [exact]})]
+        )
+        return (await metrics)["eval/accuracy"]
+
+    assert [asyncio.run(scenario(exact)) for exact in (1.0, 0.0, None)] == [1.0, 0.0, 0.0]
+
+
 def test_two_evaluations_do_not_share_ids() -> None:
     prompts = [Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="p", task={})]
 
     async def scenario() -> set[int]:
-        evaluator = Evaluator(prompts, rewards={}, correct_at=1.0, max_tokens=5)
+        evaluator = Evaluator(prompts, rewards={}, held_out=HeldOutConfig(), max_tokens=5)
         return {request.group_id for _ in range(3) for request in evaluator.start(version=0)[0]}
 
     assert len(asyncio.run(scenario())) == 3

@@ -9,6 +9,7 @@ from learner_cases import assert_close, make_batches, make_learner, make_rollout
 
 from rlpipe.configs.schema import (
     AlgorithmConfig,
+    EbftConfig,
     LearnerConfig,
     LossConfig,
     OptimizerConfig,
@@ -21,6 +22,7 @@ from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.rows import Row
 from rlpipe.learner.single import SingleRank
 from rlpipe.tiny import make_tiny_policy
+from rlpipe.types import TrainBatch
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +228,45 @@ def test_sequences_that_are_filled_up_keep_to_the_token_budget(tmp_path: Path, m
     sizes = [block.numel() for row in rows if row.attention is not None for block in row.attention.blocks]
     assert len(sizes) == len(rows) > len(batch.mini_batches[0].micro_batches)
     assert max(sizes) <= budget
+
+
+def with_truths(batch: TrainBatch, seed: int = 7) -> TrainBatch:
+    """The rollouts of another step as ground truths."""
+    batch.mini_batches[0].truth = make_batches(step=seed)[0].mini_batches[0]
+    return batch
+
+
+def test_the_likelihood_of_ground_truths_is_trained_as_weighed(tiny: Path) -> None:
+    def gradients(
+        *, ebft: EbftConfig, truths: bool, kind: str = "rl"
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        algorithm = AlgorithmConfig(kind=kind, ebft=ebft)
+        learner = make_learner(tiny, adapter="none", algorithm=algorithm)
+        batch = with_truths(make_batches()[0]) if truths else make_batches(step=7 if kind == "sft" else 0)[0]
+        kept: dict[str, torch.Tensor] = {}
+        apply = learner.updates.apply
+
+        def keep(scale: float) -> None:
+            kept.update({n: p.grad.clone() for n, p in learner.policy.trainable_parameters().items()})
+            apply(scale)
+
+        learner.updates.apply = keep  # type: ignore[method-assign]
+        return kept, learner.train_step(batch)
+
+    plain, plain_metrics = gradients(ebft=EbftConfig(), truths=False)
+    alone, alone_metrics = gradients(ebft=EbftConfig(), truths=False, kind="sft")
+    both, metrics = gradients(ebft=EbftConfig(reward=True, rl_coef=0.5, ce_coef=0.3), truths=True)
+    for name in plain:
+        torch.testing.assert_close(both[name], 0.5 * plain[name] + 0.3 * alone[name], atol=1e-6, rtol=1e-4)
+    assert metrics["ebft/rl_loss"] == pytest.approx(plain_metrics["loss"], abs=1e-6)
+    assert metrics["ebft/ce_loss"] == pytest.approx(alone_metrics["loss"], abs=1e-6)
+    assert metrics["loss"] == pytest.approx(0.5 * plain_metrics["loss"] + 0.3 * alone_metrics["loss"], abs=1e-6)
+    assert metrics["entropy"] == pytest.approx(plain_metrics["entropy"], abs=1e-6), "of the rollouts alone"
+
+
+def test_ground_truths_are_trained_where_no_rollout_teaches(tiny: Path) -> None:
+    algorithm = AlgorithmConfig(ebft=EbftConfig(reward=True, ce_coef=0.3), num_minibatches=1)
+    learner = make_learner(tiny, algorithm=algorithm)
+    batch = with_truths(make_batches()[0])
+    batch.mini_batches[0].micro_batches = []
+    assert learner.train_step(batch)["grad_norm"] > 0

@@ -156,6 +156,18 @@ def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str
     assert (run.output / "config.yaml").read_text() == before
 
 
+def test_accuracy_is_that_of_a_reward_of_the_run(options: list[str]) -> None:
+    prepare_run(load_config([*options, "data.held_out.correct_by=right", reward("right")]))
+    with pytest.raises(ConfigError, match=r"data\.held_out\.correct_by: no reward is called 'rigth'; there are right"):
+        prepare_run(load_config([*options, "data.held_out.correct_by=rigth", reward("right")]))
+
+
+def test_a_reward_cannot_have_the_name_of_one_of_ebft(options: list[str]) -> None:
+    taken = reward("right").replace("rewards.right", "rewards.diversity")
+    with pytest.raises(ConfigError, match=r"diversity is a name of EBFT's rewards: rename yours"):
+        prepare_run(load_config([*options, "algorithm=ebft", taken]))
+
+
 def test_wrong_reward_is_found_before_the_policy_is_made(options: list[str]) -> None:
     made = Path(options[0].partition("=")[2]).with_name("made")
     overrides = [f"model.path={made}", "model.prepare=rlpipe.quickstart:make_policy"]

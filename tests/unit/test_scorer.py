@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +489,54 @@ class BrokenJudge(RewardActor):
 
     def score(self, group: RolloutGroup) -> list[float | None]:
         return []
+
+
+class Together(RewardActor):
+    """Scores lengths; a group with the word ``bad`` spoils what is scored together with it, and itself."""
+
+    def score(self, group: RolloutGroup) -> list[float | None]:
+        return self.score_groups([group])[0]
+
+    def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+        CALLS.append(len(groups))
+        if any("bad" in self.texts(group) for group in groups):
+            raise ValueError("a bad one")
+        return [[float(len(text)) for text in self.texts(group)] for group in groups]
+
+
+CALLS: list[int] = []
+
+
+def score_together(*groups: RolloutGroup) -> list[GroupScores]:
+    CALLS.clear()
+    rewards = {"together": RewardConfig(), "alone": RewardConfig()}
+
+    def alone(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    return Scorer(rewards, CharacterTokenizer(), {"together": Together, "alone": alone}).score(list(groups))
+
+
+def test_a_reward_actor_may_score_several_groups_at_one_time() -> None:
+    first, second = score_together(make_group("a", "bb"), make_group("ccc"))
+    assert CALLS == [2]
+    assert first.scores == {"together": [1, 2], "alone": [1, 1]}
+    assert second.scores == {"together": [3], "alone": [1]}
+    assert first.seconds["together"] == second.seconds["together"]
+
+
+def test_where_that_fails_each_group_is_scored_alone() -> None:
+    first, bad, last = score_together(make_group("a"), make_group("bad"), make_group("ccc"))
+    assert CALLS == [3, 1, 1, 1]
+    assert (first.scores["together"], last.scores["together"]) == ([1], [3])
+    assert "a bad one" in bad.failures["together"]
+    assert bad.scores == {"alone": [1]}
+
+
+def test_one_group_is_scored_alone() -> None:
+    (only,) = score_together(make_group("a"))
+    assert only.scores["together"] == [1]
+    assert CALLS == [1]
 
 
 def test_reward_actor_is_made_set_up_and_sees_texts() -> None:

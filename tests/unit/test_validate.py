@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from rlpipe.configs.schema import Config, RewardConfig, WeightScaleRule
+from rlpipe.configs.schema import Config, RewardConfig, ServeConfig, WeightScaleRule
 from rlpipe.configs.validate import require_rewards, validate
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 
 MENDED = {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}}
 NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
+FEATURES = {"algorithm.ebft.reward": True}
+SERVE = "algorithm.ebft.features.serve"
+LEARNERS = {**FEATURES, "algorithm.ebft.features.weights": "learner"}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 
 
@@ -32,6 +35,11 @@ def problem_of(**changes: Any) -> InputError:
         validate(config_with(changes))
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+def serving(*, replicas: int = 1, max_replicas: int | None = None, **options: Any) -> dict[str, Any]:
+    serve = ServeConfig(replicas=replicas, max_replicas=max_replicas)
+    return {"scoring.rewards": {"right": RewardConfig(path="mine:right", serve=serve, **options)}}
 
 
 def reward(path: str = "mine:right", weight: float = 1.0) -> dict[str, RewardConfig]:
@@ -261,6 +269,36 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "scoring.rewards.right.num_gpus",
             "isolation=process",
         ),
+        (serving(isolation="sandbox"), "scoring.rewards.right.isolation", "serve.replicas=0"),
+        (serving(num_processes=2), "scoring.rewards.right.num_processes", "serve.replicas=0"),
+        (serving(max_replicas=1, replicas=2), "scoring.rewards.right.serve.max_replicas", "set 2 or more"),
+        ({**FEATURES, SERVE: ServeConfig(replicas=2, max_replicas=1)}, f"{SERVE}.max_replicas", "set 2 or more"),
+        ({"algorithm.ebft.reward": True, "algorithm.combine": "normalize_then_sum"}, "algorithm.combine", "are summed"),
+        (
+            {**FEATURES, SERVE: ServeConfig()},
+            f"{SERVE}.replicas",
+            "set 1 or more",
+        ),
+        (
+            {**LEARNERS, SERVE: ServeConfig(replicas=2)},
+            SERVE,
+            "weights=own",
+        ),
+        (
+            {**FEATURES, "algorithm.ebft.features.layers": (0.5, 2.0)},
+            "algorithm.ebft.features.layers",
+            "[0.25,0.5,0.75]",
+        ),
+        (
+            {
+                **LEARNERS,
+                "model.adapter.kind": "none",
+                "algorithm.loss.beta": 0.1,
+                "algorithm.reference.sync_steps": 5,
+            },
+            "algorithm.reference.sync_steps",
+            "weights=own",
+        ),
     ],
 )
 def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], option: str, fix: str) -> None:
@@ -288,6 +326,8 @@ def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], opt
         {"model.adapter.use_dora": True, "model.adapter.modules_to_save": ("norm",)},
         {"algorithm.kind": "sft", "model.adapter.use_dora": True, "model.adapter.merge": False},
         {"weights.transport": "nccl", "model.adapter.merge": True},
+        {**FEATURES, "scoring.rewards": reward(weight=0.0)},
+        LEARNERS,
         MENDED,
         {"learner.strategy": "fsdp2", "learner.fsdp.wrap": ("Qwen3MLP",)},
         {"learner.strategy": "fsdp2", "learner.fsdp.wrap": "size", "learner.fsdp.min_num_params": 10},

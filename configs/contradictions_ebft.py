@@ -1,10 +1,10 @@
-"""Options of strided EBFT that contradict each other or those of the learner."""
+"""Options of EBFT, structured and strided, that contradict each other or those of other parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlpipe.configs.schema import AlgorithmConfig, Config
+from rlpipe.configs.schema import AlgorithmConfig, Config, ServeConfig
 
 KIND = "algorithm.kind=ebft_strided"
 
@@ -20,6 +20,31 @@ def check_strided(config: Config) -> Iterator[str]:
     yield from _check_advantage(algorithm)
     yield from check_features(algorithm)
     yield from _check_room(config)
+
+
+def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Of ``ebft.reward``."""
+    if algorithm.combine != "sum_then_normalize":
+        yield "algorithm.combine: EBFT's rewards are summed first; set sum_then_normalize"
+    features = algorithm.ebft.features
+    if features.weights == "own" and not features.serve.replicas:
+        yield "algorithm.ebft.features.serve.replicas: 0 replicas compute no features; set 1 or more"
+    yield from check_replicas("algorithm.ebft.features.serve", features.serve)
+    if features.weights == "learner":
+        if features.serve != ServeConfig(replicas=1):
+            yield "algorithm.ebft.features.serve: weights=learner has no replicas; leave it out, or set weights=own"
+        if algorithm.reference.sync_steps:
+            yield (
+                "algorithm.reference.sync_steps: it would move the model that weights=learner reads features of; set "
+                "0, or algorithm.ebft.features.weights=own"
+            )
+    yield from check_features(algorithm)
+
+
+def check_replicas(option: str, serve: ServeConfig) -> Iterator[str]:
+    least = max(serve.replicas, 1)
+    if serve.max_replicas is not None and serve.max_replicas < least:
+        yield f"{option}.max_replicas: {serve.max_replicas} is below replicas; set {least} or more"
 
 
 def check_features(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -1,0 +1,188 @@
+"""A scorer as a Ray Serve deployment: its replicas score groups in batches, and end where one hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.exceptions import RayServeException
+
+from rlpipe.actors.chat import Engines, open_chat
+from rlpipe.configs.schema import FeatureConfig, ModelConfig, RewardConfig, ServeConfig
+from rlpipe.data.chat import load_tokenizer
+from rlpipe.imports import enter_folder
+from rlpipe.scoring.rewards import Reward
+from rlpipe.scoring.scorer import GroupScores, Scorer
+from rlpipe.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 0.5
+"""Seconds that a replica which hangs lives on, so that its last answer gets out."""
+LEASE_POLL_S = 5.0
+MAX_STARTS = 3
+"""Times that replicas may fail to start before the application is given up."""
+
+
+class GroupScorer(Protocol):
+    def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]: ...
+
+
+class ScorerHung(Exception):
+    """A replica has not scored its groups in time; the message says so."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class ServedSetup:
+    """What a replica needs; ``make`` makes its scorer, ``folder`` is the driver's working directory."""
+
+    app: str
+    make: Callable[[], GroupScorer]
+    folder: str
+    serve: ServeConfig
+    timeout_s: float
+    """For one group."""
+    lease: ActorHandle
+    """An actor that lives as long as the run."""
+
+
+class Lease:
+    """Lives in the driver's job, and ends with it, however it ends."""
+
+    def ping(self) -> None: ...
+
+
+class ServedScorer:
+    """One replica."""
+
+    def __init__(self, setup: ServedSetup) -> None:
+        enter_folder(setup.folder)
+        self._setup = setup
+        self._scorer = setup.make()
+        self._scoring = asyncio.Lock()
+        together: Any = self._score_together
+        together.set_max_batch_size(setup.serve.batch_groups)
+        together.set_batch_wait_timeout_s(setup.serve.batch_wait_s)
+        threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
+
+    async def score(self, groups: Sequence[RolloutGroup], index: int, alone: bool) -> list[GroupScores]:
+        """Scores ``groups[index]``, if the engine could sample it; ``alone`` or together with others."""
+        group = groups[index]
+        if group.failure is not None:
+            return []
+        return await self._score([group]) if alone else [await self._score_together(group)]
+
+    @serve.batch
+    async def _score_together(self, groups: list[RolloutGroup]) -> list[GroupScores]:
+        return await self._score(groups)
+
+    async def _score(self, groups: list[RolloutGroup]) -> list[GroupScores]:
+        limit = self._setup.timeout_s * len(groups)
+        try:
+            async with self._scoring:
+                scoring = asyncio.get_running_loop().run_in_executor(None, self._scorer.score, groups)
+                return await asyncio.wait_for(asyncio.shield(scoring), limit)
+        except TimeoutError:
+            # Its thread can't be ended; Serve puts another replica in the place of this one.
+            asyncio.get_running_loop().call_later(DRAIN_S, os._exit, 1)
+            what = f"{limit:g} seconds (timeout_s) for {len(groups)} groups"
+            raise ScorerHung(f"a replica of {self._setup.app} took longer than {what}") from None
+
+    def _watch_lease(self) -> None:
+        """Deployments outlive the job that made them; this one is removed once the run has ended without doing so."""
+        while True:
+            time.sleep(LEASE_POLL_S)
+            try:
+                ray.get(self._setup.lease.ping.remote())
+            except RayActorError:
+                logger.warning("the run of %s has ended; it is removed", self._setup.app)
+                serve.delete(self._setup.app, _blocking=False)
+                return
+
+
+def make_scorer(
+    rewards: Mapping[str, RewardConfig],
+    callables: Mapping[str, Reward],
+    model: ModelConfig,
+    num_steps: int,
+    engines: Engines | None = None,
+) -> GroupScorer:
+    """The scorer of a replica, made there."""
+    tokenizer = load_tokenizer(model)
+    return Scorer(rewards, tokenizer, callables, num_steps, open_chat(engines, tokenizer, model))
+
+
+def make_features(model: ModelConfig, config: FeatureConfig) -> GroupScorer:
+    """EBFT's scorer, with a feature network of its own."""
+    from rlpipe.scoring.feature_scorer import make_feature_scorer  # the driver needs no model
+
+    return make_feature_scorer(model, config)
+
+
+def start_serve() -> bool:
+    """Starts Ray Serve, without its HTTP proxies; whether it did not run already."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        serve.start(proxy_location="Disabled")
+        return True
+    return False
+
+
+def end_apps(apps: Sequence[str], *, whole: bool) -> None:
+    """Removes applications, and with ``whole`` Ray Serve too, unless others have come."""
+    with suppress(RayServeException, RayError):  # where Serve is gone, so are they
+        known = serve.status().applications
+        for app in apps:
+            if app in known:
+                serve.delete(app)
+        if whole and not known.keys() - set(apps):
+            serve.shutdown()
+
+
+def deploy(setup: ServedSetup, *, num_cpus: float, num_gpus: float) -> Any:
+    """Deploys the replicas and waits until they have loaded what they need; returns Serve's handle.
+
+    Raises ``RuntimeError`` with what Serve says of them where they can't start.
+    """
+    config = setup.serve
+    most = config.max_replicas or config.replicas
+    options: dict[str, Any] = {"num_replicas": config.replicas}
+    if most > config.replicas:
+        options = {
+            "autoscaling_config": {
+                "min_replicas": config.replicas,
+                "max_replicas": most,
+                "target_ongoing_requests": config.batch_groups,
+            }
+        }
+    served: Any = serve.deployment(ServedScorer)
+    deployment = served.options(
+        name="scorer",
+        ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus},
+        max_ongoing_requests=2 * config.batch_groups,  # the next batch waits at the replica
+        health_check_period_s=config.health_check_s,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        max_constructor_retry_count=MAX_STARTS,
+        **options,
+    )
+    try:
+        return serve.run(deployment.bind(setup), name=setup.app, route_prefix=None)
+    except RuntimeError as error:
+        known = serve.status().applications.get(setup.app)
+        messages = [state.message for state in known.deployments.values()] if known else [str(error)]
+        # A replica's own error is the last line of a traceback.
+        raise RuntimeError("; ".join(message.strip().splitlines()[-1] for message in messages if message)) from None
