@@ -1,0 +1,180 @@
+"""What a way to carry out a training step takes: bytes on device and host, and seconds.
+
+Every chunk costs the larger of its computation and its transfers; the optimizer's work on the host goes on beside the
+backward pass. Source: ProTrain, arXiv:2406.08334.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlpipe.offload.profile import Capacity, Mode, Profile, Rates, StageProfile
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Knobs:
+    """What is decided: chunks that stay on the device, slots for the others, and the blocks of each mode."""
+
+    num_persistent: int
+    """The first chunks."""
+    num_slots: int
+    num_swapped: int = 0
+    num_checkpointed: int = 0
+    num_offloaded: int = 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Prediction:
+    device_bytes: float
+    host_bytes: int
+    forward_s: float
+    backward_s: float
+    device_adam_s: float
+    host_adam_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of an update."""
+        return self.forward_s + max(self.backward_s + self.device_adam_s, self.host_adam_s)
+
+    def fits(self, capacity: Capacity) -> bool:
+        return self.device_bytes <= capacity.device_bytes and self.host_bytes <= capacity.host_bytes
+
+
+def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
+    """The mode of every stage; those that are no blocks keep what they save.
+
+    The last blocks keep theirs; before them come those that drop their weights alone. Swaps go early, each followed by
+    as many checkpoints as its transfer takes computation to hide.
+    """
+    early = interleave(knobs.num_swapped, knobs.num_checkpointed, checkpoints_per_swap(profile, rates))
+    early += [Mode.OFFLOAD] * knobs.num_offloaded
+    modes = [Mode.KEEP] * len(profile.stages)
+    for index, mode in zip(profile.blocks, early, strict=False):
+        modes[index] = mode
+    return modes
+
+
+def interleave(num_swaps: int, num_checkpoints: int, per_swap: int) -> list[Mode]:
+    """Each swap followed by ``per_swap`` checkpoints, as long as there are any; the last one by all that are left."""
+    found: list[Mode] = []
+    for swap in range(num_swaps):
+        count = num_checkpoints if swap + 1 == num_swaps else min(per_swap, num_checkpoints)
+        found += [Mode.SWAP, *[Mode.CHECKPOINT] * count]
+        num_checkpoints -= count
+    return found + [Mode.CHECKPOINT] * num_checkpoints
+
+
+def checkpoints_per_swap(profile: Profile, rates: Rates) -> int:
+    """How many blocks' forward passes the transfer of one block's activations takes, the swapped one left out."""
+    blocks = [profile.stages[index] for index in profile.blocks]
+    if not blocks:
+        return 0
+    transfer_s = sum(block.saved_bytes for block in blocks) / len(blocks) / rates.device_to_host
+    forward_s = sum(block.forward_s for block in blocks) / len(blocks)
+    return max(0, math.ceil(transfer_s / forward_s) - 1) if forward_s > 0 else len(blocks)
+
+
+def why_impossible(profile: Profile, knobs: Knobs, rates: Rates) -> str | None:
+    """What is wrong with the knobs, or None."""
+    count, blocks = len(profile.chunks), len(profile.blocks)
+    left = count - knobs.num_persistent
+    if min(knobs.num_persistent, left, knobs.num_slots) < 0:
+        return f"num_persistent={knobs.num_persistent} of {count} chunks"
+    if not least_slots(profile, knobs.num_persistent) <= knobs.num_slots <= left:
+        return f"num_slots={knobs.num_slots} for {left} chunks, of which {least_slots(profile, 0)} are needed at once"
+    if knobs.num_swapped + knobs.num_checkpointed + knobs.num_offloaded > blocks:
+        return f"modes for more than {blocks} blocks"
+    modes = arrange(profile, knobs, rates)
+    first_cached = count - knobs.num_slots
+    for index in range(knobs.num_persistent, first_cached):
+        if any(profile.stages[s].is_block and modes[s] is Mode.KEEP for s in profile.chunks[index].stages):
+            return f"a block keeps its activations, with weights of chunk {index} among them, which does not stay"
+    return None
+
+
+def least_slots(profile: Profile, num_persistent: int) -> int:
+    """The fewest slots with which every stage can run."""
+    return min(profile.least_slots, len(profile.chunks) - num_persistent)
+
+
+def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
+    """Of knobs for which ``why_impossible`` has nothing to say."""
+    modes = arrange(profile, knobs, rates)
+    persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
+    passes = profile.num_micro_batches
+    return Prediction(
+        device_bytes=profile.alpha
+        * (
+            profile.resident_bytes
+            + sum(chunk.gathered_bytes + chunk.gradient_bytes + chunk.state_bytes for chunk in persistent)
+            + knobs.num_slots * profile.slot_bytes
+            + activation_peak(profile.stages, modes)
+        ),
+        host_bytes=sum(chunk.num_bytes + chunk.gradient_bytes + chunk.state_bytes for chunk in others)
+        + sum(stage.saved_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
+        forward_s=passes * sum(_forward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
+        backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
+        device_adam_s=sum(chunk.num_trained for chunk in persistent) / rates.device_adam,
+        host_adam_s=sum(chunk.num_trained for chunk in others) / rates.host_adam,
+    )
+
+
+def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> int:
+    """The most bytes that activations take at one time.
+
+    Behind a swapped block the next one runs while its activations still leave, and before its backward pass while they
+    come back.
+    """
+    peak = live = 0
+    leaving = 0
+    for stage, mode in zip(stages, modes, strict=True):
+        during = live + leaving + stage.saved_bytes
+        peak = max(peak, during + max(stage.forward_peak, stage.backward_peak))
+        live += {Mode.CHECKPOINT: stage.input_bytes, Mode.SWAP: 0}.get(mode, stage.saved_bytes)
+        leaving = stage.saved_bytes if mode is Mode.SWAP else 0
+    return peak
+
+
+def _forward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
+    chunk = profile.chunks[index]
+    compute_s = sum(share * profile.stages[stage].forward_s for stage, share in chunk.stages.items())
+    in_bytes = 0 if index < knobs.num_persistent else chunk.num_bytes
+    out_bytes = _swapped(profile, modes, index)
+    gathered = 0 if index < knobs.num_persistent else chunk.gathered_bytes - chunk.num_bytes
+    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), gathered / rates.gather)
+
+
+def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
+    chunk = profile.chunks[index]
+    compute_s = 0.0
+    for stage, share in chunk.stages.items():
+        entry = profile.stages[stage]
+        again_s = entry.forward_s if modes[stage] is Mode.CHECKPOINT else 0.0
+        compute_s += share * (entry.backward_s + again_s)
+    stays = index < knobs.num_persistent
+    is_there = stays or index >= len(profile.chunks) - knobs.num_slots
+    in_bytes = (0 if is_there else chunk.num_bytes) + _swapped(profile, modes, index)
+    out_bytes = 0 if stays else chunk.gradient_bytes
+    gathered = 0 if is_there else chunk.gathered_bytes - chunk.num_bytes
+    reduced = chunk.gathered_bytes - chunk.num_bytes if chunk.gradient_bytes else 0
+    exchange_s = gathered / rates.gather + reduced / rates.reduce
+    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s)
+
+
+def _swapped(profile: Profile, modes: Sequence[Mode], index: int) -> float:
+    """Bytes of activations that go with a chunk's transfers."""
+    stages = profile.chunks[index].stages.items()
+    return sum(share * profile.stages[stage].saved_bytes for stage, share in stages if modes[stage] is Mode.SWAP)
+
+
+def transfer_s(rates: Rates, in_bytes: Any, out_bytes: Any) -> Any:
+    """Seconds until both are through, of numbers or arrays: at the rate of ``both`` as long as both are under way."""
+    shared = np.minimum(in_bytes, out_bytes)
+    rest_s = (in_bytes - shared) / rates.host_to_device + (out_bytes - shared) / rates.device_to_host
+    return shared / rates.both + rest_s

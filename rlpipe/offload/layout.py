@@ -1,0 +1,105 @@
+"""Groups a model's parameters into chunks, which move between host and device as wholes.
+
+Source: ProTrain, arXiv:2406.08334.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MIB = 2**20
+CHUNK_SIZES = (32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
+ALIGNMENT = 256
+"""Bytes; what kernels on GPUs and pinned copies like best."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TensorInfo:
+    """A parameter, or a tensor that goes with it (as the constants of a 4-bit one)."""
+
+    name: str
+    num_bytes: int
+    block: int | None
+    """The transformer block that it is of; None for embedding, head and the like."""
+    is_trained: bool
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Place:
+    name: str
+    offset: int
+    """Bytes from the chunk's start, a multiple of ``ALIGNMENT``."""
+    num_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Chunk:
+    index: int
+    is_trained: bool
+    """All of its tensors are; frozen ones have chunks of their own, which are never written back."""
+    places: list[Place] = field(default_factory=list)
+    blocks: list[int | None] = field(default_factory=list)
+    """Those whose tensors it holds, in the order of first use."""
+
+    @property
+    def num_bytes(self) -> int:
+        return aligned(self.places[-1].offset + self.places[-1].num_bytes) if self.places else 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Layout:
+    chunk_bytes: int
+    """What a slot on the device must hold: the largest chunk."""
+    chunks: Sequence[Chunk]
+
+    @property
+    def slack(self) -> int:
+        """Bytes that slots of this size leave unused, over all chunks."""
+        return sum(self.chunk_bytes - chunk.num_bytes for chunk in self.chunks)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_SIZES) -> Layout:
+    """The layout with the least slack among the chunk ``sizes``; of equal ones, that of the smaller chunks.
+
+    ``tensors`` are in the order of first use, shared ones at their first. A chunk begins anew rather than to split a
+    block that would fit into one. A tensor larger than a chunk has one of its own, and all slots have its size.
+    """
+    if not tensors:
+        raise ValueError("a model without parameters has nothing to lay out")
+    return min((_fill(tensors, size) for size in sorted(sizes)), key=lambda layout: layout.slack)
+
+
+def _fill(tensors: Sequence[TensorInfo], size: int) -> Layout:
+    chunks: list[Chunk] = []
+    open_chunks: dict[bool, Chunk] = {}
+    for unit in _units(tensors):
+        is_trained, whole = unit[0].is_trained, sum(aligned(tensor.num_bytes) for tensor in unit)
+        chunk = open_chunks.get(is_trained)
+        if chunk is not None and whole <= size < chunk.num_bytes + whole:
+            chunk = None
+        for tensor in unit:
+            if chunk is None or (chunk.places and chunk.num_bytes + aligned(tensor.num_bytes) > size):
+                chunk = Chunk(index=len(chunks), is_trained=is_trained)
+                chunks.append(chunk)
+            chunk.places.append(Place(name=tensor.name, offset=chunk.num_bytes, num_bytes=tensor.num_bytes))
+            if tensor.block not in chunk.blocks:
+                chunk.blocks.append(tensor.block)
+        assert chunk is not None, "a unit has tensors"
+        open_chunks[is_trained] = chunk
+    return Layout(chunk_bytes=max(chunk.num_bytes for chunk in chunks), chunks=chunks)
+
+
+def _units(tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
+    """What is kept together: neighbours of one block, trained and frozen ones apart."""
+    units: dict[tuple[int, int | None, bool], list[TensorInfo]] = {}
+    run, last = 0, object()
+    for tensor in tensors:
+        run += tensor.block != last
+        last = tensor.block
+        units.setdefault((run, tensor.block, tensor.is_trained), []).append(tensor)
+    return list(units.values())

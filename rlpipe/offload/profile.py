@@ -1,0 +1,116 @@
+"""What is known of a model's training step, and of the machine that it runs on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    """What becomes of a block's activations between its forward and its backward pass."""
+
+    KEEP = "keep"
+    CHECKPOINT = "checkpoint"
+    """Only its input stays; the rest is computed anew."""
+    SWAP = "swap"
+    """They go to the host and come back."""
+    OFFLOAD = "offload"
+    """They stay, but for the weights among them, which are gathered again."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StageProfile:
+    """A block, or what runs before, between and behind blocks; in the order of the forward pass.
+
+    Seconds and bytes are those of one micro batch, with all weights on the device.
+    """
+
+    is_block: bool
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    """What autograd keeps of it, weights left out."""
+    input_bytes: int
+    """What a checkpoint keeps of it."""
+    forward_peak: int
+    """Bytes that it takes while it runs, beyond what it keeps."""
+    backward_peak: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ChunkProfile:
+    """A chunk, in bytes of this rank; with ranks that share the model, ``gathered_bytes`` is the whole."""
+
+    stages: Mapping[int, float]
+    """Those that use it, with the share of their weights that it holds; its transfer goes with the first of them."""
+    num_bytes: int
+    """On the host; what a transfer moves."""
+    gathered_bytes: int
+    """On the device while it is there."""
+    gradient_bytes: int = 0
+    """What a backward pass sends to the host; 0 for frozen ones."""
+    state_bytes: int = 0
+    """Of the optimizer, with its own copy of the weights if it has one; 0 for frozen ones."""
+    num_trained: int = 0
+    """Elements that the optimizer updates."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Rates:
+    """Of a machine. Raises ``ValueError`` where one is missing: a transfer that costs nothing would always win."""
+
+    host_to_device: float
+    """Bytes a second."""
+    device_to_host: float
+    both: float
+    """Bytes a second in each direction while both are busy."""
+    device_adam: float
+    """Elements a second."""
+    host_adam: float
+    gather: float = math.inf
+    """Bytes a second of what ranks gather from each other; one rank gathers nothing."""
+    reduce: float = math.inf
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            rate = getattr(self, entry.name)
+            if not rate > 0:
+                raise ValueError(f"the rate {entry.name} is {rate}; measure the machine: rlpipe plan --calibrate")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Profile:
+    stages: Sequence[StageProfile]
+    chunks: Sequence[ChunkProfile]
+    """In the order of first use."""
+    resident_bytes: int = 0
+    """On the device whatever is decided: what is in no chunk, with its gradients and optimizer state."""
+    alpha: float = 1.0
+    """What the allocator takes over what is asked of it."""
+    num_micro_batches: int = 1
+    """Of an update."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Which stages are blocks."""
+        return [index for index, stage in enumerate(self.stages) if stage.is_block]
+
+    @property
+    def slot_bytes(self) -> int:
+        """What any chunk needs while it is on the device, with its gradient."""
+        return max((chunk.gathered_bytes + chunk.gradient_bytes for chunk in self.chunks), default=0)
+
+    @property
+    def least_slots(self) -> int:
+        """Those of the stage with the most chunks, and one for what comes next."""
+        uses = Counter(stage for chunk in self.chunks for stage in chunk.stages)
+        return max(uses.values(), default=0) + 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Capacity:
+    device_bytes: int
+    host_bytes: int

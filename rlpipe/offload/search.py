@@ -1,0 +1,248 @@
+"""Finds the fastest way to carry out a training step that fits; exact, as all ways are looked at.
+
+Blocks of a mode are counted, not chosen, and of the slots only the most that fit matter, as one more never makes a step
+slower. Shapes: K ways to divide the blocks among the modes, P numbers of persistent chunks, S stages, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlpipe.offload.cost import (
+    Knobs,
+    Prediction,
+    checkpoints_per_swap,
+    interleave,
+    least_slots,
+    predict,
+    transfer_s,
+    why_impossible,
+)
+from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+MODES = {mode: code for code, mode in enumerate(Mode)}
+
+
+class DoesNotFit(ValueError):
+    """No way fits; the message says what the smallest one takes."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Choice:
+    knobs: Knobs
+    prediction: Prediction
+
+
+def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[str, int] | None = None) -> Choice:
+    """The fastest knobs within the capacity; of equally fast ones, those that take least of the device.
+
+    ``fixed`` knobs keep their values. Raises ``DoesNotFit``, and ``ValueError`` for fixed knobs that can't be.
+    """
+    fixed = dict(fixed or {})
+    if unknown := fixed.keys() - {entry.name for entry in fields(Knobs)}:
+        raise ValueError(f"there is no knob {', '.join(sorted(unknown))}")
+    space = _Space(profile, rates, fixed)
+    if not len(space.divisions) or not len(space.persistent):
+        raise ValueError(f"no way has {_describe(fixed)}: {len(profile.chunks)} chunks, {len(profile.blocks)} blocks")
+    seconds, device_bytes, slots = space.evaluate(capacity)
+    if not np.isfinite(seconds).any():
+        raise DoesNotFit(space.describe_smallest(capacity))
+    fastest = np.nanmin(seconds)
+    ties = seconds <= fastest * (1 + 1e-12)
+    row, column = np.unravel_index(np.argmin(np.where(ties, device_bytes, np.inf)), seconds.shape)
+    knobs = space.knobs(int(row), int(column), int(slots[row, column]))
+    problem = why_impossible(profile, knobs, rates)
+    assert problem is None, problem
+    return Choice(knobs=knobs, prediction=predict(profile, knobs, rates))
+
+
+class _Space:
+    """All ways, as arrays."""
+
+    def __init__(self, profile: Profile, rates: Rates, fixed: Mapping[str, int]) -> None:
+        self._profile, self._rates, self._fixed = profile, rates, fixed
+        count, blocks = len(profile.chunks), len(profile.blocks)
+        wanted = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
+        self.divisions = [
+            (swapped, checkpointed, offloaded)
+            for swapped in _choices(wanted[0], blocks)
+            for checkpointed in _choices(wanted[1], blocks - swapped)
+            for offloaded in _choices(wanted[2], blocks - swapped - checkpointed)
+        ]  # [K]
+        self.persistent: Ints = np.array(list(_choices(fixed.get("num_persistent"), count)), np.int64)  # [P]
+        self._modes = self._arrange()  # [K, S]
+
+    def knobs(self, row: int, column: int, num_slots: int) -> Knobs:
+        swapped, checkpointed, offloaded = self.divisions[row]
+        return Knobs(
+            num_persistent=int(self.persistent[column]),
+            num_slots=num_slots,
+            num_swapped=swapped,
+            num_checkpointed=checkpointed,
+            num_offloaded=offloaded,
+        )
+
+    def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
+        """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
+        profile, count = self._profile, len(self._profile.chunks)
+        least, most = self._slot_bounds()
+        base = self._base_bytes()
+        slot_bytes = max(profile.slot_bytes, 1)
+        slots = np.floor((capacity.device_bytes / profile.alpha - base) / slot_bytes)
+        slots += profile.alpha * (base + (slots + 1) * slot_bytes) <= capacity.device_bytes
+        slots -= profile.alpha * (base + slots * slot_bytes) > capacity.device_bytes
+        slots = np.clip(slots, -1, most).astype(np.int64)
+        if "num_slots" in self._fixed:
+            slots = np.where(slots >= self._fixed["num_slots"], self._fixed["num_slots"], -1)
+        fits = (slots >= least) & (self._host_bytes() <= capacity.host_bytes)
+        slots = np.where(fits, slots, np.minimum(least, count))
+        seconds = np.where(fits, self._seconds(slots), np.inf)
+        return seconds, profile.alpha * (base + slots * profile.slot_bytes), slots
+
+    def describe_smallest(self, capacity: Capacity) -> str:
+        least, most = self._slot_bounds()
+        possible = least <= most
+        device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
+        device_bytes = np.where(possible, device, np.inf).min()
+        host_bytes = np.where(possible, self._host_bytes(), np.inf).min()
+        return (
+            f"no way of offloading fits: the smallest on the device takes {_gib(device_bytes)} of "
+            f"{_gib(capacity.device_bytes)} GiB there, the smallest on the host {_gib(host_bytes)} of "
+            f"{_gib(capacity.host_bytes)} GiB; take shorter micro batches (learner.max_tokens_per_microbatch), an "
+            "adapter, more ranks, or a smaller model"
+        )
+
+    def _arrange(self) -> NDArray[np.int8]:
+        profile, per_swap = self._profile, checkpoints_per_swap(self._profile, self._rates)
+        modes = np.full((len(self.divisions), len(profile.stages)), MODES[Mode.KEEP], np.int8)
+        blocks = np.array(profile.blocks, np.int64)
+        early: dict[tuple[int, int], list[int]] = {}
+        for row, (swapped, checkpointed, offloaded) in enumerate(self.divisions):
+            key = (swapped, checkpointed)
+            if key not in early:
+                early[key] = [MODES[mode] for mode in interleave(*key, per_swap)]
+            codes = early[key] + [MODES[Mode.OFFLOAD]] * offloaded
+            modes[row, blocks[: len(codes)]] = codes
+        return modes
+
+    def _is(self, mode: Mode) -> NDArray[np.bool_]:
+        return np.asarray(self._modes == MODES[mode])
+
+    def _of_stages(self, name: str) -> Floats:
+        return np.array([getattr(stage, name) for stage in self._profile.stages], np.float64)
+
+    def _of_chunks(self, name: str) -> Floats:
+        return np.array([getattr(chunk, name) for chunk in self._profile.chunks], np.float64)
+
+    def _held(self, weights: str) -> Floats:
+        """Bytes of the first chunks with their gradients and states, for each number of them ``[C + 1]``."""
+        return _prefix(self._of_chunks(weights) + self._of_chunks("gradient_bytes") + self._of_chunks("state_bytes"))
+
+    def _shares(self) -> Floats:
+        """How a stage's cost falls on chunks ``[S, C]``."""
+        shares = np.zeros((len(self._profile.stages), len(self._profile.chunks)))
+        for index, chunk in enumerate(self._profile.chunks):
+            for stage, share in chunk.stages.items():
+                shares[stage, index] = share
+        return shares
+
+    def _base_bytes(self) -> Floats:
+        """On the device, without slots ``[K, P]``."""
+        held = self._held("gathered_bytes")
+        return self._profile.resident_bytes + held[self.persistent][None] + self._activation_peaks()[:, None]
+
+    def _host_bytes(self) -> Floats:
+        """``[K, P]``."""
+        held = _prefix(
+            self._of_chunks("num_bytes") + self._of_chunks("gradient_bytes") + self._of_chunks("state_bytes")
+        )
+        swapped = self._is(Mode.SWAP) @ self._of_stages("saved_bytes")  # [K]
+        return (held[-1] - held[self.persistent])[None] + swapped[:, None]
+
+    def _activation_peaks(self) -> Floats:
+        """As ``activation_peak``, ``[K]``."""
+        saved = self._of_stages("saved_bytes")
+        swaps = self._is(Mode.SWAP)
+        kept = np.where(self._is(Mode.CHECKPOINT), self._of_stages("input_bytes"), np.where(swaps, 0, saved))
+        live = np.cumsum(kept, 1) - kept
+        leaving = np.zeros_like(live)
+        leaving[:, 1:] = np.where(swaps, saved, 0)[:, :-1]
+        transient = np.maximum(self._of_stages("forward_peak"), self._of_stages("backward_peak"))
+        return np.asarray((live + leaving + saved + transient).max(1, initial=0.0))
+
+    def _slot_bounds(self) -> tuple[Ints, Ints]:
+        """The fewest and the most slots, ``[K, P]``: blocks that keep their weights need theirs to stay."""
+        count = len(self._profile.chunks)
+        blocks = np.array([stage.is_block for stage in self._profile.stages])
+        stays = (self._is(Mode.KEEP) & blocks) @ (self._shares() > 0) > 0  # [K, C]
+        first = np.full((len(self.divisions), count + 1), count)
+        for index in reversed(range(count)):
+            first[:, index] = np.where(stays[:, index], index, first[:, index + 1])
+        needed = np.array([least_slots(self._profile, int(number)) for number in self.persistent])
+        least = np.maximum(needed[None], count - first[:, self.persistent])
+        return least, np.broadcast_to(count - self.persistent[None], least.shape)
+
+    def _seconds(self, slots: Ints) -> Floats:
+        """Of an update, ``[K, P]``."""
+        profile, rates, count = self._profile, self._rates, len(self._profile.chunks)
+        shares = self._shares()
+        checkpoints = self._is(Mode.CHECKPOINT).astype(np.float64)
+        forward = self._of_stages("forward_s")
+        forward_s = (forward @ shares)[None]  # [1, C]
+        backward_s = (self._of_stages("backward_s") @ shares)[None] + (checkpoints * forward) @ shares  # [K, C]
+        swapped = (self._is(Mode.SWAP) * self._of_stages("saved_bytes")) @ shares  # [K, C]
+        own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
+        others = self._of_chunks("gathered_bytes") - own
+        gather_s, reduce_s = others / rates.gather, np.where(gradient > 0, others, 0) / rates.reduce
+
+        def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, exchange_s: Floats) -> Floats:
+            """Seconds of the first chunks, for each number of them ``[K, C + 1]``."""
+            moved_s = transfer_s(rates, in_bytes, out_bytes)
+            return _prefix(np.maximum(np.maximum(compute_s, moved_s), exchange_s))
+
+        none = np.zeros_like(own)
+        forward_stays = chunk_s(forward_s, none, swapped, none)
+        forward_loads = chunk_s(forward_s, own, swapped, gather_s)
+        backward_stays = chunk_s(backward_s, swapped, none, reduce_s)
+        backward_cached = chunk_s(backward_s, swapped, gradient, reduce_s)
+        backward_loads = chunk_s(backward_s, own + swapped, gradient, gather_s + reduce_s)
+
+        rows, first, cached = np.arange(len(self.divisions))[:, None], self.persistent[None], count - slots
+        forward_total = forward_stays[rows, first] + forward_loads[rows, count] - forward_loads[rows, first]
+        backward_total = (
+            backward_stays[rows, first]
+            + (backward_loads[rows, cached] - backward_loads[rows, first])
+            + (backward_cached[rows, count] - backward_cached[rows, cached])
+        )
+        trained = _prefix(self._of_chunks("num_trained"))
+        device_adam = trained[self.persistent][None] / rates.device_adam
+        host_adam = (trained[-1] - trained[self.persistent])[None] / rates.host_adam
+        passes = profile.num_micro_batches
+        return passes * forward_total + np.maximum(passes * backward_total + device_adam, host_adam)
+
+
+def _choices(fixed: int | None, most: int) -> range:
+    if fixed is None:
+        return range(most + 1)
+    return range(fixed, fixed + 1) if 0 <= fixed <= most else range(0)
+
+
+def _prefix(values: Floats) -> Floats:
+    """Sums of the first values along the last axis, from none to all."""
+    values = np.atleast_1d(values)
+    zeros = np.zeros((*values.shape[:-1], 1))
+    return np.concatenate([zeros, np.cumsum(values, -1)], -1)
+
+
+def _describe(fixed: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fixed.items())
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"

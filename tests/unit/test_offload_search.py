@@ -1,0 +1,115 @@
+"""The search finds what trying all knobs one by one finds, and is quick on the largest models."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from rlpipe.offload.cost import Knobs, Prediction, predict, why_impossible
+from rlpipe.offload.profile import Capacity, ChunkProfile, Profile, Rates, StageProfile
+from rlpipe.offload.search import DoesNotFit, search
+
+GB = 1e9
+
+
+def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int, trained: bool) -> Profile:
+    """An embedding, blocks and a head; chunks may hold parts of several stages, as shared ones do."""
+    stages = []
+    for index in range(num_blocks + 2):
+        is_block = 0 < index <= num_blocks
+        stages.append(
+            StageProfile(
+                is_block=is_block,
+                forward_s=float(rng.uniform(0.1, 1)),
+                backward_s=float(rng.uniform(0.2, 2)),
+                saved_bytes=int(rng.integers(1, 30)),
+                input_bytes=int(rng.integers(1, 5)),
+                forward_peak=int(rng.integers(0, 20)),
+                backward_peak=int(rng.integers(0, 20)),
+            )
+        )
+    edges = np.sort(rng.uniform(0, len(stages), num_chunks - 1)).tolist()
+    chunks = []
+    for first, last in zip([0.0, *edges], [*edges, float(len(stages))], strict=True):
+        shares = {s: min(last, s + 1) - max(first, s) for s in range(len(stages)) if min(last, s + 1) > max(first, s)}
+        size = int(rng.integers(5, 20))
+        chunks.append(
+            ChunkProfile(
+                stages=shares,
+                num_bytes=size,
+                gathered_bytes=size * int(rng.integers(1, 3)),
+                gradient_bytes=size if trained else 0,
+                state_bytes=3 * size if trained else 0,
+                num_trained=size if trained else 0,
+            )
+        )
+    return Profile(
+        stages=stages,
+        chunks=chunks,
+        resident_bytes=int(rng.integers(0, 50)),
+        alpha=float(rng.uniform(0.9, 1.2)),
+        num_micro_batches=int(rng.integers(1, 4)),
+    )
+
+
+def random_rates(rng: np.random.Generator) -> Rates:
+    one_way = rng.uniform(5, 60, 2)
+    return Rates(
+        host_to_device=one_way[0],
+        device_to_host=one_way[1],
+        both=float(one_way.min() * rng.uniform(0.5, 1)),
+        device_adam=float(rng.uniform(50, 500)),
+        host_adam=float(rng.uniform(5, 50)),
+        gather=float(rng.uniform(5, 60)),
+        reduce=float(rng.uniform(5, 60)),
+    )
+
+
+def all_ways(profile: Profile, rates: Rates, capacity: Capacity) -> list[tuple[Knobs, Prediction]]:
+    """Every way that is possible and fits."""
+    chunks, blocks = range(len(profile.chunks) + 1), range(len(profile.blocks) + 1)
+    found = []
+    for numbers in product(chunks, chunks, blocks, blocks, blocks):
+        names = ("num_persistent", "num_slots", "num_swapped", "num_checkpointed", "num_offloaded")
+        knobs = Knobs(**dict(zip(names, numbers, strict=True)))
+        if why_impossible(profile, knobs, rates) is None:
+            prediction = predict(profile, knobs, rates)
+            if prediction.fits(capacity):
+                found.append((knobs, prediction))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_search_finds_the_best_of_all_ways(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_profile(
+        rng, num_blocks=int(rng.integers(1, 5)), num_chunks=int(rng.integers(1, 6)), trained=bool(seed % 2)
+    )
+    rates = random_rates(rng)
+    capacity = Capacity(device_bytes=int(rng.integers(60, 500)), host_bytes=int(rng.integers(100, 600)))
+    ways = all_ways(profile, rates, capacity)
+    if not ways:
+        with pytest.raises(DoesNotFit):
+            search(profile, rates, capacity)
+        return
+    fastest = min(prediction.seconds for _, prediction in ways)
+    choice = search(profile, rates, capacity)
+    assert choice.prediction.seconds == pytest.approx(fastest, rel=1e-9)
+    assert choice.prediction.fits(capacity)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_fixed_knobs_stay_and_the_others_are_searched(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile, rates = random_profile(rng, num_blocks=3, num_chunks=4, trained=True), random_rates(rng)
+    capacity = Capacity(device_bytes=400, host_bytes=600)
+    ways = all_ways(profile, rates, capacity)
+    knobs, _ = ways[int(rng.integers(len(ways)))]
+    for names in (["num_slots"], ["num_persistent", "num_swapped"], ["num_checkpointed", "num_offloaded"]):
+        fixed = {name: getattr(knobs, name) for name in names}
+        matching = [p for k, p in ways if all(getattr(k, name) == value for name, value in fixed.items())]
+        choice = search(profile, rates, capacity, fixed)
+        assert {name: getattr(choice.knobs, name) for name in names} == fixed
+        assert choice.prediction.seconds == pytest.approx(min(p.seconds for p in matching), rel=1e-9)
