@@ -1,0 +1,40 @@
+"""Host memory of exact size that a GPU can copy from and to at full speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostBuffer:
+    """Bytes on the host, page-locked where ``pin`` is set.
+
+    torch's own pinned memory comes in powers of two, up to twice what was asked for; this one locks the pages of ordinary
+    memory. Raises ``RuntimeError`` where CUDA refuses.
+    """
+
+    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+        self._tensor: Tensor | None = torch.empty(num_bytes, dtype=torch.uint8)
+        self._is_pinned = False
+        if pin and num_bytes:
+            _check(torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), num_bytes, 0), "lock", num_bytes)
+            self._is_pinned = True
+
+    @property
+    def bytes(self) -> Tensor:
+        """``[num_bytes]`` in uint8; raises ``RuntimeError`` once it is closed."""
+        if self._tensor is None:
+            raise RuntimeError("the host buffer is closed")
+        return self._tensor
+
+    def close(self) -> None:
+        """Frees the memory; may be called again, also after it has raised."""
+        if self._tensor is not None and self._is_pinned:
+            _check(torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr()), "unlock", len(self._tensor))
+            self._is_pinned = False
+        self._tensor = None
+
+
+def _check(error: object, what: str, num_bytes: int) -> None:
+    if int(error) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(f"CUDA could not {what} {num_bytes} bytes of host memory: {error}")
