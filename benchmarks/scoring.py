@@ -191,8 +191,8 @@ def main() -> None:
     result = {
         "group_size": arguments.group_size,
         "sleep_ms": 1000 * NAP_S,
-        "functions_groups_per_second": functions,
-        "noop_ms_per_rollout": round(empty, 4),
+        "groups_per_second": functions,
+        "overhead_ms_per_rollout": round(empty, 4),
         "served_groups_per_second": replicas,
         "served_ratio": round(replicas["2"] / replicas["1"], 2),
         "feature_groups_per_second": features,

@@ -21,7 +21,7 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.schema import Config, HeldOutConfig, RewardConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller
 from rlpipe.data.prompts import Cursor, Passed
@@ -266,7 +266,7 @@ async def run_pipeline(
         replay=replay,
         weights=weights,
         prompts=EndlessPrompts(),
-        evaluator=Evaluator([], rewards=REWARDS, correct_at=1.0, max_tokens=1),
+        evaluator=Evaluator([], rewards=REWARDS, held_out=HeldOutConfig(), max_tokens=1),
         reporter=reporter,
         accounts=await replay.start.remote(RunStart(config=to_tree(config))),
         first_step=0,

@@ -29,8 +29,8 @@ KEYS = {
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
     "scoring": {
-        "functions_groups_per_second",
-        "noop_ms_per_rollout",
+        "groups_per_second",
+        "overhead_ms_per_rollout",
         "served_groups_per_second",
         "served_ratio",
         "feature_groups_per_second",
