@@ -90,7 +90,8 @@ class ChunkMemory:
         self._host.bytes.copy_(self._bytes, non_blocking=True)
 
     def close(self) -> None:
-        """Gives the model tensors of its own, with the host's bytes, and frees all memory; may be called again, also after it has raised."""
+        """Gives the model tensors of its own, with the host's bytes, and frees all memory; may be called again, also after
+        it has raised."""
         if not self.is_closed:
             for member, view, place in zip(self._members, self._views, self.chunk.places, strict=True):
                 own = self._host.bytes[place.offset : place.offset + place.num_bytes].clone()

@@ -9,8 +9,8 @@ from torch import Tensor
 class HostBuffer:
     """Bytes on the host, page-locked where ``pin`` is set.
 
-    torch's own pinned memory comes in powers of two, up to twice what was asked for; this one locks the pages of ordinary
-    memory. Raises ``RuntimeError`` where CUDA refuses.
+    torch's own pinned memory comes in powers of two, up to twice what was asked for; this one locks the pages of
+    ordinary memory. Raises ``RuntimeError`` where CUDA refuses.
     """
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
