@@ -86,7 +86,7 @@ class ReplayActor(BatchActor):
 
     async def scored(self, group_ids: Sequence[int], *pools: Sequence[GroupScores]) -> Outcome:
         """Takes what every pool said of groups that were generated."""
-        groups = self._store.unscored(group_ids)
+        groups = [] if self._hook is None else self._store.unscored(group_ids)
         outcome = self._store.scored(group_ids, pools)
         if self._hook is not None:
             self._hook.offer([group for group in groups if group.group_id not in outcome.discarded])

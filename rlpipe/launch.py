@@ -45,7 +45,7 @@ from rlpipe.placement import (
     start_actor,
     wait_started,
 )
-from rlpipe.prepare import ResumePoint, Run
+from rlpipe.prepare import ResumePoint, RewardLike, Run
 from rlpipe.replay.location import ledger_path
 from rlpipe.scorer_pool import ScorerPool, ScoringPool, Spawn
 from rlpipe.scoring.memory import MemoryLimit
@@ -171,8 +171,9 @@ def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engine
     """Makes a replica's scorer, there."""
     if next(iter(members.values())).path == FEATURE_PATH:
         return partial(make_features, run.model, run.config.algorithm.ebft.features)
-    own = {name: run.callables[name] for name in members if name in run.callables}
-    return partial(make_scorer, dict(members), own, run.model, run.config.algorithm.num_steps, engines)
+    return partial(
+        make_scorer, dict(members), _callables_of(run, members), run.model, run.config.algorithm.num_steps, engines
+    )
 
 
 @contextmanager
@@ -276,8 +277,13 @@ def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHa
     )
 
 
+def _callables_of(run: Run, members: Mapping[str, RewardConfig]) -> dict[str, RewardLike]:
+    """Those of the rewards that were handed over as objects."""
+    return {name: run.callables[name] for name in members if name in run.callables}
+
+
 def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation, engines: Engines) -> Spawn:
-    own = {name: run.callables[name] for name in members if name in run.callables}
+    own = _callables_of(run, members)
     memory = memory_limit(run.config, members)
 
     def spawn(name: str, place: str) -> tuple[ActorHandle, ObjectRef]:

@@ -76,6 +76,15 @@ class Prompt:
     def is_chat(self) -> bool:
         return not isinstance(self.prompt, str)
 
+    def with_truth(self) -> tuple[IntArray, BoolArray]:
+        """The tokens of the prompt and the ground truth behind it, and which of them the policy should have written."""
+        assert self.truth is not None, "prompts without ground truth are skipped"
+        before = np.zeros(len(self.token_ids), np.bool_)
+        return (
+            np.concatenate([self.token_ids, self.truth.token_ids]),
+            np.concatenate([before, self.truth.is_assistant]),
+        )
+
     def limit(self, max_tokens: int) -> int:
         """The longest completion of this prompt in a run with the limit ``max_tokens``."""
         return max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens)

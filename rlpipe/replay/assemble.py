@@ -91,15 +91,13 @@ def _add_truths(
 
 def _truth_rollout(group: RolloutGroup) -> Rollout:
     """The ground truth behind its prompt, which no policy drew."""
-    prompt, truth = group.prompt, group.prompt.truth
-    assert truth is not None, "prompts without ground truth are skipped"
-    mask = np.concatenate([np.zeros(len(prompt.token_ids), np.bool_), truth.is_assistant])
+    token_ids, mask = group.prompt.with_truth()
     return Rollout(
         group_id=group.group_id,
         sample_index=len(group),
-        prompt_id=prompt.prompt_id,
+        prompt_id=group.prompt.prompt_id,
         task={},
-        token_ids=np.concatenate([prompt.token_ids, truth.token_ids]),
+        token_ids=token_ids,
         loss_mask=mask,
         logprobs=np.zeros(len(mask), np.float32),
         policy_versions=np.full(len(mask), NO_VERSION, np.int32),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from rlpipe.replay.noticeboard import Noticeboard
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup
 
@@ -19,22 +20,22 @@ class _Job:
     """By rank."""
 
 
-class FeatureBoard:
+class FeatureBoard(Noticeboard):
     """Jobs in the order in which they came; for one event loop. All calls of ranks can be repeated."""
 
     def __init__(self, *, num_ranks: int) -> None:
+        super().__init__()
         self._num_ranks = num_ranks
         self._jobs: dict[int, _Job] = {}
         self._next_id = 0
         self._is_over = False
-        self._changed = asyncio.Condition()
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]:
         """Waits until the ranks have scored the groups."""
         job = _Job(groups, asyncio.get_running_loop().create_future())
         job_id, self._next_id = self._next_id, self._next_id + 1
         self._jobs[job_id] = job
-        await self._notify()
+        await self.notify()
         try:
             return await job.scores
         finally:
@@ -42,12 +43,8 @@ class FeatureBoard:
 
     async def due(self, timeout_s: float) -> int | None:
         """The oldest job, as soon as there is one; None after ``timeout_s``."""
-        try:
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._jobs), timeout_s)
-                return min(self._jobs)
-        except TimeoutError:
-            return None
+        await self.wait_for(lambda: self._jobs, timeout_s)
+        return min(self._jobs, default=None)
 
     def share(self, job_id: int, rank: int) -> list[RolloutGroup]:
         """What a rank is to score; nothing of a job that is over."""
@@ -73,13 +70,8 @@ class FeatureBoard:
     async def end(self) -> None:
         """Says that no more groups will come."""
         self._is_over = True
-        await self._notify()
+        await self.notify()
 
     async def ended(self) -> None:
         """Waits until no more groups will come."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_over)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        await self.wait_for(lambda: self._is_over)

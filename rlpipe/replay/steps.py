@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rlpipe.replay.noticeboard import Noticeboard
 from rlpipe.types import RolloutGroup, TrainBatch
 
 
@@ -23,7 +22,7 @@ class StepReport:
     """Metrics on held-out rows, by version, where the learner evaluates (SFT, strided EBFT)."""
 
 
-class StepBoard:
+class StepBoard(Noticeboard):
     """The batches of the newest steps, one a rank; for one event loop.
 
     A step's batches may be there before it is wanted. They stay until the step after the next is there, so that a
@@ -31,13 +30,13 @@ class StepBoard:
     """
 
     def __init__(self, *, num_ranks: int) -> None:
+        super().__init__()
         self._num_ranks = num_ranks
         self._wanted: int | None = None
         self._batches: dict[int, list[TrainBatch]] = {}
         self._newest = -1
         self._ends_before: int | None = None
         self._life = 0
-        self._changed = asyncio.Condition()
 
     @property
     def wanted(self) -> int | None:
@@ -97,17 +96,3 @@ class StepBoard:
 
     def _is_past_the_end(self, step: int) -> bool:
         return self._ends_before is not None and step >= self._ends_before
-
-    async def wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Waits until something has changed such that ``condition`` holds; False after ``timeout_s``."""
-        try:
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    async def notify(self) -> None:
-        """Lets those who wait look again."""
-        async with self._changed:
-            self._changed.notify_all()

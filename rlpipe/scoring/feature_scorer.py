@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +33,9 @@ class FeatureScorer:
         results = [GroupScores(group_id=group.group_id) for group in groups]
         sequences: list[FeatureSequence] = []
         for group in groups:
-            sequences += [*map(FeatureSequence.of, group), _truth_of(group)]
+            token_ids, is_truth = group.prompt.with_truth()
+            truth = FeatureSequence(token_ids=token_ids, completion_mask=is_truth)
+            sequences += [*map(FeatureSequence.of, group), truth]
         features = self._read(sequences)
         first = 0
         for group, result in zip(groups, results, strict=True):
@@ -57,15 +58,6 @@ class FeatureScorer:
             DIVERSITY: [None] if alone else scores.diversity[0].tolist(),
         }
         result.metrics = feature_metrics(scores, self._config)
-
-
-def _truth_of(group: RolloutGroup) -> FeatureSequence:
-    prompt_ids, truth = group.prompt.token_ids, group.prompt.truth
-    assert truth is not None, "prompts without ground truth are skipped"
-    return FeatureSequence(
-        token_ids=np.concatenate([prompt_ids, truth.token_ids]),
-        completion_mask=np.concatenate([np.zeros(len(prompt_ids), np.bool_), truth.is_assistant]),
-    )
 
 
 def feature_metrics(scores: FeatureScores, config: FeatureConfig) -> dict[str, float]:
