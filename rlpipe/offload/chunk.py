@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from rlpipe.offload.host import HostBuffer
-from rlpipe.offload.layout import Chunk
+from rlpipe.offload.lanes import Event, Lane
+from rlpipe.offload.layout import ALIGNMENT, Chunk, aligned
+from rlpipe.offload.ranks import Ranks
+
+Fill = Callable[[str, Tensor], None]
+"""Gives a tensor, on the host, the values of the one of this name; for models without memory of their own."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -19,22 +25,41 @@ class Member:
     name: str
     get: Callable[[], Tensor]
     put: Callable[[Tensor], None]
+    dtype: torch.dtype
+    """That it is computed with."""
 
     @classmethod
-    def of_parameter(cls, name: str, parameter: torch.nn.Parameter) -> Member:
+    def of_parameter(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None = None) -> Member:
         def put(tensor: Tensor) -> None:
             parameter.data = tensor
 
-        return cls(name=name, get=lambda: parameter.data, put=put)
+        return cls(name=name, get=lambda: parameter.data, put=put, dtype=dtype or parameter.dtype)
 
     @classmethod
-    def of_attribute(cls, name: str, owner: object, attribute: str) -> Member:
+    def of_attribute(cls, name: str, owner: object, path: str) -> Member:
         """A tensor that belongs to a parameter, such as the scales of a 4-bit one."""
+        *owners, attribute = path.split(".")
+        holder = attrgetter(".".join(owners))(owner) if owners else owner
         return cls(
             name=name,
-            get=lambda: getattr(owner, attribute),
-            put=lambda tensor: setattr(owner, attribute, tensor),
+            get=lambda: getattr(holder, attribute),
+            put=lambda tensor: setattr(holder, attribute, tensor),
+            dtype=getattr(holder, attribute).dtype,
         )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Piece:
+    """A tensor of a trained chunk, and the elements of it that this rank has."""
+
+    name: str
+    shape: torch.Size
+    in_whole: slice
+    """Of the flat chunk."""
+    in_part: slice
+    """Of this rank's flat part; empty where it has none of it."""
+    in_tensor: slice
+    """Of the flattened tensor."""
 
 
 class ChunkMemory:
@@ -42,63 +67,197 @@ class ChunkMemory:
 
     Its storage on the device stays the same object, of which the memory comes and goes: what autograd and kernels
     remembered of the tensors is right again as soon as the chunk is back. While it is out, the model's tensors have
-    their shapes, and read as NaN.
+    their shapes, and read as NaN. A persistent one is always there, and has no memory on the host.
     """
 
-    def __init__(self, chunk: Chunk, members: Sequence[Member], *, device: torch.device, pin: bool) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        members: Sequence[Member],
+        *,
+        device: torch.device,
+        ranks: Ranks,
+        is_persistent: bool = False,
+        room: int = 0,
+        state_dtype: torch.dtype | None = None,
+        fill: Fill | None = None,
+    ) -> None:
+        """Takes the tensors out of the model.
+
+        ``room`` is what is asked of the device's memory, at least; ``state_dtype`` what trained weights are updated in,
+        if that is not what they are computed with.
+        """
         assert [member.name for member in members] == [place.name for place in chunk.places]
-        self.chunk = chunk
-        self._members = list(members)
-        self._host = HostBuffer(chunk.num_bytes, pin=pin)
-        tensors = [member.get() for member in members]
-        self._storage = torch.UntypedStorage(chunk.num_bytes, device=device)
-        self._bytes = self._alias(torch.uint8, 0, torch.Size([chunk.num_bytes]))
+        self.chunk, self.is_persistent, self.device = chunk, is_persistent, device
+        self._members, self._ranks = list(members), ranks
+        self.num_bytes = aligned(chunk.num_bytes, ALIGNMENT * ranks.num_parts)
+        self.room = max(room, self.num_bytes)
+        self._part = ranks.part(self.num_bytes)
+        self._storage = torch.empty(self.room, dtype=torch.uint8, device=device).untyped_storage()
+        self._bytes = self._alias(torch.uint8, 0, torch.Size([self.num_bytes]))
+        shapes = [member.get().shape for member in members]
         self._views = [
-            self._alias(tensor.dtype, place.offset, tensor.shape)
-            for tensor, place in zip(tensors, chunk.places, strict=True)
+            self._alias(member.dtype, place.offset, shape)
+            for member, place, shape in zip(members, chunk.places, shapes, strict=True)
         ]
         self._placeholders = [_placeholder(view) for view in self._views]
-        for tensor, place in zip(tensors, chunk.places, strict=True):
-            target = self._host.bytes[place.offset : place.offset + place.num_bytes]
-            target.copy_(tensor.contiguous().flatten().view(torch.uint8))
-        self.is_resident = True
-        self.is_closed = False
-        self.release()
+        self._original_dtypes = [member.get().dtype for member in members]
+        self._host: HostBuffer | None = None
+        if not is_persistent:
+            self._host = HostBuffer(self._part.stop - self._part.start, pin=device.type == "cuda")
+        self.is_resident, self.is_closed = True, False
+        self.master: Tensor | None = None
+        """This rank's part of the trained weights, flat, in the type that they are updated in."""
+        self._take(state_dtype or self.work_dtype, fill)
+        if is_persistent:
+            self._put(self._views)
+        else:
+            self.release()
+
+    def _take(self, state_dtype: torch.dtype, fill: Fill | None) -> None:
+        """Copies the model's tensors to where this rank keeps its part, and frees them."""
+        work = torch.empty(self.num_bytes, dtype=torch.uint8)
+        is_wider = self.chunk.is_trained and state_dtype is not self.work_dtype
+        wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
+        for member, place, placeholder in zip(self._members, self.chunk.places, self._placeholders, strict=True):
+            values = member.get()
+            if values.is_meta:
+                assert fill is not None, f"{member.name} has no values: give fill"
+                values = torch.empty(values.shape, dtype=values.dtype)
+                fill(member.name, values)
+            narrow = values.to("cpu", member.dtype).contiguous()
+            work[place.offset : place.offset + place.num_bytes] = narrow.flatten().view(torch.uint8)
+            if is_wider:
+                begin = place.offset // member.dtype.itemsize
+                wide[begin : begin + values.numel()] = values.flatten()
+            member.put(placeholder)
+        if self.is_persistent:
+            self._bytes.copy_(work)
+        else:
+            self.host_bytes.copy_(work[self._part])
+        if is_wider:
+            self.master = wide[self._ranks.part(len(wide))].to(self._work_bytes().device, copy=True)
+        elif self.chunk.is_trained:
+            self.master = self.work
 
     @property
     def host_bytes(self) -> Tensor:
+        assert self._host is not None
         return self._host.bytes
 
-    def load(self) -> None:
-        """Brings the tensors to the device, on the current stream; they are the model's at once."""
-        assert not self.is_resident
-        self._storage.resize_(self.chunk.num_bytes)
-        self._bytes.copy_(self._host.bytes, non_blocking=True)
+    def _work_bytes(self) -> Tensor:
+        return self._bytes[self._part] if self.is_persistent else self.host_bytes
+
+    @property
+    def work(self) -> Tensor:
+        """This rank's part of a trained chunk as it is computed with, flat, where it is kept."""
+        assert self.chunk.is_trained
+        return self._work_bytes().view(self._members[0].dtype)
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        return self._members[0].dtype
+
+    @property
+    def storage_key(self) -> int:
+        """By which tensors that lie in it are known."""
+        return self._storage._cdata
+
+    @property
+    def names(self) -> list[str]:
+        return [place.name for place in self.chunk.places]
+
+    def load(self, lane: Lane) -> Event:
+        """Brings the tensors to the device; they are the model's at once, and right after the event."""
+        assert not self.is_resident and not self.is_persistent
+        source = self.host_bytes
+
+        def work() -> None:
+            self._storage.resize_(self.room)
+            self._bytes[self._part].copy_(source, non_blocking=True)
+            self._ranks.gather(self._bytes)
+
+        event = lane.submit(work)
         self._put(self._views)
         self.is_resident = True
+        return event
 
     def release(self) -> None:
         """Frees the memory on the device; what was written there is lost."""
-        assert self.is_resident
+        assert self.is_resident and not self.is_persistent
         self._put(self._placeholders)
         self._storage.resize_(0)
         self.is_resident = False
 
-    def write_back(self) -> None:
-        """Copies the device's bytes to the host, on the current stream."""
-        assert self.is_resident
-        self._host.bytes.copy_(self._bytes, non_blocking=True)
+    def publish(self) -> None:
+        """Of a persistent one: brings the parts that other ranks updated."""
+        assert self.is_persistent
+        self._ranks.gather(self._bytes)
+
+    def whole(self, flat: Tensor) -> dict[str, Tensor]:
+        """What the ranks hold together of something that is laid out as the chunk is, as tensors by name.
+
+        ``flat`` is this rank's part; the results share its memory where that is all. All ranks must call it.
+        """
+        if self._ranks.num_parts > 1:
+            gathered = torch.empty(len(flat) * self._ranks.num_parts, dtype=flat.dtype, device=self._bytes.device)
+            gathered[self._ranks.part(len(gathered))] = flat.to(gathered.device)
+            self._ranks.gather(gathered)
+            flat = gathered
+        return {piece.name: flat[piece.in_whole].view(piece.shape) for piece in self.pieces()}
+
+    def values(self) -> dict[str, Tensor]:
+        """The chunk's tensors, of trained ones those that are updated; they share its memory where they can."""
+        if self.master is not None:
+            return self.whole(self.master)
+        own = self.whole_bytes()
+        return {
+            place.name: own[place.offset : place.offset + place.num_bytes].view(view.dtype).view(view.shape)
+            for place, view in zip(self.chunk.places, self._views, strict=True)
+        }
+
+    def whole_bytes(self) -> Tensor:
+        """All bytes, gathered from the ranks; all must call it."""
+        if self.is_persistent or self._ranks.num_parts == 1:
+            return self._bytes if self.is_persistent else self.host_bytes
+        gathered = torch.empty_like(self._bytes) if self.is_resident else torch.empty(
+            self.num_bytes, dtype=torch.uint8, device=self._bytes.device
+        )
+        gathered[self._part] = self.host_bytes.to(gathered.device)
+        self._ranks.gather(gathered)
+        return gathered
 
     def close(self) -> None:
-        """Gives the model tensors of its own, with the host's bytes, and frees all memory; may be called again, also after
-        it has raised."""
+        """Gives the model tensors of its own, on the CPU, and frees all memory; may be called again, also after it has
+        raised. All ranks must call it."""
         if not self.is_closed:
-            for member, view, place in zip(self._members, self._views, self.chunk.places, strict=True):
-                own = self._host.bytes[place.offset : place.offset + place.num_bytes].clone()
-                member.put(own.view(view.dtype).view(view.shape))
+            values = self.values()
+            for member, dtype in zip(self._members, self._original_dtypes, strict=True):
+                member.put(values[member.name].to("cpu", dtype, copy=True))
             self._storage.resize_(0)
             self.is_closed = True
-        self._host.close()
+            self.master = None
+        if self._host is not None:
+            self._host.close()
+
+    def pieces(self) -> list[Piece]:
+        """Where the tensors of a trained chunk lie."""
+        size, found = self.work_dtype.itemsize, []
+        begin_part, end_part = self._part.start // size, self._part.stop // size
+        for place, view in zip(self.chunk.places, self._views, strict=True):
+            begin = place.offset // size
+            end = begin + view.numel()
+            first, last = max(begin, begin_part), max(begin, begin_part, min(end, end_part))
+            found.append(
+                Piece(
+                    name=place.name,
+                    shape=view.shape,
+                    in_whole=slice(begin, end),
+                    in_part=slice(first - begin_part, last - begin_part),
+                    in_tensor=slice(first - begin, last - begin),
+                )
+            )
+        return found
 
     def _alias(self, dtype: torch.dtype, offset: int, shape: torch.Size) -> Tensor:
         """A tensor on the storage, with a version counter of its own: loading must not count as a change."""

@@ -23,6 +23,8 @@ class TensorInfo:
     block: int | None
     """The transformer block that it is of; None for embedding, head and the like."""
     is_trained: bool
+    dtype: str = ""
+    """Of a trained one: those of a chunk have one type, so that all its gradients are one tensor."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,25 +51,29 @@ class Chunk:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Layout:
-    chunk_bytes: int
-    """What a slot on the device must hold: the largest chunk."""
+    slot_bytes: int
+    """What a slot on the device holds: the largest chunk that is not larger than the chunks' size."""
     chunks: Sequence[Chunk]
+
+    def slots_of(self, chunk: Chunk) -> int:
+        """How many slots it takes: one, but for a tensor larger than all slots."""
+        return -(-chunk.num_bytes // self.slot_bytes)
 
     @property
     def slack(self) -> int:
         """Bytes that slots of this size leave unused, over all chunks."""
-        return sum(self.chunk_bytes - chunk.num_bytes for chunk in self.chunks)
+        return sum(self.slots_of(chunk) * self.slot_bytes - chunk.num_bytes for chunk in self.chunks)
 
 
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:
+    return -(-num_bytes // to) * to
 
 
 def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_SIZES) -> Layout:
     """The layout with the least slack among the chunk ``sizes``; of equal ones, that of the smaller chunks.
 
     ``tensors`` are in the order of first use, shared ones at their first. A chunk begins anew rather than to split a
-    block that would fit into one. A tensor larger than a chunk has one of its own, and all slots have its size.
+    block that would fit into one. A tensor larger than a chunk has one of its own, which takes several slots.
     """
     if not tensors:
         raise ValueError("a model without parameters has nothing to lay out")
@@ -76,30 +82,38 @@ def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_S
 
 def _fill(tensors: Sequence[TensorInfo], size: int) -> Layout:
     chunks: list[Chunk] = []
-    open_chunks: dict[bool, Chunk] = {}
+    open_chunks: dict[Kind, Chunk] = {}
     for unit in _units(tensors):
-        is_trained, whole = unit[0].is_trained, sum(aligned(tensor.num_bytes) for tensor in unit)
-        chunk = open_chunks.get(is_trained)
+        kind, whole = _kind(unit[0]), sum(aligned(tensor.num_bytes) for tensor in unit)
+        chunk = open_chunks.get(kind)
         if chunk is not None and whole <= size < chunk.num_bytes + whole:
             chunk = None
         for tensor in unit:
             if chunk is None or (chunk.places and chunk.num_bytes + aligned(tensor.num_bytes) > size):
-                chunk = Chunk(index=len(chunks), is_trained=is_trained)
+                chunk = Chunk(index=len(chunks), is_trained=unit[0].is_trained)
                 chunks.append(chunk)
             chunk.places.append(Place(name=tensor.name, offset=chunk.num_bytes, num_bytes=tensor.num_bytes))
             if tensor.block not in chunk.blocks:
                 chunk.blocks.append(tensor.block)
         assert chunk is not None, "a unit has tensors"
-        open_chunks[is_trained] = chunk
-    return Layout(chunk_bytes=max(chunk.num_bytes for chunk in chunks), chunks=chunks)
+        open_chunks[kind] = chunk
+    fitting = [chunk.num_bytes for chunk in chunks if chunk.num_bytes <= size]
+    return Layout(slot_bytes=max(fitting, default=size), chunks=chunks)
+
+
+Kind = tuple[bool, str]
+
+
+def _kind(tensor: TensorInfo) -> Kind:
+    return tensor.is_trained, tensor.dtype if tensor.is_trained else ""
 
 
 def _units(tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
-    """What is kept together: neighbours of one block, trained and frozen ones apart."""
-    units: dict[tuple[int, int | None, bool], list[TensorInfo]] = {}
+    """What is kept together: neighbours of one block and kind."""
+    units: dict[tuple[int, Kind], list[TensorInfo]] = {}
     run, last = 0, object()
     for tensor in tensors:
         run += tensor.block != last
         last = tensor.block
-        units.setdefault((run, tensor.block, tensor.is_trained), []).append(tensor)
+        units.setdefault((run, _kind(tensor)), []).append(tensor)
     return list(units.values())

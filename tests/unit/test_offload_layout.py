@@ -26,7 +26,7 @@ def test_a_block_that_fits_is_not_split() -> None:
     layout = make_layout(tensors, sizes=[8 * K])
     assert names(layout) == [["0.0", "0.1"], ["1.0", "1.1", "2.0"]]
     assert [chunk.blocks for chunk in layout.chunks] == [[0], [1, 2]]
-    assert layout.chunk_bytes == 8 * K
+    assert layout.slot_bytes == 8 * K
 
 
 def test_a_block_larger_than_a_chunk_fills_several() -> None:
@@ -34,11 +34,21 @@ def test_a_block_larger_than_a_chunk_fills_several() -> None:
     assert names(layout) == [["0.0", "0.1"], ["0.2"]]
 
 
-def test_a_tensor_larger_than_a_chunk_makes_all_slots_as_large() -> None:
-    layout = make_layout([*block(None, 100 * K), *block(0, K)], sizes=[8 * K])
+def test_a_tensor_larger_than_a_chunk_takes_several_slots() -> None:
+    layout = make_layout([*block(None, 100 * K), *block(0, 7 * K)], sizes=[8 * K])
     assert names(layout) == [["None.0"], ["0.0"]]
-    assert layout.chunk_bytes == 100 * K
-    assert layout.slack == 99 * K
+    assert layout.slot_bytes == 7 * K
+    assert [layout.slots_of(chunk) for chunk in layout.chunks] == [15, 1]
+    assert layout.slack == 5 * K
+    assert make_layout(block(0, 100 * K), sizes=[8 * K]).slot_bytes == 8 * K
+
+
+def test_trained_tensors_of_a_chunk_have_one_type() -> None:
+    tensors = [
+        TensorInfo(name=str(index), num_bytes=K, block=0, is_trained=index < 4, dtype="ab"[index % 2])
+        for index in range(6)
+    ]
+    assert names(make_layout(tensors, sizes=[8 * K])) == [["0", "2"], ["1", "3"], ["4", "5"]]
 
 
 def test_frozen_and_trained_tensors_have_chunks_of_their_own() -> None:
@@ -51,7 +61,7 @@ def test_the_size_with_the_least_slack_is_taken() -> None:
     tensors = [tensor for index in range(4) for tensor in block(index, 5 * K)] + block(4, K)
     layout = make_layout(tensors, sizes=[8 * K, 12 * K])
     assert [len(chunk) for chunk in names(layout)] == [2, 3]
-    assert (layout.chunk_bytes, layout.slack) == (11 * K, K)
+    assert (layout.slot_bytes, layout.slack) == (11 * K, K)
     equal = [tensor for index in range(4) for tensor in block(index, 4 * K)]
     assert len(make_layout(equal, sizes=[16 * K, 8 * K]).chunks) == 2
 
@@ -77,5 +87,5 @@ def test_every_tensor_has_one_place_that_no_other_overlaps(seed: int) -> None:
             assert place.offset >= ends
             assert place.offset % ALIGNMENT == 0
             ends = place.offset + place.num_bytes
-        assert ends <= chunk.num_bytes <= layout.chunk_bytes
+        assert ends <= chunk.num_bytes <= layout.slots_of(chunk) * layout.slot_bytes
         assert [order[place.name] for place in chunk.places] == sorted(order[place.name] for place in chunk.places)

@@ -1,0 +1,113 @@
+"""AdamW for one chunk, where its optimizer state lies: on the host, or on the device for a persistent one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.offload.chunk import ChunkMemory
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ChunkAdam:
+    """The gradients, moments and update of this rank's part of a trained chunk.
+
+    Torch's fused AdamW runs over views of flat tensors, one for each of the chunk's tensors; those that had no gradient
+    in an update are left alone, as torch leaves them.
+    """
+
+    def __init__(
+        self,
+        memory: ChunkMemory,
+        *,
+        gradient_dtype: torch.dtype,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        assert memory.master is not None
+        self.memory = memory
+        master = memory.master
+        self.gradient = torch.zeros(len(master), dtype=gradient_dtype, device=master.device)
+        """Of this update so far."""
+        self.has_gradient: dict[str, bool] = dict.fromkeys(memory.names, False)
+        self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
+        self.pieces = {piece.name: piece for piece in memory.pieces()}
+        self._updated = {name: nn.Parameter(master[piece.in_part]) for name, piece in self.pieces.items()}
+        self._steps = {name: torch.zeros((), device=master.device) for name in self.pieces}
+        self._optimizer = torch.optim.AdamW(
+            self._updated.values(),
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+        for name, piece in self.pieces.items():
+            moments = {key: flat[piece.in_part] for key, flat in self._moments.items()}
+            self._optimizer.state[self._updated[name]] = {"step": self._steps[name], **moments}
+
+    def add(self, part: Tensor, names: Iterable[str]) -> None:
+        """Adds this rank's part of a backward pass's gradients, of the tensors ``names``; the others' are 0."""
+        if any(self.has_gradient.values()):
+            self.gradient.add_(part)
+        else:
+            self.gradient.copy_(part)
+        self.has_gradient |= dict.fromkeys(names, True)
+
+    def squared_norm(self) -> Tensor:
+        """Of this rank's part (scalar, float32)."""
+        if not any(self.has_gradient.values()):
+            return torch.zeros((), device=self.gradient.device)
+        return torch.linalg.vector_norm(self.gradient, dtype=torch.float32).square()
+
+    def update(self, learning_rate: float, scale: float) -> None:
+        """Scales the gradients, updates the weights, and drops the gradients."""
+        (group,) = self._optimizer.param_groups
+        group["lr"] = learning_rate
+        master = self.memory.master
+        assert master is not None
+        for name, has in self.has_gradient.items():
+            if has:
+                gradient = self.gradient[self.pieces[name].in_part].to(master.dtype)
+                self._updated[name].grad = gradient.mul_(scale) if scale != 1 else gradient
+                self._optimizer.step()
+                self._updated[name].grad = None
+        if self.memory.work.data_ptr() != master.data_ptr():
+            self.memory.work.copy_(master)
+        self.drop()
+
+    def drop(self) -> None:
+        self.has_gradient = dict.fromkeys(self.has_gradient, False)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Of every tensor that was updated: its number of updates, and its whole moments; all ranks must call it."""
+        whole = {key: self.memory.whole(flat) for key, flat in self._moments.items()}
+        return {
+            name: {"step": step} | {key: moments[name] for key, moments in whole.items()}
+            for name, step in self._steps.items()
+            if step > 0
+        }
+
+    def load(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes over whole tensors by name; tensors without a state have had no update."""
+        master = self.memory.master
+        assert master is not None
+        self.drop()
+        self._put(master, weights)
+        for key, flat in self._moments.items():
+            self._put(flat, {name: state[key] for name, state in states.items()})
+        for name, step in self._steps.items():
+            step.fill_(float(states[name]["step"]) if name in states else 0.0)
+        if self.memory.work.data_ptr() != master.data_ptr():
+            self.memory.work.copy_(master)
+
+    def _put(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Writes this rank's part of whole tensors; 0 where there is none."""
+        for name, piece in self.pieces.items():
+            own = flat[piece.in_part]
+            own.copy_(tensors[name].flatten()[piece.in_tensor]) if name in tensors else own.zero_()

@@ -1,0 +1,147 @@
+"""Takes the gradients of chunks from the backward pass to where their optimizer is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor, Future
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.offload.adam import ChunkAdam
+from rlpipe.offload.host import HostBuffer
+from rlpipe.offload.lanes import Event, Lane
+from rlpipe.offload.ranks import Ranks
+
+NUM_STAGED = 2
+"""Chunks whose gradients are on their way: one is copied while another is added up on the host."""
+
+
+class Gradients:
+    """Of all trained chunks of a model; ``adams`` are theirs by the chunks' numbers."""
+
+    def __init__(
+        self,
+        adams: Mapping[int, ChunkAdam],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        ranks: Ranks,
+        lane: Lane,
+        worker: Executor,
+    ) -> None:
+        self._adams, self._ranks, self._lane, self._worker = adams, ranks, lane, worker
+        self._open: dict[int, tuple[Tensor, set[str]]] = {}
+        self._sent: dict[tuple[int, torch.dtype], list[tuple[Event, Tensor]]] = defaultdict(list)
+        self._staging = [Staging(pin=parameters[next(iter(parameters))].is_cuda) for _ in range(NUM_STAGED)]
+        self._pending: list[Future[None]] = []
+        self._handles = [
+            parameters[name].register_post_accumulate_grad_hook(partial(self._take, index, name))
+            for index, adam in adams.items()
+            for name in adam.pieces
+        ]
+
+    def finish(self, indices: Iterable[int]) -> None:
+        """Sends what a backward pass made of chunks.
+
+        All ranks must call it with the same chunks, also those that have no gradients of them.
+        """
+        for index in indices:
+            if index in self._adams and (index in self._open or self._ranks.num_ranks > 1):
+                flat, seen = self._open.pop(index, None) or self._begin(index)
+                self._send(self._adams[index], flat, seen)
+
+    @property
+    def unfinished(self) -> list[int]:
+        return sorted(self._open)
+
+    def settle(self) -> None:
+        """Waits until all that was sent has been added up."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def drop(self) -> None:
+        self.settle()
+        self._open.clear()
+        for adam in self._adams.values():
+            adam.drop()
+
+    def close(self) -> None:
+        self.settle()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for staging in self._staging:
+            staging.close()
+
+    def _take(self, index: int, name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if index not in self._open:
+            self._open[index] = self._begin(index)
+        flat, seen = self._open[index]
+        target = flat[self._adams[index].pieces[name].in_whole].view(gradient.shape)
+        target.add_(gradient) if name in seen else target.copy_(gradient)
+        seen.add(name)
+
+    def _begin(self, index: int) -> tuple[Tensor, set[str]]:
+        memory = self._adams[index].memory
+        sent = self._sent[memory.room, memory.work_dtype]
+        if len(sent) >= NUM_STAGED:
+            event, flat = sent.pop(0)
+            event.block_device()
+        else:
+            flat = torch.empty(memory.room // memory.work_dtype.itemsize, dtype=memory.work_dtype, device=memory.device)
+        return flat, set()
+
+    def _send(self, adam: ChunkAdam, flat: Tensor, seen: set[str]) -> None:
+        memory = adam.memory
+        for name, piece in adam.pieces.items():
+            if name not in seen:
+                flat[piece.in_whole] = 0
+        part = self._ranks.reduce(flat[: memory.num_bytes // memory.work_dtype.itemsize])
+        if memory.is_persistent:
+            adam.add(part, seen)
+            self._sent[memory.room, memory.work_dtype].append((self._lane.submit(lambda: None), flat))
+            return
+        staging = self._staging.pop(0)
+        host = staging.take(part)
+
+        def copy() -> None:
+            host.copy_(part, non_blocking=True)
+
+        event = self._lane.submit(copy)
+        self._sent[memory.room, memory.work_dtype].append((event, flat))
+
+        def add() -> None:
+            event.block_host()
+            adam.add(host, seen)
+
+        staging.user = self._worker.submit(add)
+        self._pending.append(staging.user)
+        self._staging.append(staging)
+
+
+class Staging:
+    """A place on the host where gradients arrive."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._buffer: HostBuffer | None = None
+        self.user: Future[None] | None = None
+
+    def take(self, like: Tensor) -> Tensor:
+        """Memory for a tensor, once its last user is done with it."""
+        if self.user is not None:
+            self.user.result()
+        if self._buffer is None or len(self._buffer.bytes) < like.nbytes:
+            self.close()
+            self._buffer = HostBuffer(like.nbytes, pin=self._pin)
+        return self._buffer.bytes[: like.nbytes].view(like.dtype)
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None

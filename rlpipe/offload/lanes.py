@@ -1,0 +1,74 @@
+"""Queues of work on the device that run beside its computation: copies in, copies out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Event(Protocol):
+    """A point in a queue."""
+
+    def block_device(self) -> None:
+        """What is computed from here on waits until the queue is past this point."""
+
+    def block_host(self) -> None:
+        """The calling thread waits."""
+
+
+class Lane(Protocol):
+    def submit(self, work: Work) -> Event:
+        """Queues work behind what was queued, and behind all that the device was given to compute so far."""
+
+
+class Done:
+    """Of work that is over."""
+
+    def block_device(self) -> None:
+        pass
+
+    def block_host(self) -> None:
+        pass
+
+
+class InlineLane:
+    """Does everything at once: on the CPU."""
+
+    def submit(self, work: Work) -> Event:
+        work()
+        return Done()
+
+
+class CudaLane:
+    """A stream; made once, as every stream keeps memory of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, work: Work) -> Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+            return CudaEvent(self._stream, self._device)
+
+
+class CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def block_device(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def block_host(self) -> None:
+        self._event.synchronize()
+
+
+def make_lane(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else InlineLane()

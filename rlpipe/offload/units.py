@@ -1,0 +1,136 @@
+"""Takes a model apart: the blocks and the rest that run one after another, and the tensors that each of them uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.offload.chunk import Member
+from rlpipe.offload.layout import TensorInfo
+
+ADAPTER_MARKS = ("lora_", "modules_to_save")
+"""In the names that PEFT gives to what it adds to a model."""
+SCALES = ("absmax", "state2.absmax")
+"""What bitsandbytes keeps of a 4-bit weight beside its codes, and that grows with it."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Unit:
+    """A part of the model that runs as a whole."""
+
+    name: str
+    module: nn.Module
+    is_block: bool
+    """One of the model's like layers, whose activations may be treated in different ways."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Inventory:
+    units: Sequence[Unit]
+    tensors: list[TensorInfo] = field(default_factory=list)
+    """What is laid out in chunks, in the order of first use."""
+    members: dict[str, Member] = field(default_factory=dict)
+    """Those tensors in the model."""
+    uses: dict[str, set[int]] = field(default_factory=dict)
+    """By which units each of them is used."""
+    resident: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that stay on the device: adapters, vectors that are trained, and what is in no unit."""
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """Blocks are the entries of the outermost module lists that hold parameters; what lies beside them makes the other
+    units, each as large as it can be. In the order of registration, which is that of use in transformers' models.
+    """
+    blocks = {id(block) for entries in _block_lists(model) for block in entries}
+    units: dict[int, Unit] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        if not any(True for _ in module.parameters()):
+            return
+        inside = {id(child) for child in module.modules()}
+        if id(module) in blocks or inside.isdisjoint(blocks) and not isinstance(module, nn.ModuleList):
+            units.setdefault(id(module), Unit(name=name, module=module, is_block=id(module) in blocks))
+            return
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", model)
+    return list(units.values())
+
+
+def _block_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len(child) and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _block_lists(child)
+
+
+def take_inventory(
+    model: nn.Module, units: Sequence[Unit], *, trained: bool = True, compute_dtype: torch.dtype | None = None
+) -> Inventory:
+    """Sorts the model's parameters into those for chunks and those that stay.
+
+    None is ``trained`` in a model that only reads. Those that are come to the device in ``compute_dtype``, if it is
+    given, and are updated in their own.
+    """
+    found = Inventory(units=units)
+    is_adapted = hasattr(model, "peft_config") or any(hasattr(module, "peft_config") for module in model.modules())
+    users: dict[int, set[int]] = {}
+    for index, unit in enumerate(units):
+        for parameter in unit.module.parameters():
+            users.setdefault(id(parameter), set()).add(index)
+    for name, parameter in model.named_parameters():
+        is_trained = trained and parameter.requires_grad
+        is_adapter = is_adapted and any(mark in name for mark in ADAPTER_MARKS)
+        if id(parameter) not in users or is_adapter or (is_trained and (is_adapted or parameter.ndim < 2)):
+            found.resident[name] = parameter
+            continue
+        used_by = users[id(parameter)]
+        first = min(used_by)
+        block = first if units[first].is_block else None
+        dtype = compute_dtype if is_trained else None
+        _add(found, Member.of_parameter(name, parameter, dtype), block, used_by, is_trained=is_trained)
+        for member in _scales(name, parameter):
+            _add(found, member, block, used_by, is_trained=False)
+    return found
+
+
+def _add(found: Inventory, member: Member, block: int | None, uses: set[int], *, is_trained: bool) -> None:
+    found.tensors.append(
+        TensorInfo(
+            name=member.name,
+            num_bytes=member.get().numel() * member.dtype.itemsize,
+            block=block,
+            is_trained=is_trained,
+            dtype=f"{member.get().dtype} {member.dtype}" if is_trained else "",
+        )
+    )
+    found.members[member.name] = member
+    found.uses[member.name] = uses
+
+
+def _scales(name: str, parameter: nn.Parameter) -> Iterator[Member]:
+    state: Any = getattr(parameter, "quant_state", None)
+    for path in SCALES if state is not None else ():
+        owner: Any = state
+        for part in path.split("."):
+            owner = getattr(owner, part, None)
+        if isinstance(owner, Tensor):
+            yield Member.of_attribute(f"{name}.{path}", state, path)
+
+
+def move_rest(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
+    """Brings what is in no chunk to the device, in place."""
+    for parameter in inventory.resident.values():
+        parameter.data = parameter.data.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    for parameter in model.parameters():
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None:
+            state.to(device)
