@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlpipe.configs.schema import LearnerConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepBoard, StepReport

@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from rlpipe.actors.rollout import QUESTIONS
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.errors import RunError
 from rlpipe.scoring.chat import EngineChat, EngineSilent
 from rlpipe.types import GroupRequest, RolloutGroup

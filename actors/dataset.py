@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from rlpipe.actors.batches import BatchActor, News
 from rlpipe.algorithms.strided import document_budget
-from rlpipe.configs.schema import AlgorithmConfig, DataConfig, LearnerConfig, ModelConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.packing import pack_step
 from rlpipe.data.prompts import Cursor, SequenceSource, open_sft_rows

@@ -10,7 +10,7 @@ import torch
 from ray.actor import ActorHandle
 
 from rlpipe.actors.publishing import Calls
-from rlpipe.configs.schema import FeatureConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
 from rlpipe.learner.sharding import Reduce

@@ -13,7 +13,10 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.batches import BatchActor
 from rlpipe.actors.hook import HookFeed
-from rlpipe.configs.schema import AlgorithmConfig, Config, LearnerConfig, LedgerConfig, ReplayConfig, RewardConfig
+from rlpipe.configs.schema import Config, LedgerConfig, ReplayConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.errors import LedgerLost, RunError
 from rlpipe.replay.buffer import Admitted

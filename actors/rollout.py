@@ -6,7 +6,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_rollout import RolloutConfig
 from rlpipe.errors import EngineNotStarted
 from rlpipe.rollout.engine import open_engine
 from rlpipe.rollout.engine_thread import EngineThread

@@ -20,7 +20,9 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.exceptions import RayServeException
 
 from rlpipe.actors.chat import Engines, open_chat
-from rlpipe.configs.schema import FeatureConfig, ModelConfig, RewardConfig, ServeConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.imports import enter_folder
 from rlpipe.scoring.rewards import Reward

@@ -28,14 +28,11 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.result import Result
 
-from rlpipe.configs.schema import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    LearnerConfig,
-    ModelConfig,
-    SamplingConfig,
-    WeightsConfig,
-)
+from rlpipe.configs.schema import CheckpointConfig, WeightsConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.waiting import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)

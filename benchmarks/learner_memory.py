@@ -17,7 +17,9 @@ from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from benchmarks.peak import MB, peak_memory, return_what_is_freed
-from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LearnerConfig, ModelConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights

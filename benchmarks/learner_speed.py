@@ -28,7 +28,9 @@ from transformers import (
     set_seed,
 )
 
-from rlpipe.configs.schema import AdapterConfig, AlgorithmConfig, LearnerConfig, ModelConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy, lora_config
 from rlpipe.learner.step import Learner

@@ -24,14 +24,10 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import (
-    AdapterConfig,
-    LearnerConfig,
-    ModelConfig,
-    RolloutConfig,
-    SamplingConfig,
-    WeightsConfig,
-)
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor

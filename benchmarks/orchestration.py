@@ -23,7 +23,9 @@ from benchmarks.stand_ins import (
     run_pipeline,
     start_workers,
 )
-from rlpipe.configs.schema import AlgorithmConfig, Config, LearnerConfig, ReplayConfig
+from rlpipe.configs.schema import Config, ReplayConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import RolloutGroup
 

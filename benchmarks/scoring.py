@@ -24,7 +24,9 @@ from ray import ObjectRef
 
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.served import Lease, ServedSetup, deploy, make_scorer, start_serve
-from rlpipe.configs.schema import AdapterConfig, FeatureConfig, ModelConfig, RewardConfig, ServeConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
 from rlpipe.placement import Need, start_actor
 from rlpipe.scorer_pool import ScorerPool, ScoringPool
 from rlpipe.scoring.feature_network import FeatureSequence, open_feature_network

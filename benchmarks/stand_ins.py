@@ -21,7 +21,9 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import Config, HeldOutConfig, RewardConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_data import HeldOutConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller
 from rlpipe.data.prompts import Cursor, Passed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlpipe.configs.schema import AlgorithmConfig, Config, ServeConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_scoring import ServeConfig
 
 KIND = "algorithm.kind=ebft_strided"
 

@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpipe.configs.schema import AdapterConfig, Config, DataConfig, ModelConfig, ScoringConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_scoring import ScoringConfig
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -10,7 +10,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rlpipe.configs.schema import MISSING, Config
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_option import MISSING
 
 SYNONYMS = {
     "learning_rate": "learner.optimizer.lr",

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rlpipe.configs.schema import Config, ModelConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_model import ModelConfig
 
 FREE_ON_RESUME = (
     "name",

@@ -12,7 +12,8 @@ from typing import Any
 from rlpipe.configs.contradictions import find_contradictions
 from rlpipe.configs.files import find_missing_files
 from rlpipe.configs.options import describe_range
-from rlpipe.configs.schema import Config, Freezable
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_option import Freezable
 from rlpipe.errors import ConfigError, InputError
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlpipe.configs.schema import HeldOutConfig, RewardConfig
+from rlpipe.configs.schema_data import HeldOutConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.replay.assemble import EBFT, reward_metrics
 from rlpipe.scoring.scorer import GroupScores, apply_scores
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
 
-from rlpipe.configs.schema import AdapterConfig, DataConfig, ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.data.chat import PromptRenderer, load_tokenizer
 from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.errors import DataError, EngineFailed, InputError

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.errors import DataError, ModelError
 from rlpipe.replay.ledger import Event, Ledger
 from rlpipe.replay.location import find_ledger, reading

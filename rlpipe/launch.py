@@ -32,7 +32,8 @@ from rlpipe.actors.served import (
     start_serve,
 )
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.learner_pool import LearnerPool
 from rlpipe.parts import Parts
 from rlpipe.placement import (

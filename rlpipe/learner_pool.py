@@ -8,7 +8,8 @@ from typing import Any
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from rlpipe.configs.schema import ClusterConfig, RewardConfig
+from rlpipe.configs.schema import ClusterConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import WaitTimeout
 from rlpipe.scorer_pool import ScoringPool
 from rlpipe.scoring.scorer import GroupScores

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.configs.schema_model import ModelConfig
 
 
 def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:

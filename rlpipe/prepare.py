@@ -10,7 +10,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from rlpipe.configs.schema import Config, ModelConfig, RewardConfig, ScoringConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.data.prompts import Cursor
 from rlpipe.errors import ConfigError, DataError

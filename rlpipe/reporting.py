@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 
-from rlpipe.configs.schema import SamplingConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.replay.steps import StepReport
 from rlpipe.tracking.completions import CompletionsLog
 from rlpipe.tracking.progress import Progress

@@ -13,7 +13,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
-from rlpipe.configs.schema import RewardConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import RlpipeError
 from rlpipe.placement import until_ready
 from rlpipe.scoring.checks import describe_exception

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rlpipe.actors.served import ScorerHung
-from rlpipe.configs.schema import RewardConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import RlpipeError, RunError, WaitTimeout
 from rlpipe.scorer_pool import ScoringPool
 from rlpipe.scoring.checks import describe_exception

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rlpipe.configs.schema import AdapterConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.nf4 import to_nf4_and_back
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import (

@@ -8,13 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpipe.configs.schema import (
-    AdapterConfig,
-    AlgorithmConfig,
-    LearnerConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.step import Learner

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema import AdapterConfig
+from rlpipe.configs.schema_model import AdapterConfig
 from rlpipe.learner.policy import lora_config
 from rlpipe.nf4 import to_nf4_and_back
 from rlpipe.types import Rollout

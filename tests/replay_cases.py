@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, ReplayConfig, RewardConfig
+from rlpipe.configs.schema import ReplayConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.data.prompts import Cursor
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.database import NAME

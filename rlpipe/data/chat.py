@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpipe.configs.schema import DataConfig, ModelConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.masks import assistant_tokens
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate

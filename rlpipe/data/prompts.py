@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.configs.schema import DataConfig
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.rows import Place, Row, Rows, SkipKind, SkippedRow, UnusableRow
 from rlpipe.data.sources import CheckColumns, open_held_out_rows, open_rows

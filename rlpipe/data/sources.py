@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.configs.schema import DataConfig
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.rows import Row, Rows
 from rlpipe.errors import DataError
 from rlpipe.hub import hub_has

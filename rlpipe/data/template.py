@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from rlpipe.configs.schema import DataConfig
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.messages import chat_messages
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError

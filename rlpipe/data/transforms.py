@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpipe.configs.schema import DataConfig
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.rows import Row, Rows, UnusableRow
 from rlpipe.errors import DataError, InputError
 from rlpipe.imports import USER_CODE_ERRORS, describe_error, import_object

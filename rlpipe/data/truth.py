@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpipe.configs.schema import DataConfig, EbftConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.data.chat import SequenceRenderer
 from rlpipe.data.rows import UnusableRow
 from rlpipe.types import Prompt, Truth

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlpipe.configs.schema import LearnerConfig, mends_weights
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import mends_weights
 from rlpipe.configs.tree import model_of
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.errors import ModelError, RunError

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlpipe.configs.schema import FsdpConfig, OptimizerConfig
+from rlpipe.configs.schema_learner import FsdpConfig, OptimizerConfig
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Read, Updates

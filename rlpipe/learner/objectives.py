@@ -9,7 +9,8 @@ import torch
 
 from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.data.packing import empty_micro_batch, split_padded
 from rlpipe.learner.inputs import LearnerInputs, prepare
 from rlpipe.learner.policy import Policy

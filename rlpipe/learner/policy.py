@@ -15,13 +15,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlpipe.configs.schema import (
-    AdapterConfig,
-    LearnerConfig,
-    ModelConfig,
-    reentrant_checkpointing,
-    serves_adapter,
-)
+from rlpipe.configs.schema_learner import LearnerConfig, reentrant_checkpointing
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error

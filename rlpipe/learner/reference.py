@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from rlpipe.configs.schema import AlgorithmConfig, ReferenceConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, ReferenceConfig
 from rlpipe.errors import ConfigError
 from rlpipe.learner.policy import Policy, load_scorer
 from rlpipe.learner.rows import Row

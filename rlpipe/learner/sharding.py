@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rlpipe.configs.schema import OptimizerConfig
+from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.scorer import TokenScorer
 
 Read = Callable[[dict[str, Tensor]], None]

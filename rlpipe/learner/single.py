@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from rlpipe.configs.schema import OptimizerConfig
+from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Read, Reduce, Updates
 from rlpipe.learner.updates import TorchUpdates

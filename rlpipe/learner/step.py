@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import Inputs, Objective, PolicyGradient, Supervised
 from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor

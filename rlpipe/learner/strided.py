@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rlpipe.algorithms.strided import StridedRow, plan_row
-from rlpipe.configs.schema import StridedConfig
+from rlpipe.configs.schema_ebft import StridedConfig
 from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.learner.attention import mask_for
 from rlpipe.learner.rows import Row

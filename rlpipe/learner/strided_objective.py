@@ -23,7 +23,9 @@ from rlpipe.algorithms.features import (
 )
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema import AlgorithmConfig, FeatureConfig, LearnerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
 from rlpipe.learner.sharding import Reduce

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlpipe.configs.schema import FsdpConfig
+from rlpipe.configs.schema_learner import FsdpConfig
 from rlpipe.errors import ModelError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from rlpipe.configs.schema import OptimizerConfig, Zero3Config
+from rlpipe.configs.schema_learner import OptimizerConfig, Zero3Config
 from rlpipe.learner.moments import MOMENTS, STEPS, read_moments, write_moments
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.learner.ranks import Ranks

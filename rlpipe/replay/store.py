@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, ReplayConfig, RewardConfig
+from rlpipe.configs.schema import ReplayConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.data.prompts import Cursor, Passed
 from rlpipe.replay.assemble import assemble_step, has_signal
 from rlpipe.replay.buffer import Admitted, ReplayBuffer

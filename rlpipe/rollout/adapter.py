@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rlpipe.configs.schema import AdapterConfig, ModelConfig, mends_weights
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, mends_weights
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error

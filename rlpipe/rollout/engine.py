@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_rollout import RolloutConfig
 from rlpipe.errors import ConfigError
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 

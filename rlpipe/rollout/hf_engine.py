@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, serves_adapter
+from rlpipe.configs.schema_model import ModelConfig, serves_adapter
+from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.conversion import Unit, plan_units, to_files, untied_state
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models import open_model

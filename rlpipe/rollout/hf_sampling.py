@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rlpipe.configs.schema import SamplingConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.rollout.assemble import sample_seed
 from rlpipe.types import GroupRequest
 

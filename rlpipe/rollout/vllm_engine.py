@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, WeightsConfig, serves_adapter
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_model import ModelConfig, serves_adapter
+from rlpipe.configs.schema_rollout import RolloutConfig
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
 from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed, too_long
 from rlpipe.rollout.engine import num_threads

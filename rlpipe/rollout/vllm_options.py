@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from rlpipe.configs.schema import ModelConfig, RolloutConfig, SamplingConfig, WeightsConfig, serves_adapter
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_model import ModelConfig, serves_adapter
+from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES
 

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from rlpipe.configs.schema import DataConfig, ModelConfig, SamplingConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
 from rlpipe.errors import ConfigError

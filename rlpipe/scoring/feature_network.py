@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.algorithms.features import join_layers, layer_indices, pool
-from rlpipe.configs.schema import FeatureConfig, ModelConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.packing import padded_parts
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.rows import AttentionPlan, Layout, Row

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.features import FeatureScores, feature_rewards, score_features
-from rlpipe.configs.schema import FeatureConfig, ModelConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
 from rlpipe.learner.sharding import Reduce

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpipe.configs.schema import ModelConfig, serves_adapter
+from rlpipe.configs.schema_model import ModelConfig, serves_adapter
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.answer_cache import AnswerCache
 from rlpipe.scoring.chat import EngineClient, Weights, check_options

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.errors import RewardImportError
 from rlpipe.imports import import_object
 from rlpipe.types import RolloutGroup

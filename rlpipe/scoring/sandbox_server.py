@@ -17,7 +17,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from rlpipe.configs.schema import RewardConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import InputError
 from rlpipe.scoring.memory import GIB, MemoryLimit, lift_memory_limit
 from rlpipe.scoring.processes import PROC, descendants, end_processes, list_processes

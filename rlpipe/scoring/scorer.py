@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlpipe.configs.schema import RewardConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import RewardFailed
 from rlpipe.scoring.checks import check_scores, describe_exception, is_lack_of_memory
 from rlpipe.scoring.leftovers import Leftovers

@@ -14,7 +14,8 @@ from engine_cases import OpenVllm, model_config, rollout_config
 from run_cases import SIX_STEPS, make_config
 
 import rlpipe
-from rlpipe.configs.schema import ModelConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy
 

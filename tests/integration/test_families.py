@@ -15,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 from serving_cases import largest_gap, publish_policy
 from transformers import AutoModelForImageTextToText
 
-from rlpipe.configs.schema import AlgorithmConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner.export import export_policy

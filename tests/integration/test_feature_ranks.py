@@ -12,7 +12,9 @@ import torch.distributed as dist
 from learner_cases import make_learner, make_model_config, make_rollouts, train_steps
 from rank_cases import Ranks
 
-from rlpipe.configs.schema import AlgorithmConfig, EbftConfig, FeatureConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_ebft import EbftConfig, FeatureConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.scoring.scorer import GroupScores

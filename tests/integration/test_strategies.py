@@ -15,7 +15,8 @@ from learner_cases import assert_close, make_adapter_config, make_batches, make_
 from plain_training import train_plain
 from rank_cases import Ranks
 
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.export import ADAPTER_FILE
 from rlpipe.learner.step import Learner

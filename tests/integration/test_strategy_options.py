@@ -22,14 +22,9 @@ from plain_training import load_plain, train_plain
 from rank_cases import Ranks
 from safetensors.torch import load_file
 
-from rlpipe.configs.schema import (
-    AdapterConfig,
-    AlgorithmConfig,
-    FsdpConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    Zero3Config,
-)
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema_model import AdapterConfig
 from rlpipe.learner.publish import outline_weights, served_weights
 from rlpipe.tiny import make_tiny_policy
 

@@ -12,15 +12,9 @@ import torch.distributed as dist
 from learner_cases import assert_close, make_document, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema import (
-    AdvantageConfig,
-    AlgorithmConfig,
-    EbftConfig,
-    LearnerConfig,
-    LossConfig,
-    OptimizerConfig,
-    StridedConfig,
-)
+from rlpipe.configs.schema_algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema_ebft import EbftConfig, StridedConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
 from rlpipe.tiny import make_tiny_policy

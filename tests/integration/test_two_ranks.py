@@ -10,17 +10,9 @@ import torch.distributed as dist
 from learner_cases import assert_close, make_batches, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema import (
-    AdapterConfig,
-    AlgorithmConfig,
-    FsdpConfig,
-    LearnerConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ReferenceConfig,
-    Zero3Config,
-)
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig, ReferenceConfig
+from rlpipe.configs.schema_learner import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.export import export_policy

@@ -25,7 +25,8 @@ from engine_cases import (
     without,
 )
 
-from rlpipe.configs.schema import SamplingConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.merge.merging import MergeRequest, merge
 from rlpipe.rollout.engine import Engine, open_engine

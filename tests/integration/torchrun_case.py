@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from learner_cases import make_learner, parameters_of, train_steps
 
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.learner.export import export_policy
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
-from rlpipe.configs.schema import AdvantageConfig
+from rlpipe.configs.schema_algorithm import AdvantageConfig
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import FloatArray
 

@@ -25,7 +25,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 import rlpipe.configs.schema as schema
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
-from rlpipe.configs.schema import AlgorithmConfig, CorrectionConfig, LossConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, CorrectionConfig, LossConfig
 
 CONFIGS = Path(schema.__file__).parent / "algorithm"
 BATCH, LENGTH, PROMPT = 16, 13, 3

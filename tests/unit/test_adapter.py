@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from rlpipe.configs.schema import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.rollout.adapter import read_adapter_config, without_learner
 from rlpipe.training_record import TrainingRecord

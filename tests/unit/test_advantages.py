@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
-from rlpipe.configs.schema import AdvantageConfig
+from rlpipe.configs.schema_algorithm import AdvantageConfig
 from rlpipe.types import FloatArray
 
 NAN = math.nan

@@ -3,7 +3,8 @@
 import pytest
 from replay_cases import group
 
-from rlpipe.configs.schema import AdvantageConfig, AlgorithmConfig, LearnerConfig, LossConfig
+from rlpipe.configs.schema_algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.replay.assemble import assemble_step, step_metrics
 from rlpipe.types import RolloutGroup, RolloutStatus, TrainBatch
 

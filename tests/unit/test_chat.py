@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpipe.configs.schema import DataConfig, ModelConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer, load_tokenizer
 from rlpipe.data.rows import Place, SkipKind, UnusableRow
 from rlpipe.errors import DataError, ModelError

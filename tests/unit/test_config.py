@@ -12,7 +12,8 @@ from rlpipe.configs import compose, groups
 from rlpipe.configs.compose import build_config, compose_tree, load_config
 from rlpipe.configs.groups import config_folder, describe_choice, list_groups
 from rlpipe.configs.options import SYNONYMS, nearest_name, options
-from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.errors import ConfigError, DataError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.losses import LossInputs, policy_loss
-from rlpipe.configs.schema import CorrectionConfig, LossConfig
+from rlpipe.configs.schema_algorithm import CorrectionConfig, LossConfig
 
 RATIOS = [[1.5, 0.2], [4.0, 3.0]]
 """w of each token of two sequences; their products are 0.3 and 12."""

@@ -11,7 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlpipe.configs.schema import DataConfig, EbftConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
 from rlpipe.data.rows import Row, Rows, UnusableRow
 from rlpipe.data.sources import open_rows

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlpipe.configs.schema import AdapterConfig, ModelConfig, SamplingConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.assemble import Sample, build_group, failed_group
 from rlpipe.scoring import chat

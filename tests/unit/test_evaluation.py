@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlpipe.configs.schema import HeldOutConfig, RewardConfig
+from rlpipe.configs.schema_data import HeldOutConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.evaluation import Evaluator
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup

@@ -12,7 +12,8 @@ from feature_cases import unit
 from learner_cases import make_model_config
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema import FeatureConfig, LearnerConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.reference import AdapterOff
 from rlpipe.models import open_model

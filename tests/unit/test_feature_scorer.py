@@ -12,7 +12,9 @@ import torch
 from feature_cases import baseline_reference, score_reference, whiten_reference
 from torch import Tensor
 
-from rlpipe.configs.schema import AdvantageConfig, AlgorithmConfig, DataConfig, EbftConfig, FeatureConfig
+from rlpipe.configs.schema_algorithm import AdvantageConfig, AlgorithmConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_ebft import EbftConfig, FeatureConfig
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.truth import TruthRenderer
 from rlpipe.replay.assemble import reward_metrics, set_advantages

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlpipe.algorithms import features
 from rlpipe.algorithms.advantages import compute_advantages
 from rlpipe.algorithms.features import join_layers, layer_indices, pool, score_features, whiten
-from rlpipe.configs.schema import AdvantageConfig
+from rlpipe.configs.schema_algorithm import AdvantageConfig
 
 Array = np.ndarray
 

@@ -26,7 +26,8 @@ from engine_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema import SamplingConfig, WeightsConfig
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.rollout.engine import Engine, open_engine, resolve_engine
 from rlpipe.tiny import make_tiny_policy, make_tokenizer

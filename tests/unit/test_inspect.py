@@ -19,7 +19,7 @@ from ledger_cases import Run
 from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe import cli
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import Cursor
 from rlpipe.replay.database import NAME

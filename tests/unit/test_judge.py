@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from http_cases import Reply, Server, in_turn, serving
 
-from rlpipe.configs.schema import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError
 from rlpipe.scoring import http
 from rlpipe.scoring.answer_cache import AnswerCache

@@ -19,16 +19,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.cli import main
-from rlpipe.configs.schema import (
-    AdapterConfig,
-    AlgorithmConfig,
-    LearnerConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ReferenceConfig,
-    WeightScaleRule,
-)
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig, ReferenceConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, WeightScaleRule
 from rlpipe.configs.tree import to_tree
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError

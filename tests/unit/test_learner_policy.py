@@ -7,7 +7,8 @@ import torch
 from learner_cases import make_batches, make_learner, make_model_config, make_rollouts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlpipe.configs.schema import AdapterConfig, LearnerConfig, ModelConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import Policy, load_policy

@@ -7,15 +7,9 @@ import torch
 from family_cases import make_family
 from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
 
-from rlpipe.configs.schema import (
-    AlgorithmConfig,
-    EbftConfig,
-    LearnerConfig,
-    LossConfig,
-    OptimizerConfig,
-    ReferenceConfig,
-    ScheduleConfig,
-)
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig, ReferenceConfig
+from rlpipe.configs.schema_ebft import EbftConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig, ScheduleConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, LearnerFailed
 from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor

@@ -18,7 +18,7 @@ from torch.nn import functional
 import rlpipe.configs.schema as schema
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
 
 ALGORITHMS = sorted((Path(schema.__file__).parent / "algorithm").glob("*.yaml"))
 NAMES = ("clip", "cispo", "reinforce")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe import cli
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.merge.gap import Gap
 from rlpipe.learner.merge.merging import MergeRequest, merge

@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit
 from learner_cases import make_model_config
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema import LearnerConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_policy, load_scorer
 from rlpipe.nf4 import nf4_parameters, nf4_round_trip, settle_nf4, to_nf4_and_back

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlpipe.configs.schema import Config, RewardConfig, ScoringConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig
 from rlpipe.errors import ConfigError
 from rlpipe.launch import memory_limit, pools_of
 from rlpipe.placement import Need, check_fit, shares_gpus

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rlpipe.configs.schema import DataConfig, HeldOutConfig
+from rlpipe.configs.schema_data import DataConfig, HeldOutConfig
 from rlpipe.data.prompts import MAX_LOGGED_SKIPS, Cursor, open_prompts, open_sft_rows
 from rlpipe.data.rows import SkipKind
 from rlpipe.errors import DataError

@@ -1,6 +1,6 @@
 """What a run says in the terminal beside its metrics."""
 
-from rlpipe.configs.schema import SamplingConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.reporting import cut_notice
 
 

@@ -25,7 +25,7 @@ from trl.rewards import (
     think_format_reward,
 )
 
-from rlpipe.configs.schema import RewardConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import RewardFailed
 from rlpipe.scoring.checks import check_scores
 from rlpipe.scoring.processes import list_processes

@@ -3,7 +3,8 @@ in calls that do not grow too large."""
 
 import pytest
 
-from rlpipe.configs.schema import FeatureConfig, RewardConfig, ServeConfig
+from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
 from rlpipe.scoring.pools import (
     MAX_GROUPS_PER_CALL,
     feature_configs,

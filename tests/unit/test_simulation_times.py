@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.random import SeedSequence
 
-from rlpipe.configs.schema import Config, RewardConfig
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import DataError, InputError
 from rlpipe.simulation.clock import Clock, Level
 from rlpipe.simulation.distributions import Distribution, Draws, parse_distribution

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rlpipe.configs.schema import DataConfig
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.rows import require_columns
 from rlpipe.data.sources import open_rows
 from rlpipe.errors import DataError

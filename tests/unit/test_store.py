@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from replay_cases import REWARD, admit, bring, group, open_store, score
 
-from rlpipe.configs.schema import AlgorithmConfig, LearnerConfig, LossConfig, ReplayConfig
+from rlpipe.configs.schema import ReplayConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.replay.assemble import assemble_step
 from rlpipe.replay.ledger import GroupState

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlpipe.algorithms.strided import StridedRow, block_contexts, plan_row
-from rlpipe.configs.schema import StridedConfig
+from rlpipe.configs.schema_ebft import StridedConfig
 from rlpipe.kernels.strided_mask import StridedMask
 
 

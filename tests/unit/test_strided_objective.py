@@ -14,16 +14,9 @@ from learner_cases import make_document, make_model_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlpipe.configs.schema import (
-    AdvantageConfig,
-    AlgorithmConfig,
-    EbftConfig,
-    FeatureConfig,
-    LearnerConfig,
-    LossConfig,
-    OptimizerConfig,
-    StridedConfig,
-)
+from rlpipe.configs.schema_algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema_ebft import EbftConfig, FeatureConfig, StridedConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.reference import make_reference

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlpipe.algorithms.strided import StridedRow
-from rlpipe.configs.schema import StridedConfig
+from rlpipe.configs.schema_ebft import StridedConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_scorer

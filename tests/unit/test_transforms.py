@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlpipe.configs.schema import DataConfig
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.rows import Row, Rows, UnusableRow
 from rlpipe.data.transforms import apply_transform
 from rlpipe.errors import DataError

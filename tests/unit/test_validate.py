@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlpipe.configs.schema import Config, RewardConfig, ServeConfig, WeightScaleRule
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_model import WeightScaleRule
+from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
 from rlpipe.configs.validate import require_rewards, validate
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 

@@ -10,7 +10,8 @@ from learner_cases import make_batches, make_learner, make_model_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema import AlgorithmConfig, WeightScaleRule
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_model import WeightScaleRule
 from rlpipe.errors import ModelError
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.merge.merging import MergeRequest, merge

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from learner_cases import make_model_config
 
-from rlpipe.configs.schema import FsdpConfig
+from rlpipe.configs.schema_learner import FsdpConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.scorer import TokenScorer

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.conversion import Unit, plan_units
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError

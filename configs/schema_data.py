@@ -1,0 +1,41 @@
+"""Options of the rows that a run trains on, and of those that it holds out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.configs.schema_option import MISSING, Freezable, option
+
+
+@dataclass(kw_only=True)
+class HeldOutConfig(Freezable):
+    size: int = option(0, "Rows split off the source by the seed and never trained on; 0 evaluates nothing.", minimum=0)
+    path: str | None = option(None, "A file of its own with held-out rows.")
+    split: str | None = option(None, "A split of the data set of its own with held-out rows (datasets).")
+    every_steps: int = option(0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0)
+    correct_at: float = option(1.0, "A rollout whose reward is at least this counts as correct in the accuracy.")
+    correct_by: str | None = option(None, "The reward that this looks at, by name; null: the sum.")
+
+
+@dataclass(kw_only=True)
+class DataConfig(Freezable):
+    source: str = option(MISSING, "Where rows come from.", choices=("jsonl", "parquet", "datasets", "reasoning_gym"))
+    path: str | None = option(None, "File (jsonl, parquet), or folder or hub id (datasets).")
+    name: str | None = option(None, "Configuration of the data set (datasets).")
+    split: str = option("train", "Split of the data set (datasets).")
+    task: str | None = option(None, "Name of the task (reasoning_gym).")
+    task_args: dict[str, Any] = option({}, "Arguments of the task (reasoning_gym), such as size and seed.")
+    prompt_column: str = option("prompt", "Column with the prompt: a text or chat messages.")
+    transform: str | None = option(None, "module:function that returns (map_fn, {'remove_columns': [...]}).")
+    transform_args: dict[str, Any] = option({}, "What the transform finds in its cfg beside the whole data config.")
+    chat: bool = option(True, "Render text prompts through the chat template, as one user turn.")
+    system_prompt: str | None = option(None, "A system turn before every chat prompt that has none.")
+    chat_template_kwargs: dict[str, Any] = option({}, "Further arguments of the chat template.")
+    tools: list[Any] = option([], "Tool schemas for the chat template.")
+    completion_column: str = option("completion", "Column with the answer, for plain SFT rows.")
+    messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
+    text_column: str | None = option(None, "Column with raw text, of which every token is trained (SFT, ebft_strided).")
+    max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
+    shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
