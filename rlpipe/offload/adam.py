@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.chunk import ChunkMemory
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,11 +24,9 @@ class ChunkAdam:
     def __init__(
         self,
         memory: ChunkMemory,
+        config: OptimizerConfig,
         *,
         gradient_dtype: torch.dtype,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
     ) -> None:
         assert memory.master is not None
         self.memory = memory
@@ -41,10 +40,10 @@ class ChunkAdam:
         self._steps = {name: torch.zeros((), device=master.device) for name in self.pieces}
         self._optimizer = torch.optim.AdamW(
             self._updated.values(),
-            lr=0.0,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
             fused=True,
         )
         for name, piece in self.pieces.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """One rank's view; all ranks must call ``gather``, ``reduce`` and ``total`` alike."""
+    """One rank's view; all ranks must call ``gather``, ``reduce`` and ``count`` alike."""
 
     rank: int
     num_ranks: int
@@ -26,8 +26,8 @@ class Ranks(Protocol):
     def reduce(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum over all ranks."""
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over the ranks of what each holds a part of; where all hold the same, it is counted once."""
+    def count(self, flags: Tensor) -> Tensor:
+        """On how many ranks each of the flags, 0 or 1, is set."""
 
 
 class Alone:
@@ -42,8 +42,8 @@ class Alone:
     def reduce(self, whole: Tensor) -> Tensor:
         return whole
 
-    def total(self, values: Tensor) -> Tensor:
-        return values
+    def count(self, flags: Tensor) -> Tensor:
+        return flags
 
 
 class Replicated(Alone):
@@ -56,6 +56,10 @@ class Replicated(Alone):
         whole = whole.float()
         dist.all_reduce(whole)
         return whole
+
+    def count(self, flags: Tensor) -> Tensor:
+        dist.all_reduce(flags)
+        return flags
 
 
 class Sharded:
@@ -77,7 +81,6 @@ class Sharded:
         dist.reduce_scatter_tensor(part, whole)
         return part
 
-    def total(self, values: Tensor) -> Tensor:
-        values = values.clone()
-        dist.all_reduce(values)
-        return values
+    def count(self, flags: Tensor) -> Tensor:
+        dist.all_reduce(flags)
+        return flags

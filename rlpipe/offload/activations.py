@@ -1,0 +1,187 @@
+"""What autograd keeps of a unit's forward pass: weights are left to the chunks, the rest stays or goes to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rlpipe.offload.host import HostBuffer
+from rlpipe.offload.lanes import Event, Lane
+from rlpipe.offload.layout import aligned
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A tensor that lies in a chunk."""
+
+    index: int
+    tensor: Tensor
+
+
+class WeightHooks:
+    """Has a chunk back before the backward pass uses what was saved of it; all else stays as it is."""
+
+    def __init__(self, chunks: Mapping[int, int], ensure: Callable[[int], None]) -> None:
+        """``chunks`` finds a chunk's number by its storage's key."""
+        self._chunks, self._ensure = chunks, ensure
+
+    def watch(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def weight(self, tensor: Tensor) -> Weight | None:
+        # The storage's own address stays, while that of its memory comes and goes.
+        index = self._chunks.get(tensor.untyped_storage()._cdata)
+        return None if index is None else Weight(index, tensor)
+
+    def restore(self, weight: Weight) -> Tensor:
+        self._ensure(weight.index)
+        return weight.tensor
+
+    def _pack(self, tensor: Tensor) -> Tensor | Weight:
+        return self.weight(tensor) or tensor
+
+    def _unpack(self, packed: Tensor | Weight) -> Tensor:
+        return self.restore(packed) if isinstance(packed, Weight) else packed
+
+
+class HostArena:
+    """Host memory for swapped activations: what one step took is there at once for the next.
+
+    Grows between two steps; what does not fit before that has memory of its own.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._buffer: HostBuffer | None = None
+        self._used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else len(self._buffer.bytes)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Bytes that are the caller's until ``reset``."""
+        begin, self._used = self._used, self._used + aligned(num_bytes)
+        if self._buffer is None or self._used > len(self._buffer.bytes):
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffer.bytes[begin : begin + num_bytes]
+
+    def reset(self) -> None:
+        """Nothing that was taken is in use any more."""
+        if self._used > self.num_bytes:
+            self.close()
+            self._buffer = HostBuffer(self._used, pin=self._pin)
+        self._used = 0
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+
+class Swapped:
+    """One saved tensor, on the host between forward and backward pass."""
+
+    def __init__(self, tensor: Tensor, host: Tensor, lane: Lane) -> None:
+        self._shape, self._stride, self._dtype, self._device = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
+        # Without it, another storage could take the address by which this one is known.
+        self._origin = StorageWeakRef(tensor.untyped_storage())
+        self._host = torch.as_strided(host.view(tensor.dtype), tensor.shape, tensor.stride())
+        self._lane = lane
+        self._tensor: Tensor | None = None
+        source = tensor.detach()
+
+        def leave() -> None:
+            self._host.copy_(source, non_blocking=True)
+            _record(source)
+
+        self._event = lane.submit(leave)
+
+    def fetch(self) -> None:
+        """Brings it back, beside what is computed."""
+        if self._tensor is None:
+            # Made by the computation's stream, which also frees it.
+            tensor = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+
+            def come() -> None:
+                tensor.copy_(self._host, non_blocking=True)
+                _record(tensor)
+
+            self._event = self._lane.submit(come)
+            self._tensor = tensor
+
+    def restore(self) -> Tensor:
+        self.fetch()
+        self._event.block_device()
+        assert self._tensor is not None
+        return self._tensor
+
+
+def _record(tensor: Tensor) -> None:
+    """Its memory is the computation's, which may free it before this lane is through with it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class SwapHooks:
+    """Of one call of a unit: what autograd saves goes to the host, but weights and what stays on the device anyway."""
+
+    def __init__(self, weights: WeightHooks, arena: HostArena, lane: Lane, stays: Callable[[Tensor], bool]) -> None:
+        self._weights, self._arena, self._lane, self._stays = weights, arena, lane, stays
+        self._swapped: dict[tuple[Any, ...], Swapped] = {}
+
+    def watch(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def fetch(self) -> None:
+        """Begins to bring all of it back."""
+        for swapped in self._swapped.values():
+            swapped.fetch()
+
+    def _pack(self, tensor: Tensor) -> Tensor | Weight | Swapped:
+        weight = self._weights.weight(tensor)
+        if weight is not None:
+            return weight
+        if self._stays(tensor) or not tensor.numel() or not _is_dense(tensor):
+            return tensor
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
+        if key not in self._swapped:
+            self._swapped[key] = Swapped(tensor, self._arena.take(tensor.nbytes), self._lane)
+        return self._swapped[key]
+
+    def _unpack(self, packed: Tensor | Weight | Swapped) -> Tensor:
+        if isinstance(packed, Swapped):
+            return packed.restore()
+        return self._weights.restore(packed) if isinstance(packed, Weight) else packed
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it has one element for each place in its memory, in any order."""
+    strides = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    )
+    expected = 1
+    for stride, size in strides:
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,222 @@
+"""Runs a model's units one by one with their chunks there: forward, backward, and again where they are recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from rlpipe.offload.activations import HostArena, SwapHooks, WeightHooks
+from rlpipe.offload.lanes import Lane
+from rlpipe.offload.profile import Mode
+from rlpipe.offload.residency import Residency
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Call:
+    """A run of a unit that a backward pass may follow; only autograd's graph holds it."""
+
+    chunks: frozenset[int]
+    swap: SwapHooks | None = None
+    swapped_before: Callable[[], Call | None] = field(default=lambda: None)
+    """The swapped call before it, of which the activations are next."""
+    has_begun: bool = False
+    """Its backward pass."""
+    has_ended: bool = False
+
+
+class UnitCalls:
+    """Stands in for the ``forward`` of a model and its units, until ``remove``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        chunks: Sequence[Collection[int]],
+        modes: Sequence[Mode],
+        *,
+        residency: Residency,
+        weights: WeightHooks,
+        arena: HostArena,
+        lane: Lane,
+        stays: Callable[[Tensor], bool],
+        finish: Callable[[Collection[int]], None],
+    ) -> None:
+        """``chunks`` and ``modes`` are those of each of ``modules``; ``stays`` tells what is on the device anyway;
+        ``finish`` is called with chunks whose gradients are whole."""
+        self._modules = {id(module): index for index, module in enumerate(modules)}
+        self._chunks = [frozenset(numbers) for numbers in chunks]
+        self._modes = list(modes)
+        self._residency, self._weights, self._arena, self._lane = residency, weights, arena, lane
+        self._stays, self._finish = stays, finish
+        self._calls: WeakSet[Call] = WeakSet()
+        self._last_swapped: Callable[[], Call | None] = lambda: None
+        self._to_finish: set[int] = set()
+        self._busy: Counter[int] = Counter()
+        self._graph_task = -1
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        for index, module in enumerate(modules):
+            self._replace(module, partial(self._run, index))
+        self._replace(model, self._run_model)
+
+    def remove(self) -> None:
+        """Gives the modules their own ``forward`` again."""
+        while self._replaced:
+            module, own = self._replaced.pop()
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+    def read(self, module: nn.Module) -> None:
+        """Has a unit's weights there now, for code that reads them without calling the unit."""
+        chunks = self._chunks[self._modules[id(module)]]
+        if torch.is_grad_enabled():
+            self._to_finish |= chunks
+        for index in sorted(chunks):
+            self._residency.ensure(index)
+
+    def _replace(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        original = module.forward
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(original, *args, **kwargs)
+
+        self._replaced.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def _run_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if all(call.has_ended for call in self._calls):
+            self._arena.reset()
+            self._busy.clear()
+            self._to_finish.clear()
+        self._residency.turn()
+        try:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            with self._weights.watch():
+                return original(*args, **kwargs)
+        finally:
+            self._residency.leave_all()
+
+    def _run(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        chunks = self._chunks[index]
+        self._residency.enter(chunks, is_backward=_in_backward())
+        try:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return self._run_with_graph(index, original, args, kwargs)
+        finally:
+            self._residency.leave(chunks)
+
+    def _run_with_graph(
+        self, index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = Call(self._chunks[index])
+        args, kwargs = self._mark_inputs(call, (args, kwargs))
+        mode = self._modes[index]
+        if mode is Mode.CHECKPOINT:
+            output = self._checkpoint(call, original, args, kwargs)
+        elif mode is Mode.SWAP:
+            call.swap = SwapHooks(self._weights, self._arena, self._lane, self._stays)
+            call.swapped_before, self._last_swapped = self._last_swapped, ref(call)
+            with call.swap.watch():
+                output = original(*args, **kwargs)
+        else:
+            with self._weights.watch():
+                output = original(*args, **kwargs)
+        has_gradient = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in has_gradient:
+            tensor.register_hook(partial(self._begin, call))
+        if has_gradient:
+            self._calls.add(call)
+            self._busy.update(call.chunks)
+            self._to_finish |= call.chunks
+        return output
+
+    def _checkpoint(self, call: Call, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            if _in_backward():
+                for index in sorted(call.chunks):
+                    self._residency.ensure(index)
+            args, kwargs = tree_unflatten(leaves, tree)
+            return original(*args, **kwargs)
+
+        return checkpoint(run, *leaves, use_reentrant=False)
+
+    def _mark_inputs(self, call: Call, inputs: Any) -> Any:
+        """Passes the inputs through a function that notices when the backward pass has reached them."""
+        leaves, tree = tree_flatten(inputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return inputs
+        marked = _Inputs.apply(partial(self._leave, call), *(leaves[place] for place in places))
+        for place, tensor in zip(places, marked, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, tree)
+
+    def _begin(self, call: Call, _: Tensor) -> None:
+        if call.has_begun:
+            return
+        call.has_begun = True
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._finish_whole()
+        self._residency.enter(call.chunks, is_backward=True)
+        for swapped in (call, call.swapped_before()):
+            if swapped is not None and swapped.swap is not None:
+                swapped.swap.fetch()
+
+    def _leave(self, call: Call) -> None:
+        if call.has_begun and not call.has_ended:
+            self._end_call(call)
+            self._residency.leave(call.chunks)
+            self._finish_whole()
+
+    def _end_call(self, call: Call) -> None:
+        call.has_ended = True
+        self._busy.subtract(call.chunks)
+
+    def _finish_whole(self) -> None:
+        whole = sorted(index for index in self._to_finish if self._busy[index] <= 0)
+        self._to_finish.difference_update(whole)
+        self._finish(whole)
+
+    def _end_backward(self) -> None:
+        for call in self._calls:
+            if call.has_begun and not call.has_ended:
+                self._end_call(call)
+        self._residency.leave_all()
+        self._finish_whole()
+
+
+class _Inputs(torch.autograd.Function):
+    """The identity; its backward pass is the last of a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, leave: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.leave = leave
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.leave()
+        return (None, *gradients)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

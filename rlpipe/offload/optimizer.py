@@ -1,0 +1,101 @@
+"""Updates trained chunks: on the device at once, on the host one by one, in the order in which they are needed next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.offload.adam import ChunkAdam
+from rlpipe.offload.chunk import ChunkMemory
+from rlpipe.offload.gradients import Gradients
+from rlpipe.offload.lanes import Lane
+from rlpipe.offload.ranks import Ranks
+
+
+class ChunkOptimizer:
+    """AdamW with exact clipping for chunks, of which the updates on the host go on during the next forward pass.
+
+    The norm is known after the last gradient only; what an update needs of that moment, its learning rate and scale, is
+    taken along with it.
+    """
+
+    def __init__(
+        self,
+        memories: Mapping[int, ChunkMemory],
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        gradient_dtype: torch.dtype,
+        ranks: Ranks,
+        lane: Lane,
+        drop: Callable[[list[int]], None],
+    ) -> None:
+        """``drop`` frees the slots of chunks that are about to change."""
+        self._ranks, self._drop = ranks, drop
+        self.adams = {
+            index: ChunkAdam(memory, config, gradient_dtype=gradient_dtype) for index, memory in memories.items()
+        }
+        # Chunk by chunk, each with all of torch's threads: the first is ready soonest.
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chunk-adam")
+        self._updates: dict[int, Future[None]] = {}
+        self.gradients = Gradients(self.adams, parameters, ranks=ranks, lane=lane, worker=self._worker)
+        self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+
+    def squared_norm(self) -> Tensor:
+        """Of this rank's part of the gradients (scalar, float32); what all ranks hold is counted by the first alone."""
+        self.gradients.finish(self.gradients.unfinished)
+        self.gradients.settle()
+        self._agree()
+        norms = [adam.squared_norm().to(self._device) for adam in self.adams.values()]
+        total = torch.stack(norms).sum() if norms else torch.zeros((), device=self._device)
+        counts = self._ranks.num_parts > 1 or self._ranks.rank == 0
+        return total if counts else torch.zeros_like(total)
+
+    def _agree(self) -> None:
+        """A tensor that had a gradient on any rank has one on all."""
+        if self._ranks.num_ranks == 1 or not self.adams:
+            return
+        flags = [has for adam in self.adams.values() for has in adam.has_gradient.values()]
+        counts = iter(self._ranks.count(torch.tensor(flags, dtype=torch.int32, device=self._device)).tolist())
+        for adam in self.adams.values():
+            adam.has_gradient = {name: next(counts) > 0 for name in adam.has_gradient}
+
+    def apply(self, learning_rate: float, scale: float) -> None:
+        """Begins the update of all chunks; ``await_update`` tells when one is through. After ``squared_norm``."""
+        changing = [index for index, adam in self.adams.items() if any(adam.has_gradient.values())]
+        self._drop([index for index in changing if not self.adams[index].memory.is_persistent])
+        for index in changing:
+            adam = self.adams[index]
+            if adam.memory.is_persistent:
+                adam.update(learning_rate, scale)
+                adam.memory.publish()
+            else:
+                self._updates[index] = self._worker.submit(adam.update, learning_rate, scale)
+
+    def await_update(self, index: int) -> None:
+        """Raises what the update raised."""
+        update = self._updates.pop(index, None)
+        if update is not None:
+            update.result()
+
+    def is_updated(self, index: int) -> bool:
+        return index not in self._updates or self._updates[index].done()
+
+    def flush(self) -> None:
+        """Waits for all updates."""
+        for index in list(self._updates):
+            self.await_update(index)
+
+    def drop(self) -> None:
+        """Drops the gradients."""
+        self.gradients.drop()
+
+    def close(self) -> None:
+        """Raises what an update or the end of its threads raises; may be called again then."""
+        self.flush()
+        self.gradients.close()
+        self._worker.shutdown()

@@ -1,0 +1,250 @@
+"""A model of which most weights lie on the host, and come to the device chunk by chunk as they are used.
+
+    units (calls) ──enter──> residency ──load──> chunks: host bytes ──copy, gather──> device storage
+      │   forward, backward     slots, who is next          ^
+      │                                                     │ update, before the chunk is next loaded
+      └──gradients──> gradients ──reduce, copy──> optimizer (AdamW where the chunk's state lies)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.offload.activations import HostArena, WeightHooks
+from rlpipe.offload.calls import UnitCalls
+from rlpipe.offload.chunk import ChunkMemory, Fill
+from rlpipe.offload.lanes import make_lane
+from rlpipe.offload.layout import CHUNK_SIZES, Layout, make_layout
+from rlpipe.offload.optimizer import ChunkOptimizer
+from rlpipe.offload.profile import Mode
+from rlpipe.offload.ranks import Alone, Ranks
+from rlpipe.offload.residency import Residency
+from rlpipe.offload.units import Inventory, find_units, move_rest, take_inventory
+
+_offloaded: WeakKeyDictionary[nn.Module, OffloadedModel] = WeakKeyDictionary()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Arrangement:
+    """What lies where, and what becomes of each unit's activations."""
+
+    num_persistent: int
+    """Of the first chunks."""
+    num_slots: int
+    modes: Sequence[Mode]
+    """Of each unit; those that are no blocks have ``KEEP``."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Precision:
+    """Types of a trained chunk's numbers; None: as the weights are given."""
+
+    compute: torch.dtype | None = None
+    """Of the weights on the device, and of their gradients there."""
+    state: torch.dtype | None = None
+    """Of what the optimizer updates, and of its moments."""
+    gradient: torch.dtype = torch.float32
+    """In which gradients are summed up."""
+
+
+class OffloadedModel:
+    """Takes over a model in place, until ``close``; use it as a context manager.
+
+    ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before.
+    With an ``optimizer`` it is trained: ``chunks.backward`` is torch's, then ``squared_norm``, and ``apply`` or ``drop``
+    of ``optimizer``. Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks``
+    must do the same. Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another
+    has the model already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arrangement: Arrangement,
+        *,
+        device: torch.device,
+        optimizer: OptimizerConfig | None = None,
+        precision: Precision | None = None,
+        ranks: Ranks | None = None,
+        sizes: Sequence[int] = CHUNK_SIZES,
+        fill: Fill | None = None,
+    ) -> None:
+        """``sizes`` are those of chunks that are tried, in bytes; ``fill`` is for models on the meta device."""
+        _check_free(model)
+        precision, ranks = precision or Precision(), ranks or Alone()
+        self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
+        units = find_units(model)
+        self.inventory = take_inventory(
+            model, units, trained=optimizer is not None, compute_dtype=precision.compute
+        )
+        self.layout = make_layout(self.inventory.tensors, sizes=sizes)
+        self.unit_chunks = chunks_of_units(self.layout, self.inventory)
+        _check(arrangement, self.layout, self.unit_chunks, self.inventory)
+        self._parameters = dict(model.named_parameters())
+        self._memories = [
+            ChunkMemory(
+                chunk,
+                [self.inventory.members[place.name] for place in chunk.places],
+                device=device,
+                ranks=ranks,
+                is_persistent=chunk.index < arrangement.num_persistent,
+                room=self.layout.slots_of(chunk) * self.layout.slot_bytes,
+                state_dtype=precision.state,
+                fill=fill,
+            )
+            for chunk in self.layout.chunks
+        ]
+        move_rest(model, self.inventory, device)
+        copies_out = make_lane(device)
+        self.optimizer = ChunkOptimizer(
+            {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
+            self._parameters,
+            optimizer or OptimizerConfig(),
+            gradient_dtype=precision.gradient,
+            ranks=ranks,
+            lane=copies_out,
+            drop=self._drop,
+        )
+        self._residency = Residency(
+            self._memories,
+            num_slots=arrangement.num_slots,
+            slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
+            lane=make_lane(device),
+            await_update=self.optimizer.await_update,
+            # Ranks that gather must do so in one order, whatever their hosts are up to.
+            is_updated=self.optimizer.is_updated if ranks.num_parts == 1 else None,
+        )
+        weights = WeightHooks(
+            {memory.storage_key: memory.chunk.index for memory in self._memories}, self._residency.ensure
+        )
+        self._arena = HostArena(pin=device.type == "cuda")
+        resident = [*self.inventory.resident.values(), *model.buffers()]
+        keys = {tensor.untyped_storage()._cdata for tensor in resident}
+        self._calls = UnitCalls(
+            model,
+            [unit.module for unit in units],
+            self.unit_chunks,
+            arrangement.modes,
+            residency=self._residency,
+            weights=weights,
+            arena=self._arena,
+            lane=copies_out,
+            stays=lambda tensor: tensor.untyped_storage()._cdata in keys,
+            finish=self.optimizer.gradients.finish,
+        )
+        self._places = {
+            id(self._parameters[name]): (chunk.index, name)
+            for chunk in self.layout.chunks
+            for place in chunk.places
+            if (name := place.name) in self._parameters
+        }
+        self.is_closed = False
+        _offloaded[model] = self
+
+    @property
+    def resident(self) -> dict[str, nn.Parameter]:
+        """Parameters that are always on the device, by name."""
+        return self.inventory.resident
+
+    def read(self, module: nn.Module) -> None:
+        """Has the weights of a unit there, for what reads them without calling it; within the model's ``forward``."""
+        self._calls.read(module)
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """A parameter's whole values, as they are updated if it is trained; shares memory where it can.
+
+        All ranks must call it.
+        """
+        self._check_open()
+        place = self._places.get(id(parameter))
+        if place is None:
+            return parameter.detach()
+        index, name = place
+        self.optimizer.await_update(index)
+        return self._memories[index].values()[name]
+
+    def changed(self) -> None:
+        """What was written to the tensors of ``values`` counts from here on."""
+        self._residency.drop(self._residency.resident)
+
+    def close(self) -> None:
+        """Gives the model weights of its own again, on the CPU, and ends all threads.
+
+        Does nothing when called again. What goes wrong is raised; the model is then still this one's, and ``close`` can
+        be tried again. All ranks must call it.
+        """
+        if self.is_closed:
+            return
+        self.optimizer.flush()
+        self._calls.remove()
+        if not self._residency.is_closed:
+            self._residency.close()
+        for memory in self._memories:
+            memory.close()
+        self.optimizer.close()
+        self._arena.close()
+        self.is_closed = True
+        del _offloaded[self.model]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _drop(self, indices: list[int]) -> None:
+        self._residency.drop(indices)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("the offloaded model is closed")
+
+
+def chunks_of_units(layout: Layout, inventory: Inventory) -> list[frozenset[int]]:
+    """Which chunks each unit uses."""
+    found: list[set[int]] = [set() for _ in inventory.units]
+    for chunk in layout.chunks:
+        for place in chunk.places:
+            for unit in inventory.uses[place.name]:
+                found[unit].add(chunk.index)
+    return [frozenset(numbers) for numbers in found]
+
+
+def least_slots(layout: Layout, unit_chunks: Sequence[frozenset[int]], num_persistent: int) -> int:
+    """What the unit with the most chunks needs."""
+    return max(
+        (
+            sum(layout.slots_of(layout.chunks[index]) for index in chunks if index >= num_persistent)
+            for chunks in unit_chunks
+        ),
+        default=0,
+    )
+
+
+def _check_free(model: nn.Module) -> None:
+    if model in _offloaded:
+        raise RuntimeError("the model is offloaded already: close that first")
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError("the model has gradient checkpointing of its own: call gradient_checkpointing_disable()")
+
+
+def _check(
+    arrangement: Arrangement, layout: Layout, unit_chunks: Sequence[frozenset[int]], inventory: Inventory
+) -> None:
+    count, least = len(layout.chunks), least_slots(layout, unit_chunks, arrangement.num_persistent)
+    if not 0 <= arrangement.num_persistent <= count:
+        raise ValueError(f"num_persistent={arrangement.num_persistent}: the model has {count} chunks")
+    if arrangement.num_slots < least:
+        raise ValueError(f"num_slots={arrangement.num_slots}: one unit of the model needs {least} at one time")
+    if len(arrangement.modes) != len(inventory.units):
+        raise ValueError(f"{len(arrangement.modes)} modes for the model's {len(inventory.units)} units")
