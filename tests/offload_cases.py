@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.optimizer import make_optimizer
+from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
+from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 
 Loss = Callable[[nn.Module, int], Tensor]
@@ -84,29 +98,111 @@ def train_offloaded(
     num_micro_batches: int,
     max_norm: float,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model = offloaded.model
+    """As ``train_plainly``; of several ranks, each takes every so many-th micro batch."""
+    model, ranks = offloaded.model, offloaded.ranks
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    resident = [parameter for parameter in offloaded.resident.values() if parameter.requires_grad]
-    optimizer = make_optimizer(resident, config) if resident else None
+    optimizer = OffloadedAdamW(offloaded, config)
     losses, norms = [], []
     for step in range(num_steps):
-        for index in range(num_micro_batches):
+        for index in range(ranks.rank, num_micro_batches, ranks.num_ranks):
             loss = loss_of(model, step * num_micro_batches + index)
             loss.backward()
             losses.append(float(loss.detach()))
-        own = sum(float(p.grad.square().sum()) for p in resident if p.grad is not None)
-        norm = float(offloaded.optimizer.squared_norm() + own) ** 0.5
-        scale = min(1.0, max_norm / (norm + 1e-6))
-        for parameter in resident:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        offloaded.optimizer.apply(config.lr, scale)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        norms.append(norm)
+        norms.append(optimizer.step(max_norm=max_norm))
     return losses, norms, {name: offloaded.values(parameter).clone() for name, parameter in trained.items()}
 
 
 def arrange_all(model: nn.Module, *cycle: Mode, num_persistent: int = 0, num_slots: int = 2) -> Arrangement:
     return Arrangement(num_persistent=num_persistent, num_slots=num_slots, modes=modes_for(model, *cycle))
+
+
+def with_lora(model: nn.Module, *, second: bool = False, **options: Any) -> nn.Module:
+    """With an adapter that is not at 0; ``second`` adds one that is not used."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **options)
+    adapted = get_peft_model(model, config)
+    if second:
+        adapted.add_adapter("other", config)
+        adapted.set_adapter("default")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return adapted.train()
+
+
+def make_nf4() -> nn.Module:
+    """As QLoRA loads it; wide enough for bitsandbytes on a CPU."""
+    with TemporaryDirectory() as folder:
+        model = make_qwen()
+        model.config.save_pretrained(folder)
+        save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
+        model = Qwen3ForCausalLM.from_pretrained(
+            folder, quantization_config=nf4_config(torch.float32), device_map={"": "cpu"}, dtype=torch.float32
+        )
+    settle_nf4(model, CPU)
+    return model.train()
+
+
+def make_moe() -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(config).train()
+
+
+def make_t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    return T5ForConditionalGeneration(config).train()
+
+
+def translation_loss(model: nn.Module, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(2, 97, (2, 16), generator=generator)
+    return model(input_ids=tokens[:, :9], labels=tokens[:, 9:].contiguous(), use_cache=False).loss
+
+
+def make_image_text() -> nn.Module:
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        rope_parameters={"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4},
+    )
+    vision = dict(
+        depth=3, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, out_hidden_size=64, in_channels=3,
+        deepstack_visual_indexes=[1], num_position_embeddings=64,
+    )
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, image_token_id=90, video_token_id=91, vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    return Qwen3VLForConditionalGeneration(config).train()
+
+
+def image_text_loss(model: nn.Module, number: int) -> Tensor:
+    """An image of 4 x 4 patches, which are 4 tokens, between words."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(2, 80, (1, 12), generator=generator)
+    tokens[0, 2], tokens[0, 3:7], tokens[0, 7] = 92, 90, 93
+    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+    grid = torch.tensor([[1, 4, 4]])
+    kinds = (tokens == 90).int()
+    return model(
+        input_ids=tokens, labels=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds, use_cache=False
+    ).loss

@@ -60,9 +60,11 @@ class ChunkAdam:
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part (scalar, float32)."""
-        if not any(self.has_gradient.values()):
+        # The gaps between tensors are anything.
+        parts = [self.gradient[piece.in_part] for name, piece in self.pieces.items() if self.has_gradient[name]]
+        if not parts:
             return torch.zeros((), device=self.gradient.device)
-        return torch.linalg.vector_norm(self.gradient, dtype=torch.float32).square()
+        return torch.stack(list(torch._foreach_norm(parts, dtype=torch.float32))).square().sum()
 
     def update(self, learning_rate: float, scale: float) -> None:
         """Scales the gradients, updates the weights, and drops the gradients."""

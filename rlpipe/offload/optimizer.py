@@ -60,7 +60,7 @@ class ChunkOptimizer:
         if self._ranks.num_ranks == 1 or not self.adams:
             return
         flags = [has for adam in self.adams.values() for has in adam.has_gradient.values()]
-        counts = iter(self._ranks.count(torch.tensor(flags, dtype=torch.int32, device=self._device)).tolist())
+        counts = iter(self._ranks.sum(torch.tensor(flags, dtype=torch.int32, device=self._device)).tolist())
         for adam in self.adams.values():
             adam.has_gradient = {name: next(counts) > 0 for name in adam.has_gradient}
 

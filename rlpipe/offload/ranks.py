@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """One rank's view; all ranks must call ``gather``, ``reduce`` and ``count`` alike."""
+    """One rank's view; all ranks must call ``gather``, ``reduce`` and ``sum`` alike."""
 
     rank: int
     num_ranks: int
@@ -26,8 +26,8 @@ class Ranks(Protocol):
     def reduce(self, whole: Tensor) -> Tensor:
         """This rank's part of the sum over all ranks."""
 
-    def count(self, flags: Tensor) -> Tensor:
-        """On how many ranks each of the flags, 0 or 1, is set."""
+    def sum(self, values: Tensor) -> Tensor:
+        """Over all ranks, in place."""
 
 
 class Alone:
@@ -42,8 +42,8 @@ class Alone:
     def reduce(self, whole: Tensor) -> Tensor:
         return whole
 
-    def count(self, flags: Tensor) -> Tensor:
-        return flags
+    def sum(self, values: Tensor) -> Tensor:
+        return values
 
 
 class Replicated(Alone):
@@ -57,9 +57,9 @@ class Replicated(Alone):
         dist.all_reduce(whole)
         return whole
 
-    def count(self, flags: Tensor) -> Tensor:
-        dist.all_reduce(flags)
-        return flags
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
 
 
 class Sharded:
@@ -73,14 +73,14 @@ class Sharded:
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def gather(self, whole: Tensor) -> None:
-        dist.all_gather_into_tensor(whole, whole[self.part(len(whole))].clone())
+        dist.all_gather_single(whole, whole[self.part(len(whole))].clone())
 
     def reduce(self, whole: Tensor) -> Tensor:
         whole = whole.float()
         part = torch.empty(len(whole) // self.num_parts, dtype=whole.dtype, device=whole.device)
-        dist.reduce_scatter_tensor(part, whole)
+        dist.reduce_scatter_single(part, whole)
         return part
 
-    def count(self, flags: Tensor) -> Tensor:
-        dist.all_reduce(flags)
-        return flags
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values

@@ -154,6 +154,26 @@ class OffloadedModel:
         """Parameters that are always on the device, by name."""
         return self.inventory.resident
 
+    def resident_squared_norm(self) -> Tensor:
+        """Sums the gradients of what is resident over the ranks, which then all hold them; counted by the first alone."""
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() for gradient in self._summed_gradients()
+        ]
+        if not norms or self.ranks.rank:
+            return torch.zeros((), device=self.device)
+        return torch.stack(norms).sum()
+
+    def _summed_gradients(self) -> list[Tensor]:
+        trained = [parameter for parameter in self.resident.values() if parameter.requires_grad]
+        if self.ranks.num_ranks > 1 and trained:
+            flags = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+            has = self.ranks.sum(flags.to(self.device)).tolist()
+            for parameter, count in zip(trained, has, strict=True):
+                if count:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = self.ranks.sum(gradient)
+        return [parameter.grad for parameter in trained if parameter.grad is not None]
+
     def read(self, module: nn.Module) -> None:
         """Has the weights of a unit there, for what reads them without calling it; within the model's ``forward``."""
         self._calls.read(module)
