@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.offload.activations import HostArena, SwapHooks, WeightHooks
+from rlpipe.offload.cost import swap_spans
 from rlpipe.offload.lanes import Lane
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.residency import Residency
@@ -27,8 +28,8 @@ class Call:
 
     chunks: frozenset[int]
     swap: SwapHooks | None = None
-    swapped_before: Callable[[], Call | None] = field(default=lambda: None)
-    """The swapped call before it, of which the activations are next."""
+    brings: list[Callable[[], Call | None]] = field(default_factory=list)
+    """Swapped calls before it, whose activations come back as its backward pass begins."""
     has_begun: bool = False
     """Its backward pass."""
     has_ended: bool = False
@@ -59,7 +60,10 @@ class UnitCalls:
         self._residency, self._weights, self._arena, self._lane = residency, weights, arena, lane
         self._stays, self._finish = stays, finish
         self._calls: WeakSet[Call] = WeakSet()
-        self._last_swapped: Callable[[], Call | None] = lambda: None
+        self._swapped: dict[int, Callable[[], Call | None]] = {}
+        self._brings: list[list[int]] = [[] for _ in modules]
+        for swapped, until in swap_spans(modes):
+            self._brings[until].append(swapped)
         self._to_finish: set[int] = set()
         self._busy: Counter[int] = Counter()
         self._graph_task = -1
@@ -100,6 +104,7 @@ class UnitCalls:
             self._arena.reset()
             self._busy.clear()
             self._to_finish.clear()
+            self._swapped.clear()
         self._residency.turn()
         try:
             if not torch.is_grad_enabled():
@@ -122,14 +127,14 @@ class UnitCalls:
     def _run_with_graph(
         self, index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call = Call(self._chunks[index])
-        args, kwargs = self._mark_inputs(call, (args, kwargs))
+        call = Call(self._chunks[index], brings=self._find_swapped(index))
+        args, kwargs = mark_inputs(partial(self._leave, call), (args, kwargs))
         mode = self._modes[index]
         if mode is Mode.CHECKPOINT:
             output = self._checkpoint(call, original, args, kwargs)
         elif mode is Mode.SWAP:
             call.swap = SwapHooks(self._weights, self._arena, self._lane, self._stays)
-            call.swapped_before, self._last_swapped = self._last_swapped, ref(call)
+            self._swapped[index] = ref(call)
             with call.swap.watch():
                 output = original(*args, **kwargs)
         else:
@@ -144,6 +149,9 @@ class UnitCalls:
             self._to_finish |= call.chunks
         return output
 
+    def _find_swapped(self, index: int) -> list[Callable[[], Call | None]]:
+        return [self._swapped[swapped] for swapped in self._brings[index] if swapped in self._swapped]
+
     def _checkpoint(self, call: Call, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
 
@@ -156,17 +164,6 @@ class UnitCalls:
 
         return checkpoint(run, *leaves, use_reentrant=False)
 
-    def _mark_inputs(self, call: Call, inputs: Any) -> Any:
-        """Passes the inputs through a function that notices when the backward pass has reached them."""
-        leaves, tree = tree_flatten(inputs)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not places:
-            return inputs
-        marked = _Inputs.apply(partial(self._leave, call), *(leaves[place] for place in places))
-        for place, tensor in zip(places, marked, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, tree)
-
     def _begin(self, call: Call, _: Tensor) -> None:
         if call.has_begun:
             return
@@ -177,7 +174,7 @@ class UnitCalls:
             Variable._execution_engine.queue_callback(self._end_backward)
         self._finish_whole()
         self._residency.enter(call.chunks, is_backward=True)
-        for swapped in (call, call.swapped_before()):
+        for swapped in (call, *(found() for found in call.brings)):
             if swapped is not None and swapped.swap is not None:
                 swapped.swap.fetch()
 
@@ -202,6 +199,18 @@ class UnitCalls:
                 self._end_call(call)
         self._residency.leave_all()
         self._finish_whole()
+
+
+def mark_inputs(leave: Callable[[], None], inputs: Any) -> Any:
+    """Passes tensors in a tree through a function that calls ``leave`` once the backward pass has reached them."""
+    leaves, tree = tree_flatten(inputs)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not places:
+        return inputs
+    marked = _Inputs.apply(leave, *(leaves[place] for place in places))
+    for place, tensor in zip(places, marked, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, tree)
 
 
 class _Inputs(torch.autograd.Function):

@@ -261,7 +261,7 @@ class ChunkMemory:
 
     def _alias(self, dtype: torch.dtype, offset: int, shape: torch.Size) -> Tensor:
         """A tensor on the storage, with a version counter of its own: loading must not count as a change."""
-        empty = torch.empty(0, dtype=dtype, device=self._storage.device)
+        empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(self._storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
 
     def _put(self, tensors: Sequence[Tensor]) -> None:

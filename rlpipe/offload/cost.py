@@ -83,24 +83,30 @@ def checkpoints_per_swap(profile: Profile, rates: Rates) -> int:
 def why_impossible(profile: Profile, knobs: Knobs, rates: Rates) -> str | None:
     """What is wrong with the knobs, or None."""
     count, blocks = len(profile.chunks), len(profile.blocks)
-    left = count - knobs.num_persistent
-    if min(knobs.num_persistent, left, knobs.num_slots) < 0:
+    if not 0 <= knobs.num_persistent <= count:
         return f"num_persistent={knobs.num_persistent} of {count} chunks"
-    if not least_slots(profile, knobs.num_persistent) <= knobs.num_slots <= left:
-        return f"num_slots={knobs.num_slots} for {left} chunks, of which {least_slots(profile, 0)} are needed at once"
+    left = sum(chunk.slots for chunk in profile.chunks[knobs.num_persistent :])
+    least = profile.least_slots(knobs.num_persistent)
+    if not least <= knobs.num_slots <= left:
+        return f"num_slots={knobs.num_slots}, while the chunks that come and go need at least {least}, and fill {left}"
+    if min(knobs.num_swapped, knobs.num_checkpointed, knobs.num_offloaded) < 0:
+        return "modes for less than no blocks"
     if knobs.num_swapped + knobs.num_checkpointed + knobs.num_offloaded > blocks:
         return f"modes for more than {blocks} blocks"
     modes = arrange(profile, knobs, rates)
-    first_cached = count - knobs.num_slots
-    for index in range(knobs.num_persistent, first_cached):
+    for index in range(knobs.num_persistent, first_cached(profile, knobs.num_slots)):
         if any(profile.stages[s].is_block and modes[s] is Mode.KEEP for s in profile.chunks[index].stages):
             return f"a block keeps its activations, with weights of chunk {index} among them, which does not stay"
     return None
 
 
-def least_slots(profile: Profile, num_persistent: int) -> int:
-    """The fewest slots with which every stage can run."""
-    return min(profile.least_slots, len(profile.chunks) - num_persistent)
+def first_cached(profile: Profile, num_slots: int) -> int:
+    """The chunk from which on all are still there when the backward pass begins."""
+    index = len(profile.chunks)
+    while index and profile.chunks[index - 1].slots <= num_slots:
+        index -= 1
+        num_slots -= profile.chunks[index].slots
+    return index
 
 
 def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
@@ -112,11 +118,12 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
         device_bytes=profile.alpha
         * (
             profile.resident_bytes
-            + sum(chunk.gathered_bytes + chunk.gradient_bytes + chunk.state_bytes for chunk in persistent)
+            + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
             + knobs.num_slots * profile.slot_bytes
             + activation_peak(profile.stages, modes)
         ),
-        host_bytes=sum(chunk.num_bytes + chunk.gradient_bytes + chunk.state_bytes for chunk in others)
+        host_bytes=profile.staging_bytes
+        + sum(chunk.num_bytes + chunk.state_bytes for chunk in others)
         + sum(stage.saved_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
         forward_s=passes * sum(_forward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
         backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
@@ -128,17 +135,29 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
 def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> int:
     """The most bytes that activations take at one time.
 
-    Behind a swapped block the next one runs while its activations still leave, and before its backward pass while they
-    come back.
+    What is swapped leaves while stages behind it run, and comes back before their backward pass is over.
     """
+    on_the_way = [0] * len(stages)
+    for swapped, until in swap_spans(modes):
+        for index in range(swapped + 1, until + 1):
+            on_the_way[index] += stages[swapped].saved_bytes
     peak = live = 0
-    leaving = 0
-    for stage, mode in zip(stages, modes, strict=True):
-        during = live + leaving + stage.saved_bytes
-        peak = max(peak, during + max(stage.forward_peak, stage.backward_peak))
+    for stage, mode, others in zip(stages, modes, on_the_way, strict=True):
+        again = stage.forward_peak + stage.output_bytes if mode is Mode.CHECKPOINT else stage.forward_peak
+        peak = max(peak, live + others + stage.saved_bytes + max(again, stage.backward_peak))
         live += {Mode.CHECKPOINT: stage.input_bytes, Mode.SWAP: 0}.get(mode, stage.saved_bytes)
-        leaving = stage.saved_bytes if mode is Mode.SWAP else 0
     return peak
+
+
+def swap_spans(modes: Sequence[Mode]) -> list[tuple[int, int]]:
+    """Of each that is swapped, the one behind it whose backward pass brings it back: the next one that is swapped; for
+    the last as far behind it as the one before was."""
+    swapped = [index for index, mode in enumerate(modes) if mode is Mode.SWAP]
+    spans = list(zip(swapped, swapped[1:], strict=False))
+    if swapped:
+        distance = swapped[-1] - swapped[-2] if len(swapped) > 1 else 1
+        spans.append((swapped[-1], min(swapped[-1] + distance, len(modes) - 1)))
+    return spans
 
 
 def _forward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
@@ -158,7 +177,7 @@ def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mo
         again_s = entry.forward_s if modes[stage] is Mode.CHECKPOINT else 0.0
         compute_s += share * (entry.backward_s + again_s)
     stays = index < knobs.num_persistent
-    is_there = stays or index >= len(profile.chunks) - knobs.num_slots
+    is_there = stays or index >= first_cached(profile, knobs.num_slots)
     in_bytes = (0 if is_there else chunk.num_bytes) + _swapped(profile, modes, index)
     out_bytes = 0 if stays else chunk.gradient_bytes
     gathered = 0 if is_there else chunk.gathered_bytes - chunk.num_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlpipe.offload.adam import ChunkAdam
 from rlpipe.offload.host import HostBuffer
-from rlpipe.offload.lanes import Event, Lane
+from rlpipe.offload.lanes import Event, Queues
 from rlpipe.offload.ranks import Ranks
 
 NUM_STAGED = 2
@@ -28,10 +28,9 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         *,
         ranks: Ranks,
-        lane: Lane,
-        worker: Executor,
+        queues: Queues,
     ) -> None:
-        self._adams, self._ranks, self._lane, self._worker = adams, ranks, lane, worker
+        self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[tuple[Event, Tensor]]] = defaultdict(list)
         self._staging = [Staging(pin=parameters[next(iter(parameters))].is_cuda) for _ in range(NUM_STAGED)]
@@ -55,6 +54,12 @@ class Gradients:
     @property
     def unfinished(self) -> list[int]:
         return sorted(self._open)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the buffers on the device."""
+        sent = [flat for buffers in self._sent.values() for _, flat in buffers]
+        return sum(flat.nbytes for flat in [*sent, *(flat for flat, _ in self._open.values())])
 
     def settle(self) -> None:
         """Waits until all that was sent has been added up."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -70,5 +72,20 @@ class CudaEvent:
         self._event.synchronize()
 
 
-def make_lane(device: torch.device) -> Lane:
-    return CudaLane(device) if device.type == "cuda" else InlineLane()
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Queues:
+    """All that goes on beside the computation."""
+
+    copies_in: Lane
+    copies_out: Lane
+    worker: Executor
+    """Does the host's arithmetic, one thing after another."""
+
+
+def make_queues(device: torch.device) -> Queues:
+    def make_lane() -> Lane:
+        return CudaLane(device) if device.type == "cuda" else InlineLane()
+
+    # One thread, whose operators take all of torch's: what is needed first is ready soonest.
+    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
+    return Queues(copies_in=make_lane(), copies_out=make_lane(), worker=worker)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.adam import ChunkAdam
 from rlpipe.offload.chunk import ChunkMemory
 from rlpipe.offload.gradients import Gradients
-from rlpipe.offload.lanes import Lane
+from rlpipe.offload.lanes import Queues
 from rlpipe.offload.ranks import Ranks
 
 
@@ -31,7 +31,7 @@ class ChunkOptimizer:
         *,
         gradient_dtype: torch.dtype,
         ranks: Ranks,
-        lane: Lane,
+        queues: Queues,
         drop: Callable[[list[int]], None],
     ) -> None:
         """``drop`` frees the slots of chunks that are about to change."""
@@ -39,10 +39,9 @@ class ChunkOptimizer:
         self.adams = {
             index: ChunkAdam(memory, config, gradient_dtype=gradient_dtype) for index, memory in memories.items()
         }
-        # Chunk by chunk, each with all of torch's threads: the first is ready soonest.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chunk-adam")
+        self._worker = queues.worker
         self._updates: dict[int, Future[None]] = {}
-        self.gradients = Gradients(self.adams, parameters, ranks=ranks, lane=lane, worker=self._worker)
+        self.gradients = Gradients(self.adams, parameters, ranks=ranks, queues=queues)
         self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
 
     def squared_norm(self) -> Tensor:
@@ -95,7 +94,7 @@ class ChunkOptimizer:
         self.gradients.drop()
 
     def close(self) -> None:
-        """Raises what an update or the end of its threads raises; may be called again then."""
+        """Raises what an update raises; may be called again then."""
         self.flush()
         self.gradients.close()
         self._worker.shutdown()

@@ -35,6 +35,8 @@ class StageProfile:
     """What autograd keeps of it, weights left out."""
     input_bytes: int
     """What a checkpoint keeps of it."""
+    output_bytes: int = 0
+    """What the next stage is given; and so its gradient's."""
     forward_peak: int
     """Bytes that it takes while it runs, beyond what it keeps."""
     backward_peak: int
@@ -50,10 +52,12 @@ class ChunkProfile:
     """On the host; what a transfer moves."""
     gathered_bytes: int
     """On the device while it is there."""
+    slots: int = 1
+    """That it takes."""
     gradient_bytes: int = 0
     """What a backward pass sends to the host; 0 for frozen ones."""
     state_bytes: int = 0
-    """Of the optimizer, with its own copy of the weights if it has one; 0 for frozen ones."""
+    """Where it is updated: its summed gradient, its moments, its weights in the optimizer's type; 0 for frozen ones."""
     num_trained: int = 0
     """Elements that the optimizer updates."""
 
@@ -86,8 +90,12 @@ class Profile:
     stages: Sequence[StageProfile]
     chunks: Sequence[ChunkProfile]
     """In the order of first use."""
+    slot_bytes: int = 0
     resident_bytes: int = 0
-    """On the device whatever is decided: what is in no chunk, with its gradients and optimizer state."""
+    """On the device whatever is decided: what is in no chunk, with its gradients and optimizer state, and gradients of
+    chunks on their way."""
+    staging_bytes: int = 0
+    """On the host whatever is decided."""
     alpha: float = 1.0
     """What the allocator takes over what is asked of it."""
     num_micro_batches: int = 1
@@ -98,16 +106,13 @@ class Profile:
         """Which stages are blocks."""
         return [index for index, stage in enumerate(self.stages) if stage.is_block]
 
-    @property
-    def slot_bytes(self) -> int:
-        """What any chunk needs while it is on the device, with its gradient."""
-        return max((chunk.gathered_bytes + chunk.gradient_bytes for chunk in self.chunks), default=0)
-
-    @property
-    def least_slots(self) -> int:
-        """Those of the stage with the most chunks, and one for what comes next."""
-        uses = Counter(stage for chunk in self.chunks for stage in chunk.stages)
-        return max(uses.values(), default=0) + 1
+    def least_slots(self, num_persistent: int) -> int:
+        """The fewest with which every stage can run, and one for what comes next."""
+        uses: Counter[int] = Counter()
+        for chunk in self.chunks[num_persistent:]:
+            uses.update(dict.fromkeys(chunk.stages, chunk.slots))
+        left = sum(chunk.slots for chunk in self.chunks[num_persistent:])
+        return min(left, max(uses.values(), default=0) + 1)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -21,7 +21,7 @@ from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.activations import HostArena, WeightHooks
 from rlpipe.offload.calls import UnitCalls
 from rlpipe.offload.chunk import ChunkMemory, Fill
-from rlpipe.offload.lanes import make_lane
+from rlpipe.offload.lanes import Queues, make_queues
 from rlpipe.offload.layout import CHUNK_SIZES, Layout, make_layout
 from rlpipe.offload.optimizer import ChunkOptimizer
 from rlpipe.offload.profile import Mode
@@ -76,9 +76,11 @@ class OffloadedModel:
         ranks: Ranks | None = None,
         sizes: Sequence[int] = CHUNK_SIZES,
         fill: Fill | None = None,
+        queues: Queues | None = None,
     ) -> None:
         """``sizes`` are those of chunks that are tried, in bytes; ``fill`` is for models on the meta device."""
         _check_free(model)
+        queues = queues or make_queues(device)
         precision, ranks = precision or Precision(), ranks or Alone()
         self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
         units = find_units(model)
@@ -103,21 +105,20 @@ class OffloadedModel:
             for chunk in self.layout.chunks
         ]
         move_rest(model, self.inventory, device)
-        copies_out = make_lane(device)
         self.optimizer = ChunkOptimizer(
             {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
             self._parameters,
             optimizer or OptimizerConfig(),
             gradient_dtype=precision.gradient,
             ranks=ranks,
-            lane=copies_out,
+            queues=queues,
             drop=self._drop,
         )
         self._residency = Residency(
             self._memories,
             num_slots=arrangement.num_slots,
             slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
-            lane=make_lane(device),
+            lane=queues.copies_in,
             await_update=self.optimizer.await_update,
             # Ranks that gather must do so in one order, whatever their hosts are up to.
             is_updated=self.optimizer.is_updated if ranks.num_parts == 1 else None,
@@ -136,7 +137,7 @@ class OffloadedModel:
             residency=self._residency,
             weights=weights,
             arena=self._arena,
-            lane=copies_out,
+            lane=queues.copies_out,
             stays=lambda tensor: tensor.untyped_storage()._cdata in keys,
             finish=self.optimizer.gradients.finish,
         )

@@ -17,8 +17,8 @@ from rlpipe.offload.cost import (
     Prediction,
     checkpoints_per_swap,
     interleave,
-    least_slots,
     predict,
+    swap_spans,
     transfer_s,
     why_impossible,
 )
@@ -90,7 +90,7 @@ class _Space:
 
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
         """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
-        profile, count = self._profile, len(self._profile.chunks)
+        profile = self._profile
         least, most = self._slot_bounds()
         base = self._base_bytes()
         slot_bytes = max(profile.slot_bytes, 1)
@@ -101,7 +101,7 @@ class _Space:
         if "num_slots" in self._fixed:
             slots = np.where(slots >= self._fixed["num_slots"], self._fixed["num_slots"], -1)
         fits = (slots >= least) & (self._host_bytes() <= capacity.host_bytes)
-        slots = np.where(fits, slots, np.minimum(least, count))
+        slots = np.where(fits, slots, np.minimum(least, most))
         seconds = np.where(fits, self._seconds(slots), np.inf)
         return seconds, profile.alpha * (base + slots * profile.slot_bytes), slots
 
@@ -141,8 +141,8 @@ class _Space:
         return np.array([getattr(chunk, name) for chunk in self._profile.chunks], np.float64)
 
     def _held(self, weights: str) -> Floats:
-        """Bytes of the first chunks with their gradients and states, for each number of them ``[C + 1]``."""
-        return _prefix(self._of_chunks(weights) + self._of_chunks("gradient_bytes") + self._of_chunks("state_bytes"))
+        """Bytes of the first chunks with their states, for each number of them ``[C + 1]``."""
+        return _prefix(self._of_chunks(weights) + self._of_chunks("state_bytes"))
 
     def _shares(self) -> Floats:
         """How a stage's cost falls on chunks ``[S, C]``."""
@@ -159,34 +159,47 @@ class _Space:
 
     def _host_bytes(self) -> Floats:
         """``[K, P]``."""
-        held = _prefix(
-            self._of_chunks("num_bytes") + self._of_chunks("gradient_bytes") + self._of_chunks("state_bytes")
-        )
+        held = self._held("num_bytes")
         swapped = self._is(Mode.SWAP) @ self._of_stages("saved_bytes")  # [K]
-        return (held[-1] - held[self.persistent])[None] + swapped[:, None]
+        return self._profile.staging_bytes + (held[-1] - held[self.persistent])[None] + swapped[:, None]
 
     def _activation_peaks(self) -> Floats:
         """As ``activation_peak``, ``[K]``."""
-        saved = self._of_stages("saved_bytes")
-        swaps = self._is(Mode.SWAP)
-        kept = np.where(self._is(Mode.CHECKPOINT), self._of_stages("input_bytes"), np.where(swaps, 0, saved))
+        saved, output = self._of_stages("saved_bytes"), self._of_stages("output_bytes")
+        checkpoints, swaps = self._is(Mode.CHECKPOINT), self._is(Mode.SWAP)
+        kept = np.where(checkpoints, self._of_stages("input_bytes"), np.where(swaps, 0, saved))
         live = np.cumsum(kept, 1) - kept
-        leaving = np.zeros_like(live)
-        leaving[:, 1:] = np.where(swaps, saved, 0)[:, :-1]
-        transient = np.maximum(self._of_stages("forward_peak"), self._of_stages("backward_peak"))
-        return np.asarray((live + leaving + saved + transient).max(1, initial=0.0))
+        again = self._of_stages("forward_peak") + np.where(checkpoints, output, 0)
+        transient = np.maximum(again, self._of_stages("backward_peak"))
+        return np.asarray((live + self._on_the_way() + saved + transient).max(1, initial=0.0))
+
+    def _on_the_way(self) -> Floats:
+        """Bytes of swapped activations that leave or come back beside each stage, ``[K, S]``."""
+        saved = self._of_stages("saved_bytes")
+        found: dict[tuple[int, int], Floats] = {}
+        for row, (swapped, checkpointed, _) in enumerate(self.divisions):
+            if (swapped, checkpointed) not in found:
+                bytes_s = found[swapped, checkpointed] = np.zeros_like(saved)
+                codes = [Mode.SWAP if code == MODES[Mode.SWAP] else Mode.KEEP for code in self._modes[row]]
+                for index, until in swap_spans(codes):
+                    bytes_s[index + 1 : until + 1] += saved[index]
+        return np.stack([found[swapped, checkpointed] for swapped, checkpointed, _ in self.divisions])
+
+    def _slots(self) -> Ints:
+        """Of the first chunks, for each number of them ``[C + 1]``."""
+        return _prefix(self._of_chunks("slots")).astype(np.int64)
 
     def _slot_bounds(self) -> tuple[Ints, Ints]:
         """The fewest and the most slots, ``[K, P]``: blocks that keep their weights need theirs to stay."""
-        count = len(self._profile.chunks)
+        count, slots = len(self._profile.chunks), self._slots()
         blocks = np.array([stage.is_block for stage in self._profile.stages])
         stays = (self._is(Mode.KEEP) & blocks) @ (self._shares() > 0) > 0  # [K, C]
         first = np.full((len(self.divisions), count + 1), count)
         for index in reversed(range(count)):
             first[:, index] = np.where(stays[:, index], index, first[:, index + 1])
-        needed = np.array([least_slots(self._profile, int(number)) for number in self.persistent])
-        least = np.maximum(needed[None], count - first[:, self.persistent])
-        return least, np.broadcast_to(count - self.persistent[None], least.shape)
+        needed = np.array([self._profile.least_slots(int(number)) for number in self.persistent])
+        least = np.maximum(needed[None], slots[-1] - slots[first[:, self.persistent]])
+        return least, np.broadcast_to(slots[-1] - slots[self.persistent][None], least.shape)
 
     def _seconds(self, slots: Ints) -> Floats:
         """Of an update, ``[K, P]``."""
@@ -213,7 +226,9 @@ class _Space:
         backward_cached = chunk_s(backward_s, swapped, gradient, reduce_s)
         backward_loads = chunk_s(backward_s, own + swapped, gradient, gather_s + reduce_s)
 
-        rows, first, cached = np.arange(len(self.divisions))[:, None], self.persistent[None], count - slots
+        rows, first = np.arange(len(self.divisions))[:, None], self.persistent[None]
+        prefix = self._slots()
+        cached = np.searchsorted(prefix, prefix[-1] - slots)
         forward_total = forward_stays[rows, first] + forward_loads[rows, count] - forward_loads[rows, first]
         backward_total = (
             backward_stays[rows, first]

@@ -26,6 +26,7 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 backward_s=float(rng.uniform(0.2, 2)),
                 saved_bytes=int(rng.integers(1, 30)),
                 input_bytes=int(rng.integers(1, 5)),
+                output_bytes=int(rng.integers(1, 5)),
                 forward_peak=int(rng.integers(0, 20)),
                 backward_peak=int(rng.integers(0, 20)),
             )
@@ -40,6 +41,7 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 stages=shares,
                 num_bytes=size,
                 gathered_bytes=size * int(rng.integers(1, 3)),
+                slots=int(rng.choice([1, 1, 1, 3])),
                 gradient_bytes=size if trained else 0,
                 state_bytes=3 * size if trained else 0,
                 num_trained=size if trained else 0,
@@ -48,7 +50,9 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
     return Profile(
         stages=stages,
         chunks=chunks,
+        slot_bytes=int(rng.integers(5, 40)),
         resident_bytes=int(rng.integers(0, 50)),
+        staging_bytes=int(rng.integers(0, 20)),
         alpha=float(rng.uniform(0.9, 1.2)),
         num_micro_batches=int(rng.integers(1, 4)),
     )
@@ -70,8 +74,9 @@ def random_rates(rng: np.random.Generator) -> Rates:
 def all_ways(profile: Profile, rates: Rates, capacity: Capacity) -> list[tuple[Knobs, Prediction]]:
     """Every way that is possible and fits."""
     chunks, blocks = range(len(profile.chunks) + 1), range(len(profile.blocks) + 1)
+    slots = range(sum(chunk.slots for chunk in profile.chunks) + 1)
     found = []
-    for numbers in product(chunks, chunks, blocks, blocks, blocks):
+    for numbers in product(chunks, slots, blocks, blocks, blocks):
         names = ("num_persistent", "num_slots", "num_swapped", "num_checkpointed", "num_offloaded")
         knobs = Knobs(**dict(zip(names, numbers, strict=True)))
         if why_impossible(profile, knobs, rates) is None:

@@ -1,0 +1,133 @@
+"""Makes the profile of a training step: what its stages need, as traced, and what its chunks take."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from rlpipe.offload.gradients import NUM_STAGED
+from rlpipe.offload.layout import ALIGNMENT, Chunk, Layout, aligned
+from rlpipe.offload.profile import ChunkProfile, Profile
+from rlpipe.offload.runtime import Precision
+from rlpipe.offload.trace import Stage, Trace
+from rlpipe.offload.units import Inventory
+
+FLOAT32_BYTES = 4
+NUM_MOMENTS = 2
+
+
+def make_profile(
+    model: nn.Module,
+    inventory: Inventory,
+    layout: Layout,
+    trace: Trace,
+    *,
+    precision: Precision,
+    num_ranks: int = 1,
+    num_parts: int = 1,
+    num_micro_batches: int = 1,
+    alpha: float = 1.0,
+) -> Profile:
+    """``num_parts`` is into how many shares the ranks cut every chunk: 1 where each of them holds it all."""
+    stages = stages_of_chunks(trace.stages, layout, inventory)
+    chunks = [
+        _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_parts) for chunk in layout.chunks
+    ]
+    on_the_way = _gradient_room(layout, inventory, num_ranks, num_parts) + _gather_room(layout, num_parts)
+    return Profile(
+        stages=trace.profiles(),
+        chunks=chunks,
+        slot_bytes=layout.slot_bytes,
+        resident_bytes=resident_bytes(model, inventory) + on_the_way,
+        staging_bytes=NUM_STAGED * max((chunk.gradient_bytes for chunk in chunks), default=0),
+        alpha=alpha,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def stages_of_chunks(stages: Sequence[Stage], layout: Layout, inventory: Inventory) -> list[dict[int, float]]:
+    """For every chunk, the stages that use it, with the share of their weights that it holds.
+
+    A stage without weights in chunks goes, whole, with the chunk that was used last.
+    """
+    used: dict[int, Counter[int]] = defaultdict(Counter)  # bytes by unit, then by chunk
+    for chunk in layout.chunks:
+        for place in chunk.places:
+            for unit in inventory.uses[place.name]:
+                used[unit][chunk.index] += place.num_bytes
+    found: list[dict[int, float]] = [{} for _ in layout.chunks]
+    last = 0
+    for index, stage in enumerate(stages):
+        weights: Counter[int] = sum((used[unit] for unit in stage.reads), Counter())
+        total = sum(weights.values())
+        for chunk_index, num_bytes in weights.items():
+            found[chunk_index][index] = num_bytes / total
+            last = chunk_index
+        if not total:
+            found[last][index] = 1.0
+    return found
+
+
+def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
+    """On the device at all times, beside the chunks: trained parameters with gradient and moments, others, buffers."""
+    parameters = inventory.resident.values()
+    copies = 2 + NUM_MOMENTS
+    held = sum(parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
+    return held + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _profile_chunk(
+    chunk: Chunk, layout: Layout, inventory: Inventory, stages: dict[int, float], precision: Precision, num_parts: int
+) -> ChunkProfile:
+    num_bytes = aligned(chunk.num_bytes, ALIGNMENT * num_parts)
+    slots = layout.slots_of(chunk)
+    gathered = max(slots * layout.slot_bytes, num_bytes)
+    if not chunk.is_trained:
+        return ChunkProfile(
+            stages=stages, num_bytes=num_bytes // num_parts, gathered_bytes=gathered, slots=slots
+        )
+    dtype = inventory.members[chunk.places[0].name].dtype
+    state = precision.state or dtype
+    elements = num_bytes // num_parts // dtype.itemsize
+    copies = NUM_MOMENTS + (state is not dtype)
+    return ChunkProfile(
+        stages=stages,
+        num_bytes=num_bytes // num_parts,
+        gathered_bytes=gathered,
+        slots=slots,
+        gradient_bytes=num_bytes // num_parts,
+        state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
+        num_trained=elements,
+    )
+
+
+def _gradient_room(layout: Layout, inventory: Inventory, num_ranks: int, num_parts: int) -> int:
+    """The device's buffers for gradients that are collected and sent, which are used again."""
+    total = 0
+    for room, chunks in _by_room(layout):
+        uses = Counter(unit for chunk in chunks for place in chunk.places[:1] for unit in _units(chunk, inventory))
+        at_once = max(uses.values(), default=0)
+        total += min(len(chunks), at_once + NUM_STAGED - 1) * room
+        if num_ranks > 1:
+            total += room * FLOAT32_BYTES // 2 if num_parts == 1 else 0
+    return total
+
+
+def _by_room(layout: Layout) -> Iterator[tuple[int, list[Chunk]]]:
+    rooms: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in layout.chunks:
+        if chunk.is_trained:
+            rooms[layout.slots_of(chunk) * layout.slot_bytes].append(chunk)
+    yield from rooms.items()
+
+
+def _units(chunk: Chunk, inventory: Inventory) -> set[int]:
+    return {unit for place in chunk.places for unit in inventory.uses[place.name]}
+
+
+def _gather_room(layout: Layout, num_parts: int) -> int:
+    """A share, while it is spread to the other ranks."""
+    return 0 if num_parts == 1 else layout.slot_bytes // num_parts

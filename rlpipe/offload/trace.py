@@ -1,0 +1,164 @@
+"""Runs a model once, forward and backward, and takes down what each of its units needs: bytes, and work.
+
+Fake tensors do for it: nothing is computed, and no memory is needed. Between units there are stages, too, such as the
+loss. What flows from a stage to the next is counted with the one that takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rlpipe.offload.calls import mark_inputs
+from rlpipe.offload.profile import StageProfile
+from rlpipe.offload.tracker import Operator, Tracker
+from rlpipe.offload.units import Unit
+
+Seconds = Callable[[Operator], float]
+"""What an operator takes on some machine."""
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """A unit's call, or what runs before the next one."""
+
+    unit: int | None
+    reads: set[int] = field(default_factory=set)
+    """Units whose weights it uses, its own among them."""
+    flow_in: int = 0
+    flow_out: int = 0
+    before: int = 0
+    after: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return self.unit is None and not self.reads and self.after == self.before and self.forward_peak <= self.after
+
+
+class Trace:
+    """Of one call of ``run``, which returns the loss of ``model``; use ``stages`` afterwards."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], seconds: Seconds) -> None:
+        self._model, self._units, self._seconds = model, units, seconds
+        self._tracker = Tracker(self._observe)
+        self.stages: list[Stage] = [Stage(None)]
+        self._current = self.stages[0]
+        self._is_backward = False
+        self._flowing: list[Tensor] = []
+
+    def run(self, run: Callable[[], Tensor]) -> Tracker:
+        """Raises whatever ``run`` raises; gradients of the model's parameters stay as they were."""
+        handles = [
+            handle
+            for index, unit in enumerate(self._units)
+            for handle in (
+                unit.module.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True),
+                unit.module.register_forward_hook(self._leave, with_kwargs=True),
+            )
+        ]
+        kept = {parameter: parameter.grad for parameter in self._model.parameters()}
+        for parameter in kept:
+            if parameter.requires_grad:
+                parameter.grad = None
+                handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+        try:
+            with self._tracker:
+                loss = run()
+                self._close_stage([loss])
+                self._is_backward = True
+                loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
+        return self._tracker
+
+    def read(self, unit: int) -> None:
+        """Notes that weights of a unit are used outside of its call."""
+        if not self._is_backward:
+            self._current.reads.add(unit)
+
+    def profiles(self) -> list[StageProfile]:
+        return [
+            StageProfile(
+                is_block=stage.unit is not None and self._units[stage.unit].is_block,
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s,
+                saved_bytes=(stage.after - stage.flow_out) - (stage.before - stage.flow_in),
+                input_bytes=stage.flow_in,
+                output_bytes=stage.flow_out,
+                forward_peak=stage.forward_peak - (stage.after - stage.flow_out),
+                backward_peak=max(0, stage.backward_peak - (stage.after - stage.flow_out)),
+            )
+            for stage in self.stages
+        ]
+
+    def _observe(self, operator: Operator) -> None:
+        stage, seconds = self._current, self._seconds(operator)
+        if self._is_backward:
+            stage.backward_s += seconds
+            stage.backward_peak = max(stage.backward_peak, self._tracker.live)
+        else:
+            stage.forward_s += seconds
+            stage.forward_peak = max(stage.forward_peak, self._tracker.live)
+
+    def _enter(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._is_backward:
+            return None
+        self._close_stage([args, kwargs])
+        stage = self._open_stage(unit)
+        return mark_inputs(partial(self._end_backward, stage), (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._is_backward:
+            return
+        stage = self._current
+        self._close_stage([output])
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._begin_backward, stage))
+        self._open_stage(None)
+
+    def _open_stage(self, unit: int | None) -> Stage:
+        live = self._tracker.live
+        stage = Stage(unit, reads=set() if unit is None else {unit}, before=live, after=live, forward_peak=live)
+        stage.flow_in = self._current.flow_out
+        if self._current.is_empty and len(self.stages) > 1:
+            stage.before, stage.flow_in = self._current.before, self._current.flow_in
+            self.stages.pop()
+        self._current = stage
+        self.stages.append(stage)
+        return stage
+
+    def _close_stage(self, flowing: Any) -> None:
+        """What flows on are tensors that a stage has made, and that are given to the next."""
+        stage = self._current
+        stage.after = self._tracker.live
+        storages = {
+            leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+            for leaf in tree_leaves(flowing)
+            if isinstance(leaf, Tensor) and self._tracker.counts(leaf) and leaf.is_floating_point()
+        }
+        stage.flow_out = max(storages.values(), default=0)
+
+    def _begin_backward(self, stage: Stage, _: Tensor) -> None:
+        self._current = stage
+
+    def _end_backward(self, stage: Stage) -> None:
+        index = self.stages.index(stage)
+        self._current = self.stages[max(0, index - 1)]
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
