@@ -53,9 +53,11 @@ def _assume(
     bus: _Bus,
     host: _Host,
 ) -> Device:
-    """Peaks of the data sheet, without sparsity: ``half`` and ``single`` in TFLOP/s, ``bandwidth`` and ``link`` (NVLink,
-    one direction; None: PCIe, through the host) in GB/s."""
-    reached = {dtype: half * 1e12 * MATMUL_SHARE for dtype in ("bfloat16", "float16")}
+    """From peaks of the data sheet: ``half`` and ``single`` in TFLOP/s, without sparsity, and the rest in GB/s.
+
+    ``link`` is NVLink's in one direction; None: there is none, and ranks exchange through PCIe and the host.
+    """
+    reached = dict.fromkeys(("bfloat16", "float16"), half * 1e12 * MATMUL_SHARE)
     memory = bandwidth * 1e9 * MEMORY_SHARE
     return Device(
         name=name,

@@ -14,8 +14,9 @@ BESIDE_TORCH_BYTES = 3 * 2**29
 profiles of 8B models show 0.2 to 1.8 GiB beside torch's memory."""
 COLLECTIVE_BYTES = 2**30
 """NCCL's buffers on each GPU that shares an engine; an assumption."""
-LOGITS_BYTES = 3 * 4
-"""An element of the logits at a time in which it is there in float32 as logit, as probability and sorted."""
+LOGITS_BYTES = {"vllm": 3 * 4, "hf": 2 * 4 + 3 * 8}
+"""Of an element of the logits: vLLM has it in float32 as logit, as log-prob and sorted; transformers' engine has it in
+float32 as logit and log-prob, and in float64 as log-prob, as probability and summed up."""
 HOST_BYTES = 6 * 2**30
 """Of an engine's process: Python, torch, vLLM and the libraries of CUDA; an assumption."""
 
@@ -33,6 +34,8 @@ class EngineMemory:
     """Activations, logits, and what is beside torch's memory."""
     kv_bytes: int
     """What is left for keys and values; below 0 where the rest alone is too much."""
+    longest_bytes: int
+    """A sequence as long as it may be; vLLM does not start without room for it."""
     sequences_full: int
     """That fit at one time, at full length."""
     sequences_mean: int
@@ -42,8 +45,8 @@ class EngineMemory:
 
 
 def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, device: Device) -> EngineMemory:
-    """Source of the order in which vLLM gives memory away: ``gpu_memory_utilization`` of the device is its own; weights,
-    then the peak of a profiling run are taken off; the rest is for keys and values."""
+    """As vLLM gives memory away: weights, and the peak of a trial pass, are taken off ``gpu_memory_utilization`` of the
+    device, and the rest is for keys and values."""
     share = setup.engines_per_device if setup.kind == "hf" else 1
     budget = int(device.memory_bytes * setup.utilization / share)
     weights, adapter = weights_bytes(setup, shape), adapter_bytes(setup, shape)
@@ -57,6 +60,7 @@ def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devi
         adapter_bytes=adapter,
         reserve_bytes=reserve,
         kv_bytes=kv_bytes,
+        longest_bytes=kv_cache.held_bytes(setup.max_model_len),
         sequences_full=max(0, kv_bytes // kv_cache.held_bytes(setup.num_tokens)),
         sequences_mean=max(0, kv_bytes // kv_cache.held_bytes(setup.mean_tokens)),
         host_bytes=host if device.kind == "cuda" else host + weights + reserve + max(0, kv_bytes),
@@ -82,7 +86,7 @@ def reserve_bytes(setup: EngineSetup, shape: ModelShape, device: Device) -> int:
     A layer's widest moment has the residual, its normed copy, both inputs of the gate and their product.
     """
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size / setup.num_devices) * ELEMENT_BYTES[setup.dtype]
-    logits = setup.max_sequences * shape.vocab_size * LOGITS_BYTES
+    logits = setup.max_sequences * shape.vocab_size * LOGITS_BYTES[setup.kind]
     beside = BESIDE_TORCH_BYTES if device.kind == "cuda" else 0
     collective = COLLECTIVE_BYTES if setup.num_devices > 1 else 0
     return int(setup.batched_tokens * per_token + logits + beside + collective)

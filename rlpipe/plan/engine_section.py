@@ -41,8 +41,8 @@ def _memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
     if setup.num_slots:
         slots = f"{setup.num_slots} slot{'s' if setup.num_slots > 1 else ''} of rank {setup.slot_rank}"
         yield "  adapters", f"{gib(memory.adapter_bytes)}: {slots}"
-    yield "  reserve", f"{gib(memory.reserve_bytes)}: activations, logits, CUDA and its graphs"
-    yield "  keys, values", f"{gib(memory.kv_bytes)}, {gib(plan.kv_token_bytes)} a token"
+    yield "  reserve", f"{gib(memory.reserve_bytes)}: activations, logits, CUDA"
+    yield "  keys, values", f"{gib(max(0, memory.kv_bytes))}, {gib(plan.kv_token_bytes)} a token"
     yield "host memory", f"{gib(memory.host_bytes)} a process"
     full, mean = f"{memory.sequences_full:,}", f"{memory.sequences_mean:,}"
     yield "room for", f"{full} sequences of {setup.num_tokens:,} tokens, or {mean} of {setup.mean_tokens:,.0f}"

@@ -49,6 +49,8 @@ class EngineSetup:
     prompt_tokens: int
     completion_tokens: int
     """Both are the longest that there can be."""
+    max_model_len: int
+    """Tokens that a sequence may have; conversations of several turns have more than a prompt and a completion."""
     num_slots: int
     """Adapters side by side; 0 where engines are given whole models."""
     slot_rank: int
@@ -58,7 +60,7 @@ class EngineSetup:
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest sequence."""
+        """Of a prompt with a completion."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
@@ -79,7 +81,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     check_device(config, device)
     kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
     prompt = config.data.max_prompt_tokens
-    length = min(prompt + rollout.sampling.max_tokens, rollout.max_model_len or prompt + rollout.sampling.max_tokens)
+    length = rollout.max_model_len or prompt + rollout.sampling.max_tokens
     sequences = _max_sequences(config, kind, on_gpu)
     has_slots = kind == "vllm" and serves_adapter(config.model)
     return EngineSetup(
@@ -93,9 +95,10 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
         quantization=_quantization(config, described),
         kv_element_bytes=_kv_element_bytes(config),
         max_sequences=sequences,
-        batched_tokens=_batched_tokens(config, kind, on_gpu, length),
-        prompt_tokens=min(prompt, length - 1),
-        completion_tokens=length - min(prompt, length - 1),
+        batched_tokens=_batched_tokens(config, kind, on_gpu, length, sequences),
+        prompt_tokens=prompt,
+        completion_tokens=rollout.sampling.max_tokens,
+        max_model_len=length,
         num_slots=num_slots(config.weights) if has_slots else 0,
         slot_rank=slot_rank(config.model.adapter.r) if has_slots else 0,
         bucket_bytes=0 if serves_adapter(config.model) else config.weights.bucket_bytes,
@@ -123,9 +126,14 @@ def _max_sequences(config: Config, kind: str, on_gpu: bool) -> int:
     return int(_number(config, "max_num_seqs", VLLM_SEQUENCES if on_gpu else DEFAULT_SEQUENCES, at_most=1e6))
 
 
-def _batched_tokens(config: Config, kind: str, on_gpu: bool, length: int) -> int:
-    if kind == "hf":  # whole prompts of a whole batch
-        return int(_number(config, "max_batch_size", DEFAULT_SEQUENCES, at_most=1e6)) * config.data.max_prompt_tokens
+def _work(config: Config) -> int:
+    """Sequences of a step, on the engine that has most of them."""
+    return -(-config.algorithm.groups_per_step // config.rollout.num_engines) * config.algorithm.group_size
+
+
+def _batched_tokens(config: Config, kind: str, on_gpu: bool, length: int, sequences: int) -> int:
+    if kind == "hf":  # the prompts of a whole batch
+        return min(sequences, _work(config)) * config.data.max_prompt_tokens
     default = VLLM_BATCHED_TOKENS if on_gpu else max(4096, length)
     return int(_number(config, "max_num_batched_tokens", default, at_most=1e7))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlpipe.configs.schema import ModelConfig
@@ -74,5 +74,5 @@ def _remedy(config: ModelConfig) -> str:
 def _describe(source: str, path: str, config: ModelConfig) -> PreTrainedConfig:
     try:
         return describe_model(source, config)
-    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"model.path={path} can't be read: {describe_error(error)}") from None

@@ -70,7 +70,7 @@ def device_section(device: Device, dtype: str) -> Section:
 
 def model_section(config: Config, described: PreTrainedConfig) -> Section:
     shape = read_shape(described, config.model)
-    active = f", {count(shape.num_active)} active" if shape.num_experts > 1 else ""
+    active = f", {count(shape.num_active + shape.num_looked_up)} active" if shape.num_experts > 1 else ""
     rows = [
         ("parameters", f"{count(shape.num_parameters)}{active}"),
         ("layers", f"{shape.num_layers:,} of width {shape.hidden_size:,}"),

@@ -89,7 +89,8 @@ def _num_experts(text: Any) -> tuple[int, int]:
 
 
 def _num_looked_up(outline: PreTrainedModel) -> int:
-    embedding, head = outline.get_input_embeddings(), outline.get_output_embeddings()
+    embedding: Any = outline.get_input_embeddings()
+    head: Any = outline.get_output_embeddings()
     tied = head is None or head.weight is embedding.weight
     return 0 if tied else embedding.weight.numel()
 
