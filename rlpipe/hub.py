@@ -16,6 +16,7 @@ def hub_has(
     option: str,
     error: type[InputError],
     revision: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> bool:
     """True if the hub has the repository, False if the hub can't be reached (or ``HF_HUB_OFFLINE`` is set).
 
@@ -26,7 +27,7 @@ def hub_has(
     from huggingface_hub.utils import httpx
 
     try:
-        HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S)
+        HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=timeout_s)
     except HFValidationError:
         raise error(f"{option}: there is no folder {repository!r}, and it is no hub id") from None
     except RevisionNotFoundError:

@@ -13,6 +13,7 @@ from rlpipe.configs.schema import WeightsConfig
 from rlpipe.configs.schema_model import ModelConfig, serves_adapter
 from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.errors import ConfigError
+from rlpipe.rollout.adapter_slots import num_slots, slot_rank
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES
 
 # vLLM reads these when it is imported.
@@ -33,7 +34,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # n
 from rlpipe.rollout.vllm_nf4 import LOAD_FORMAT  # noqa: E402
 from rlpipe.rollout.vllm_transfer import backend  # noqa: E402
 
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _OWN_ENGINE_ARGS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
@@ -89,8 +89,7 @@ def engine_args(
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
         args["block_size"] = 32
     if serves_adapter(model):
-        max_loras = 1 if weights.on_update == "inflight" else 3
-        args |= {"enable_lora": True, "max_loras": max_loras, "max_lora_rank": _lora_rank(model.adapter.r)}
+        args |= {"enable_lora": True, "max_loras": num_slots(weights), "max_lora_rank": slot_rank(model.adapter.r)}
         args["lora_target_modules"] = _target_suffixes(model)
     if model.adapter.kind == "qlora" and serves_adapter(model) and "quantization" not in rollout.engine_args:
         args["load_format"] = LOAD_FORMAT
@@ -136,14 +135,6 @@ def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], op
         if name not in known:
             close = get_close_matches(name, known - own.keys(), n=1)
             raise ConfigError(f"{option}.{name} is unknown to vllm" + (f": did you mean {close[0]}?" if close else ""))
-
-
-def _lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has room for and that is large enough."""
-    fitting = [size for size in _LORA_RANKS if size >= rank]
-    if not fitting:
-        raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; at most {_LORA_RANKS[-1]}")
-    return fitting[0]
 
 
 def _target_suffixes(model: ModelConfig) -> list[str]:

@@ -30,6 +30,8 @@ FLOORS = [
     ("rlpipe.scoring", 4),
     ("rlpipe.replay", 4),
     ("rlpipe.simulation", 4),
+    ("rlpipe.offload", 4),
+    ("rlpipe.plan", 4),
     ("rlpipe.tracking", 4),
     ("rlpipe.health", 4),
     ("rlpipe.waiting", 5),

@@ -41,7 +41,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return streams.err
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "config", "simulate", "audit", "inspect", "generate"])
+@pytest.mark.parametrize("command", ["", "train", "eval", "config", "plan", "simulate", "audit", "inspect", "generate"])
 def test_help_is_light(command: str) -> None:
     output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
     assert "usage: rlpipe" in output

@@ -1,0 +1,115 @@
+"""A table of devices, with rates assumed from their data sheets, and the search for one by its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from rlpipe.errors import ConfigError
+from rlpipe.plan.device import BYTES_PER_ADAM_STEP, Device
+from rlpipe.plan.machines import load_stored, stored_names, this_machine
+
+MATMUL_SHARE = 0.55
+"""Of the peak: what the large bf16 matrix products of a training step or a prefill reach in common frameworks."""
+MEMORY_SHARE = 0.8
+"""Of the device memory's peak: what kernels that read and write much reach."""
+LINK_SHARE = 0.8
+"""Of NVLink's peak in one direction: what NCCL's gathers of many megabytes reach."""
+OWN_MACHINE = "cpu"
+"""The name that stands for this machine's own measurement."""
+_GIB = 2**30
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Bus:
+    """PCIe, in bytes a second."""
+
+    host_to_device: float
+    device_to_host: float
+    both: float
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Host:
+    memory_bytes: int
+    bandwidth: float
+    """Bytes a second that Adam on the host reaches."""
+
+
+_GEN5 = _Bus(host_to_device=55e9, device_to_host=50e9, both=45e9)
+_GEN4 = _Bus(host_to_device=25e9, device_to_host=24e9, both=20e9)
+_SERVER = _Host(memory_bytes=128 * _GIB, bandwidth=150e9)
+_DESKTOP = _Host(memory_bytes=64 * _GIB, bandwidth=50e9)
+
+
+def _assume(
+    name: str,
+    *,
+    memory_gib: float,
+    half: float,
+    single: float,
+    bandwidth: float,
+    link: float | None,
+    bus: _Bus,
+    host: _Host,
+) -> Device:
+    """From peaks of the data sheet: ``half`` and ``single`` in TFLOP/s, without sparsity, and the rest in GB/s.
+
+    ``link`` is NVLink's in one direction; None: there is none, and ranks exchange through PCIe and the host.
+    """
+    reached = dict.fromkeys(("bfloat16", "float16"), half * 1e12 * MATMUL_SHARE)
+    memory = bandwidth * 1e9 * MEMORY_SHARE
+    return Device(
+        name=name,
+        memory_bytes=int(memory_gib * _GIB),
+        # float32 without TF32, which torch leaves off and rlpipe too.
+        matmul_flops={**reached, "float32": single * 1e12 * MATMUL_SHARE},
+        memory_bandwidth=memory,
+        host_to_device=bus.host_to_device,
+        device_to_host=bus.device_to_host,
+        both=bus.both,
+        link=bus.both if link is None else link * 1e9 * LINK_SHARE,
+        device_adam=memory / BYTES_PER_ADAM_STEP,
+        host_adam=host.bandwidth / BYTES_PER_ADAM_STEP,
+        host_memory_bytes=host.memory_bytes,
+    )
+
+
+# Memory is what torch reports, which is less than the name says: a part is kept for error correction and the driver.
+_TABLE = [
+    _assume("b200-180g", memory_gib=178.3, half=2250, single=75, bandwidth=8000, link=900, bus=_GEN5, host=_SERVER),
+    _assume("h200-141g", memory_gib=139.7, half=989, single=67, bandwidth=4800, link=450, bus=_GEN5, host=_SERVER),
+    _assume("h100-80g", memory_gib=79.1, half=989, single=67, bandwidth=3350, link=450, bus=_GEN5, host=_SERVER),
+    _assume("a100-80g", memory_gib=79.2, half=312, single=19.5, bandwidth=2039, link=300, bus=_GEN4, host=_SERVER),
+    _assume("a100-40g", memory_gib=39.4, half=312, single=19.5, bandwidth=1555, link=300, bus=_GEN4, host=_SERVER),
+    _assume("l40s-48g", memory_gib=44.4, half=362, single=91.6, bandwidth=864, link=None, bus=_GEN4, host=_SERVER),
+    _assume("rtx4090-24g", memory_gib=23.6, half=165, single=82.6, bandwidth=1008, link=None, bus=_GEN4, host=_DESKTOP),
+    _assume("rtx3090-24g", memory_gib=23.6, half=71, single=35.6, bandwidth=936, link=None, bus=_GEN4, host=_DESKTOP),
+]
+DEVICES = {device.name: device for device in _TABLE}
+"""By name, those with the most memory first."""
+
+
+def find_device(name: str | None = None) -> Device:
+    """The device of the table, or the stored measurement of that name; None, or ``cpu``: that of this machine.
+
+    Raises ``ConfigError`` with the names that there are if it is unknown, and if this machine was not measured yet.
+    """
+    stored = stored_names()
+    if name is None or name == OWN_MACHINE:
+        if this_machine() not in stored:
+            raise ConfigError(
+                "this machine is not measured yet: give --device, one of " + ", ".join(_known_names(stored))
+            )
+        return load_stored(this_machine())
+    if name in DEVICES:
+        return DEVICES[name]
+    if name in stored:
+        return load_stored(name)
+    close = get_close_matches(name, _known_names(stored), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"--device: there is no {name}; it is one of {', '.join(_known_names(stored))}{hint}")
+
+
+def _known_names(stored: list[str]) -> list[str]:
+    return [*DEVICES, *stored, *([OWN_MACHINE] if this_machine() in stored else [])]

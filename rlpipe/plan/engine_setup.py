@@ -1,0 +1,185 @@
+"""What a plan needs to know of a config's rollout engines, with the defaults that the engine itself would take."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from rlpipe.configs.schema import Config, serves_adapter
+from rlpipe.errors import ConfigError
+from rlpipe.plan.device import Device
+from rlpipe.rollout.adapter_slots import num_slots, slot_rank
+from rlpipe.rollout.engine import DEFAULT_SEQUENCES
+
+VLLM_UTILIZATION = 0.92
+"""vLLM 0.32's share of a GPU, where ``gpu_memory_utilization`` is not set."""
+VLLM_SEQUENCES = 128
+"""Its ``max_num_seqs`` on a GPU, for engines inside other programs."""
+VLLM_BATCHED_TOKENS = 2048
+"""Its ``max_num_batched_tokens`` there."""
+HF_UTILIZATION = 0.95
+"""Of the memory, with transformers: torch's allocator keeps some of the rest in pieces."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
+"""Bytes of an element with its part of the scales: float32 for 64 elements; for whole rows; 8 bit for 32 elements."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineSetup:
+    """One engine, and the work of a step that all engines share."""
+
+    kind: Literal["vllm", "hf"]
+    num_engines: int
+    num_devices: int
+    """That one engine is spread over."""
+    engines_per_device: int
+    utilization: float
+    """Share of a device's memory that one engine may take."""
+    cpu_kv_bytes: int | None
+    """vLLM's memory for keys and values on a CPU; None on a GPU, where it takes what is left."""
+    dtype: str
+    quantization: str | None
+    kv_element_bytes: float
+    max_sequences: int
+    batched_tokens: int
+    """Tokens of one forward pass of a prefill."""
+    prompt_tokens: int
+    completion_tokens: int
+    """Both are the longest that there can be."""
+    max_model_len: int
+    """Tokens that a sequence may have; conversations of several turns have more than a prompt and a completion."""
+    num_slots: int
+    """Adapters side by side; 0 where engines are given whole models."""
+    slot_rank: int
+    bucket_bytes: int
+    groups_per_step: int
+    group_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a prompt with a completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a sequence of full length, over the time in which it is sampled."""
+        return self.prompt_tokens + self.completion_tokens / 2
+
+    @property
+    def groups_per_engine(self) -> int:
+        """Of a step, on the engine that has most."""
+        return -(-self.groups_per_step // self.num_engines)
+
+
+def read_engine_setup(config: Config, described: PreTrainedConfig, device: Device) -> EngineSetup:
+    """Raises ``ConfigError`` if the config has no engines, if they do not run on such a device, or if one of
+    ``rollout.engine_args`` can't be planned with."""
+    rollout, on_gpu = config.rollout, config.rollout.num_gpus > 0
+    check_device(config, device)
+    kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
+    prompt = config.data.max_prompt_tokens
+    length = rollout.max_model_len or prompt + rollout.sampling.max_tokens
+    sequences = _max_sequences(config, kind, on_gpu)
+    has_slots = kind == "vllm" and serves_adapter(config.model)
+    return EngineSetup(
+        kind=kind,
+        num_engines=rollout.num_engines,
+        num_devices=rollout.tensor_parallel_size,
+        engines_per_device=min(rollout.num_engines, int(1 / rollout.num_gpus + 1e-9) or 1) if on_gpu else 1,
+        utilization=_utilization(config, kind, on_gpu),
+        cpu_kv_bytes=_cpu_kv_bytes() if kind == "vllm" and not on_gpu else None,
+        dtype=config.model.dtype,
+        quantization=_quantization(config, described),
+        kv_element_bytes=_kv_element_bytes(config),
+        max_sequences=sequences,
+        batched_tokens=_batched_tokens(config, kind, on_gpu, length, sequences),
+        prompt_tokens=prompt,
+        completion_tokens=rollout.sampling.max_tokens,
+        max_model_len=length,
+        num_slots=num_slots(config.weights) if has_slots else 0,
+        slot_rank=slot_rank(config.model.adapter.r) if has_slots else 0,
+        bucket_bytes=0 if serves_adapter(config.model) else config.weights.bucket_bytes,
+        groups_per_step=config.algorithm.groups_per_step,
+        group_size=config.algorithm.group_size,
+    )
+
+
+def check_device(config: Config, device: Device) -> None:
+    """Raises ``ConfigError`` if the engines of the config run elsewhere than on such a device, or not at all."""
+    if config.algorithm.kind != "rl":
+        raise ConfigError(f"algorithm.kind={config.algorithm.kind} has no engines")
+    num_gpus = config.rollout.num_gpus
+    if device.kind == "cuda" and num_gpus == 0:
+        raise ConfigError(
+            f"rollout.num_gpus=0: engines run on the CPU, not on {device.name}; set 1, or leave --device out"
+        )
+    if device.kind == "cpu" and num_gpus > 0:
+        raise ConfigError(f"rollout.num_gpus={num_gpus:g}: {device.name} has no GPU; give the GPU's --device, or set 0")
+
+
+def _max_sequences(config: Config, kind: str, on_gpu: bool) -> int:
+    if kind == "hf":
+        return int(_number(config, "max_batch_size", DEFAULT_SEQUENCES, at_most=1e6))
+    return int(_number(config, "max_num_seqs", VLLM_SEQUENCES if on_gpu else DEFAULT_SEQUENCES, at_most=1e6))
+
+
+def _work(config: Config) -> int:
+    """Sequences of a step, on the engine that has most of them."""
+    return -(-config.algorithm.groups_per_step // config.rollout.num_engines) * config.algorithm.group_size
+
+
+def _batched_tokens(config: Config, kind: str, on_gpu: bool, length: int, sequences: int) -> int:
+    if kind == "hf":  # the prompts of a whole batch
+        return min(sequences, _work(config)) * config.data.max_prompt_tokens
+    default = VLLM_BATCHED_TOKENS if on_gpu else max(4096, length)
+    return int(_number(config, "max_num_batched_tokens", default, at_most=1e7))
+
+
+def _utilization(config: Config, kind: str, on_gpu: bool) -> float:
+    if kind == "hf" or not on_gpu:
+        return HF_UTILIZATION
+    return _number(config, "gpu_memory_utilization", VLLM_UTILIZATION, at_most=1)
+
+
+def _cpu_kv_bytes() -> int:
+    """As ``rlpipe.rollout.vllm_options`` sets it."""
+    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        return int(float(text) * 2**30)
+    except ValueError:
+        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={text} is no number of GiB") from None
+
+
+def _quantization(config: Config, described: PreTrainedConfig) -> str | None:
+    """Of the weights, as the config or the model's own says."""
+    own: Any = getattr(described, "quantization_config", None) or {}
+    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    name = config.rollout.engine_args.get("quantization") or method
+    if name is not None and str(name) not in QUANTIZED_BYTES:
+        known = ", ".join(QUANTIZED_BYTES)
+        raise ConfigError(f"a plan does not know the size of weights in {name}; it knows {known}, and model.dtype")
+    return None if name is None else str(name)
+
+
+def _kv_element_bytes(config: Config) -> float:
+    name = str(config.rollout.engine_args.get("kv_cache_dtype", "auto"))
+    if name == "auto":
+        return ELEMENT_BYTES[config.model.dtype]
+    if name.startswith("fp8"):
+        return 1
+    if name in ELEMENT_BYTES:
+        return ELEMENT_BYTES[name]
+    raise ConfigError(f"rollout.engine_args.kv_cache_dtype={name}: a plan knows auto, fp8, {', '.join(ELEMENT_BYTES)}")
+
+
+def _number(config: Config, name: str, default: float, *, at_most: float) -> float:
+    """One of ``rollout.engine_args``."""
+    value = config.rollout.engine_args.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= at_most:
+        raise ConfigError(f"rollout.engine_args.{name}={value!r} is not a number above 0, and up to {at_most:g}")
+    return value

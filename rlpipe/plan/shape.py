@@ -1,0 +1,106 @@
+"""What a plan needs to know of a model: how many parameters there are of which kind, and how wide it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlpipe.configs.schema import ModelConfig
+from rlpipe.errors import ModelError
+from rlpipe.imports import describe_error
+from rlpipe.models import outline_model
+from rlpipe.nf4 import nf4_parameters
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelShape:
+    """Counts are of elements."""
+
+    num_parameters: int
+    num_looked_up: int
+    """In an embedding that is not the output layer too: rows of it are read, and nothing is multiplied with it."""
+    num_in_experts: int
+    """In routed experts."""
+    num_experts: int
+    """Of a layer; 1 where there are none."""
+    experts_per_token: int
+    num_quantizable: int
+    """In linear layers and experts, but the output layer."""
+    adapter_width: int
+    """Elements of a LoRA adapter of rank 1: inputs and outputs of the layers that engines prepare for one."""
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    intermediate_size: int
+    """Of a token's way through a layer."""
+    vocab_size: int
+
+    def num_used(self, num_tokens: float) -> float:
+        """Parameters that a step with so many tokens multiplies with, where experts are drawn evenly."""
+        missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.num_parameters - self.num_looked_up - self.num_in_experts * missed
+
+    @property
+    def num_active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.num_used(1)
+
+
+def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
+    """Of the model's outline, which has no weights; raises ``ModelError`` if transformers can't build it."""
+    try:
+        outline = outline_model(described, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
+    text: Any = described.get_text_config()
+    experts = {name: entry.numel() for name, entry in outline.named_parameters() if ".experts." in name}
+    num_experts, per_token = _num_experts(text) if experts else (1, 1)
+    linear = nf4_parameters(outline) - experts.keys()
+    sizes = {name: entry.numel() for name, entry in outline.named_parameters()}
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if experts:
+        width = max(width, per_token * getattr(text, "moe_intermediate_size", width))
+    return ModelShape(
+        num_parameters=sum(sizes.values()),
+        num_looked_up=_num_looked_up(outline),
+        num_in_experts=sum(experts.values()),
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        num_quantizable=sum(experts.values()) + sum(sizes[name] for name in linear if name in sizes),
+        adapter_width=_adapter_width(outline, model.adapter.target_modules),
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        hidden_size=text.hidden_size,
+        intermediate_size=width,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _num_experts(text: Any) -> tuple[int, int]:
+    """Routed experts of a layer, and those that a token goes through; models name the first in three ways."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = [getattr(text, name) for name in names if getattr(text, name, None)]
+    per_token = getattr(text, "num_experts_per_tok", None)
+    return (counts[0], per_token) if counts and per_token else (1, 1)
+
+
+def _num_looked_up(outline: PreTrainedModel) -> int:
+    embedding: Any = outline.get_input_embeddings()
+    head: Any = outline.get_output_embeddings()
+    tied = head is None or head.weight is embedding.weight
+    return 0 if tied else embedding.weight.numel()
+
+
+def _adapter_width(outline: PreTrainedModel, targets: str | Sequence[str]) -> int:
+    """vLLM prepares layers by the ends of their names; for a text it prepares all linear ones but the output layer."""
+    suffixes = None if isinstance(targets, str) else {target.rsplit(".", 1)[-1] for target in targets}
+    return sum(
+        layer.in_features + layer.out_features
+        for name, layer in outline.named_modules()
+        if isinstance(layer, nn.Linear)
+        and (name.rsplit(".", 1)[-1] != "lm_head" if suffixes is None else name.rsplit(".", 1)[-1] in suffixes)
+    )

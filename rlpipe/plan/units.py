@@ -1,0 +1,16 @@
+"""Numbers with their units, as a plan prints them."""
+
+from __future__ import annotations
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in GiB, or smaller units."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def count(number: float) -> str:
+    """Of parameters, in billions or millions."""
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"

@@ -1,0 +1,95 @@
+"""``rlpipe plan`` from its arguments to what it prints."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpipe import cli
+from rlpipe.configs.compose import load_config
+from rlpipe.plan.devices import find_device
+from rlpipe.plan.engine import plan_engine
+from rlpipe.plan.known_models import describe_offline
+
+EXPERIMENT = "experiment=gsm8k_qwen3_8b_lora"
+RUN = ("plan", EXPERIMENT, "--device", "h100-80g")
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(arguments) == 2
+    streams = capsys.readouterr()
+    assert streams.err.count("\n") == 1
+    assert streams.out == ""
+    return streams.err
+
+
+def test_the_experiment_fits_on_an_h100_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert cli.main([*RUN]) == 0
+    assert time.monotonic() - begin < 5
+    text = capsys.readouterr().out
+    assert "device h100-80g\n" in text
+    assert "assumed from data sheets" in text
+    assert "parameters      8.19B\n" in text
+    assert "fits            yes\n" in text
+    assert "256 at one time" in text
+    assert text.endswith("Shorter ones take less time.\n")
+
+
+def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*RUN, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    config = load_config([EXPERIMENT], need_files=False)
+    described = describe_offline(config.model.path, config.model)
+    plan = plan_engine(config, described, find_device("h100-80g"))
+    assert [*found] == ["device", "model", "engine"]
+    assert found["engine"]["fits"] is True
+    assert found["engine"]["memory"]["weights_bytes"] == plan.memory.weights_bytes
+    assert plan.speed is not None
+    assert found["engine"]["speed"]["seconds"] == plan.speed.seconds
+    assert found["engine"]["speed"]["decode"]["weights_s"] == plan.speed.decode.weights_s
+    assert found["engine"]["changes"] == [{"change": entry.change, "seconds": entry.seconds} for entry in plan.changes]
+    assert found["model"]["num_parameters"] == 8_190_735_360
+    assert found["device"]["matmul_flops"]["bfloat16"] == pytest.approx(544e12, rel=1e-3)
+
+
+def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "fits            NO: without any sequence it needs " in text
+    assert "fits with       rollout.tensor_parallel_size=2 rollout.num_gpus=2 (" in text
+    assert "--device l40s-48g (" in text
+    assert cli.main([*arguments, "--json"]) == 0
+    engine = json.loads(capsys.readouterr().out)["engine"]
+    assert (engine["fits"], engine["speed"]) == (False, None)
+
+
+def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    sft = ["algorithm=sft", "data=jsonl", "data.path=rows.jsonl", "model.path=Qwen/Qwen3-0.6B"]
+    assert cli.main(["plan", *sft, "--device", "h100-80g", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)] == ["device", "model"]
+
+
+def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "this machine is not measured yet: give --device" in fails(["plan", EXPERIMENT], capsys)
+    assert "did you mean h100-80g?" in fails(["plan", EXPERIMENT, "--device", "h100"], capsys)
+    assert "config.json" in fails([*RUN, "model.path=a/b/c"], capsys)
+    assert "did you mean algorithm.group_size?" in fails([*RUN, "algorithm.group_sizes=3"], capsys)
+    assert "rollout.num_gpus=0: engines run on the CPU" in fails([*RUN, "rollout.num_gpus=0"], capsys)
+
+
+def test_an_unknown_device_is_refused_without_torch() -> None:
+    run = f"main(['plan', {EXPERIMENT!r}, '--device', 'x'])"
+    code = f"import sys; from rlpipe.cli import main; {run}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert "there is no x" in done.stderr

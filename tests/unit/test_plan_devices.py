@@ -1,0 +1,118 @@
+"""The table of devices, and measurements that are stored."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlpipe.errors import ConfigError
+from rlpipe.plan.devices import DEVICES, find_device
+from rlpipe.plan.machines import load_stored, machines_folder, store, stored_names, this_machine
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def measured(name: str):
+    return replace(DEVICES["h100-80g"], name=name, measured_at="2026-11-22", host_to_device=51e9)
+
+
+def test_rates_of_the_table_are_shares_of_the_data_sheets() -> None:
+    h100 = find_device("h100-80g")
+    assert h100.flops("bfloat16") == pytest.approx(0.55 * 989e12)
+    assert h100.memory_bandwidth == pytest.approx(0.8 * 3.35e12)
+    assert h100.device_adam == pytest.approx(0.8 * 3.35e12 / 28)
+    assert h100.host_adam == pytest.approx(150e9 / 28)
+    assert (h100.host_to_device, h100.device_to_host) == (55e9, 50e9)
+    assert h100.source == "assumed from data sheets"
+
+
+def test_the_table_holds_what_its_names_say() -> None:
+    for name, device in DEVICES.items():
+        assert device.name == name
+        gigabytes = int(name.rsplit("-", 1)[1].removesuffix("g"))
+        assert 0.9 * gigabytes < device.memory_bytes / 2**30 < gigabytes
+        assert device.both <= device.device_to_host <= device.host_to_device < device.memory_bandwidth
+        assert device.flops("float32") < device.flops("bfloat16")
+
+
+def test_one_rank_gathers_nothing_and_several_share_the_hosts_memory() -> None:
+    h100 = find_device("h100-80g")
+    assert h100.rates().gather == math.inf
+    assert h100.rates().host_adam == h100.host_adam
+    assert h100.rates(4).gather == h100.rates(4).reduce == pytest.approx(0.8 * 450e9)
+    assert h100.rates(4).host_adam == h100.host_adam / 4
+    assert h100.rates(4).host_to_device == h100.host_to_device
+    assert h100.rates(16).host_adam == h100.host_adam / 8  # on two machines
+
+
+def test_unknown_devices_are_answered_with_the_names() -> None:
+    with pytest.raises(ConfigError, match=r"there is no h100; it is one of b200-180g, .* did you mean h100-80g\?"):
+        find_device("h100")
+    with pytest.raises(ConfigError, match=r"there is no \.\./h100-80g"):
+        find_device("../h100-80g")
+
+
+def test_a_dtype_without_a_rate_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype=float8: device h100-80g has no rate for it"):
+        find_device("h100-80g").flops("float8")
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device x: link is 0, and must be above 0"):
+        replace(DEVICES["h100-80g"], name="x", link=0)
+
+
+def test_measurements_come_back_as_they_were_stored() -> None:
+    assert stored_names() == []
+    path = store(measured("node-7"))
+    assert path == machines_folder() / "node-7.json"
+    assert find_device("node-7") == measured("node-7")
+    assert find_device("node-7").source == "measured 2026-11-22"
+    with pytest.raises(ConfigError, match="rtx3090-24g, node-7"):
+        find_device("nod")
+
+
+def test_no_name_and_cpu_are_this_machines_measurement() -> None:
+    for name in (None, "cpu"):
+        with pytest.raises(ConfigError, match="this machine is not measured yet: give --device, one of b200-180g"):
+            find_device(name)
+    store(measured(this_machine()))
+    assert find_device(None) == find_device("cpu") == measured(this_machine())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"link": None}, "link is None"),
+        ({"link": "fast"}, "link is 'fast'"),
+        ({"memory_bytes": True}, "memory_bytes is True"),
+        ({"matmul_flops": {"bfloat16": "x"}}, "matmul_flops is"),
+        ({"memory_bytes": -1}, "memory_bytes is -1"),
+        ({"speed": 3}, "speed is unknown"),
+    ],
+)
+def test_a_damaged_file_is_named(change: dict[str, object], message: str) -> None:
+    path = store(measured("node"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=r"node\.json is damaged") as caught:
+        load_stored("node")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_file_that_holds_no_device_is_damaged(text: str) -> None:
+    store(measured("node")).write_text(text)
+    with pytest.raises(ConfigError, match=r"is damaged .* remove it, and measure the machine again"):
+        find_device("node")
+
+
+def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="file is no folder; set XDG_CACHE_HOME"):
+        store(measured("node"))
