@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -140,14 +141,15 @@ class SwapHooks:
 
     def __init__(self, weights: WeightHooks, arena: HostArena, lane: Lane, stays: Callable[[Tensor], bool]) -> None:
         self._weights, self._arena, self._lane, self._stays = weights, arena, lane, stays
-        self._swapped: dict[tuple[Any, ...], Swapped] = {}
+        # Only autograd holds them: each goes as soon as it has been used.
+        self._swapped: WeakValueDictionary[tuple[Any, ...], Swapped] = WeakValueDictionary()
 
     def watch(self) -> AbstractContextManager[None]:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def fetch(self) -> None:
         """Begins to bring all of it back."""
-        for swapped in self._swapped.values():
+        for swapped in list(self._swapped.values()):
             swapped.fetch()
 
     def _pack(self, tensor: Tensor) -> Tensor | Weight | Swapped:
@@ -164,9 +166,10 @@ class SwapHooks:
             tensor.dtype,
             tensor._version,
         )
-        if key not in self._swapped:
-            self._swapped[key] = Swapped(tensor, self._arena.take(tensor.nbytes), self._lane)
-        return self._swapped[key]
+        swapped = self._swapped.get(key)
+        if swapped is None:
+            swapped = self._swapped[key] = Swapped(tensor, self._arena.take(tensor.nbytes), self._lane)
+        return swapped
 
     def _unpack(self, packed: Tensor | Weight | Swapped) -> Tensor:
         if isinstance(packed, Swapped):

@@ -20,6 +20,7 @@ from rlpipe.offload.cost import swap_spans
 from rlpipe.offload.lanes import Lane
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.residency import Residency
+from rlpipe.offload.units import Unit
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -41,7 +42,7 @@ class UnitCalls:
     def __init__(
         self,
         model: nn.Module,
-        modules: Sequence[nn.Module],
+        units: Sequence[Unit],
         chunks: Sequence[Collection[int]],
         modes: Sequence[Mode],
         *,
@@ -52,24 +53,25 @@ class UnitCalls:
         stays: Callable[[Tensor], bool],
         finish: Callable[[Collection[int]], None],
     ) -> None:
-        """``chunks`` and ``modes`` are those of each of ``modules``; ``stays`` tells what is on the device anyway;
+        """``chunks`` and ``modes`` are those of each of ``units``; ``stays`` tells what is on the device anyway;
         ``finish`` is called with chunks whose gradients are whole."""
-        self._modules = {id(module): index for index, module in enumerate(modules)}
+        self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
         self._modes = list(modes)
         self._residency, self._weights, self._arena, self._lane = residency, weights, arena, lane
         self._stays, self._finish = stays, finish
         self._calls: WeakSet[Call] = WeakSet()
         self._swapped: dict[int, Callable[[], Call | None]] = {}
-        self._brings: list[list[int]] = [[] for _ in modules]
-        for swapped, until in swap_spans(modes):
+        self._brings: list[list[int]] = [[] for _ in units]
+        last_block = max((index for index, unit in enumerate(units) if unit.is_block), default=0)
+        for swapped, until in swap_spans(modes, last_block):
             self._brings[until].append(swapped)
         self._to_finish: set[int] = set()
         self._busy: Counter[int] = Counter()
         self._graph_task = -1
         self._replaced: list[tuple[nn.Module, Any]] = []
-        for index, module in enumerate(modules):
-            self._replace(module, partial(self._run, index))
+        for index, unit in enumerate(units):
+            self._replace(unit.module, partial(self._run, index))
         self._replace(model, self._run_model)
 
     def remove(self) -> None:
@@ -83,7 +85,7 @@ class UnitCalls:
 
     def read(self, module: nn.Module) -> None:
         """Has a unit's weights there now, for code that reads them without calling the unit."""
-        chunks = self._chunks[self._modules[id(module)]]
+        chunks = self._chunks[self._indices[id(module)]]
         if torch.is_grad_enabled():
             self._to_finish |= chunks
         for index in sorted(chunks):

@@ -138,7 +138,8 @@ def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> in
     What is swapped leaves while stages behind it run, and comes back before their backward pass is over.
     """
     on_the_way = [0] * len(stages)
-    for swapped, until in swap_spans(modes):
+    last_block = max((index for index, stage in enumerate(stages) if stage.is_block), default=0)
+    for swapped, until in swap_spans(modes, last_block):
         for index in range(swapped + 1, until + 1):
             on_the_way[index] += stages[swapped].saved_bytes
     peak = live = 0
@@ -149,14 +150,14 @@ def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> in
     return peak
 
 
-def swap_spans(modes: Sequence[Mode]) -> list[tuple[int, int]]:
-    """Of each that is swapped, the one behind it whose backward pass brings it back: the next one that is swapped; for
-    the last as far behind it as the one before was."""
+def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
+    """Of each that is swapped, the one behind it whose backward pass brings it back: the next one that is swapped, for
+    the last of them as far behind it as the one before was, where there are blocks."""
     swapped = [index for index, mode in enumerate(modes) if mode is Mode.SWAP]
     spans = list(zip(swapped, swapped[1:], strict=False))
     if swapped:
-        distance = swapped[-1] - swapped[-2] if len(swapped) > 1 else 1
-        spans.append((swapped[-1], min(swapped[-1] + distance, len(modes) - 1)))
+        last, distance = swapped[-1], swapped[-1] - swapped[-2] if len(swapped) > 1 else 1
+        spans.append((last, min(max(last + 1, min(last + distance, last_block)), len(modes) - 1)))
     return spans
 
 

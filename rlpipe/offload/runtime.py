@@ -131,7 +131,7 @@ class OffloadedModel:
         keys = {tensor.untyped_storage()._cdata for tensor in resident}
         self._calls = UnitCalls(
             model,
-            [unit.module for unit in units],
+            units,
             self.unit_chunks,
             arrangement.modes,
             residency=self._residency,

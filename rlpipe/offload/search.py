@@ -181,7 +181,7 @@ class _Space:
             if (swapped, checkpointed) not in found:
                 bytes_s = found[swapped, checkpointed] = np.zeros_like(saved)
                 codes = [Mode.SWAP if code == MODES[Mode.SWAP] else Mode.KEEP for code in self._modes[row]]
-                for index, until in swap_spans(codes):
+                for index, until in swap_spans(codes, max(self._profile.blocks, default=0)):
                     bytes_s[index + 1 : until + 1] += saved[index]
         return np.stack([found[swapped, checkpointed] for swapped, checkpointed, _ in self.divisions])
 

@@ -39,10 +39,7 @@ class Stage:
     backward_peak: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        return self.unit is None and not self.reads and self.after == self.before and self.forward_peak <= self.after
+    has_work: bool = False
 
 
 class Trace:
@@ -110,6 +107,7 @@ class Trace:
             stage.backward_s += seconds
             stage.backward_peak = max(stage.backward_peak, self._tracker.live)
         else:
+            stage.has_work |= operator.num_bytes > 0
             stage.forward_s += seconds
             stage.forward_peak = max(stage.forward_peak, self._tracker.live)
 
@@ -133,10 +131,13 @@ class Trace:
     def _open_stage(self, unit: int | None) -> Stage:
         live = self._tracker.live
         stage = Stage(unit, reads=set() if unit is None else {unit}, before=live, after=live, forward_peak=live)
-        stage.flow_in = self._current.flow_out
-        if self._current.is_empty and len(self.stages) > 1:
-            stage.before, stage.flow_in = self._current.before, self._current.flow_in
+        last = self._current
+        if last.unit is None and not last.has_work and not last.reads and len(self.stages) > 1:
+            # What is dropped between two units is what the first one did not need to keep.
             self.stages.pop()
+            last = self.stages[-1]
+            last.after, last.flow_out = self._current.after, self._current.flow_out
+        stage.flow_in = last.flow_out
         self._current = stage
         self.stages.append(stage)
         return stage
