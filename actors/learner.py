@@ -91,8 +91,8 @@ class LearnerLoop:
             self._life = self._calls.get(
                 setup.batches.begin_life.remote(), "the number of this life of the learner group"
             )
-            for drift in self._policy.scorer.drifts:
-                self._calls.get(setup.batches.note.remote("model", "learner", str(drift)), "a note to be taken")
+            for note in self._policy.notes:
+                self._calls.get(setup.batches.note.remote("model", "learner", note), "a note to be taken")
         self._publisher.publish(first_step, self._life)
         follows = setup.weights_actor is not None
         held_out = [] if follows else self._calls.get(setup.batches.held_out.remote(self._rank), "the held-out rows")

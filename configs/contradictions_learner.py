@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema_learner import (
+    ChunkedConfig,
+    FsdpConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    Zero3Config,
+)
 from rlpipe.configs.schema_model import ModelConfig
 
 
@@ -22,6 +28,7 @@ def check_learner(learner: LearnerConfig) -> Iterator[str]:
         yield f"learner.zero3: has no effect with learner.strategy={strategy}; set learner.strategy=zero3"
     if strategy == "zero3" and find_spec("deepspeed") is None:
         yield "learner.strategy: deepspeed is not installed; pip install 'rlpipe[zero3]', or set fsdp2"
+    yield from check_offload(learner)
     names = wrap if isinstance(wrap, list | tuple) else [wrap]
     if not names or not all(isinstance(name, str) and name for name in names):
         yield f"learner.fsdp.wrap: {wrap!r} is no name or list of them; set blocks, size, none or [Qwen3DecoderLayer]"
@@ -29,10 +36,43 @@ def check_learner(learner: LearnerConfig) -> Iterator[str]:
         yield "learner.fsdp.min_num_params: only counts with learner.fsdp.wrap=size; set that, or leave it out"
 
 
+def check_offload(learner: LearnerConfig) -> Iterator[str]:
+    strategy, chunked = learner.strategy, learner.chunked
+    if learner.offload == "policy" and strategy != "fsdp2":
+        other = "learner.zero3.offload_optimizer=true" if strategy == "zero3" else "learner.offload=chunked"
+        yield f"learner.offload: policy is FSDP2's, but learner.strategy={strategy}; set fsdp2 there, or {other}"
+    if learner.offload != "chunked":
+        if chunked != ChunkedConfig():
+            yield f"learner.chunked: has no effect with learner.offload={learner.offload}; set learner.offload=chunked"
+        return
+    if strategy == "zero3":
+        yield "learner.offload: chunked goes with learner.strategy=single or fsdp2; set one of them"
+    if strategy == "fsdp2" and learner.fsdp != FsdpConfig():
+        yield "learner.fsdp: has no effect with learner.offload=chunked, which cuts the policy into chunks; leave it out"
+    if learner.optimizer.name != "adamw":
+        yield (
+            f"learner.optimizer.name: {learner.optimizer.name} has no moments that chunks can hold; set adamw, and "
+            "learner.chunked.state_dtype=bfloat16 where memory is short"
+        )
+    if chunked.sharing != "auto" and learner.num_ranks == 1:
+        yield f"learner.chunked.sharing: {chunked.sharing}, but learner.num_ranks=1; set auto, or more ranks"
+
+
 def check_checkpointing(model: ModelConfig, learner: LearnerConfig) -> Iterator[str]:
     """Reentrant checkpointing runs a block's backward pass inside another, where FSDP2 has no hooks; the other form
     compares what was saved, which ZeRO-3 has freed, and flex_attention compiles anew."""
     name, chosen = "model.reentrant_checkpointing", model.reentrant_checkpointing
+    if learner.offload == "chunked":
+        if model.gradient_checkpointing:
+            yield (
+                "model.gradient_checkpointing: learner.offload=chunked decides for each layer itself; set false, and "
+                "learner.chunked.num_checkpointed where you know better"
+            )
+        if model.attention == "flex_attention" and learner.chunked.num_checkpointed != 0:
+            yield (
+                "model.attention: flex_attention can't be computed again as learner.offload=chunked does it; set sdpa, "
+                "or learner.chunked.num_checkpointed=0"
+            )
     if not model.gradient_checkpointing:
         if chosen is not None:
             yield f"{name}: nothing is checkpointed; set model.gradient_checkpointing=true, or null here"

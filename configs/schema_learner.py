@@ -38,7 +38,6 @@ class FsdpConfig(Freezable):
         100_000_000, "wrap=size: modules with at least so many parameters, whose children have fewer.", minimum=1
     )
     reshard_after_forward: bool = option(True, "Free a block's gathered parameters after its forward pass.")
-    cpu_offload: bool = option(False, "Keep parameters, gradients and optimizer state on the CPU.")
 
 
 @dataclass(kw_only=True)
@@ -48,11 +47,47 @@ class Zero3Config(Freezable):
 
 
 @dataclass(kw_only=True)
+class ChunkedConfig(Freezable):
+    """What is null is searched for."""
+
+    num_persistent: int | None = option(None, "First chunks that stay on the device.", minimum=0)
+    num_slots: int | None = option(None, "Chunks on the device beside those.", minimum=0)
+    num_swapped: int | None = option(None, "Layers whose activations go to the host and back.", minimum=0)
+    num_checkpointed: int | None = option(None, "Layers whose activations are computed again.", minimum=0)
+    num_offloaded: int | None = option(
+        None, "Layers whose activations stay, while their weights go and come back.", minimum=0
+    )
+    sharing: str = option(
+        "auto",
+        "Every rank has all chunks on its host, or a share of each; auto: what is faster, of what fits.",
+        choices=("auto", "replicated", "sharded"),
+    )
+    state_dtype: str = option(
+        "float32", "Type of trained weights, and moments, that the optimizer updates.", choices=("float32", "bfloat16")
+    )
+    gradient_dtype: str = option(
+        "float32", "Type in which an update's gradients are summed up.", choices=("float32", "bfloat16")
+    )
+    device_memory_gib: float | None = option(None, "Of the device; null: what is free there, less a tenth.", above=0)
+    host_memory_gib: float | None = option(
+        None, "Of the host, for each rank; null: its share of what is free, less a tenth.", above=0
+    )
+    chunk_mib: float | None = option(
+        None, "Size of a chunk; null: 32, 64, 128 or 256, what leaves least room unused.", above=0
+    )
+
+
+@dataclass(kw_only=True)
 class LearnerConfig(Freezable):
     strategy: str = option(
         "single",
         "How the policy is spread over the ranks: not at all, by torch, or by DeepSpeed.",
         choices=("single", "fsdp2", "zero3"),
+    )
+    offload: str = option(
+        "none",
+        "What does not fit on the device: nothing; all of it is kept on the CPU by FSDP2; or what must, in chunks.",
+        choices=("none", "policy", "chunked"),
     )
     num_ranks: int = option(1, "Learner processes.", minimum=1)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0)
@@ -66,6 +101,7 @@ class LearnerConfig(Freezable):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     zero3: Zero3Config = field(default_factory=Zero3Config)
+    chunked: ChunkedConfig = field(default_factory=ChunkedConfig)
     max_bad_steps: int = option(
         3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
     )

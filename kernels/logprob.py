@@ -26,17 +26,20 @@ def linear_logprob(
     softcap: float | None = None,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
+    has_ignored: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of ``targets`` under softmax((hidden @ weight.T + bias) / temperature), and the entropy in nats.
 
     ``softcap`` bounds the logits z, before the temperature, as softcap · tanh(z / softcap) (Gemma).
 
     ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` ``[T]`` integers, ``IGNORED`` where
-    a token does not count. Returns ``logprobs [T]`` and ``entropy [T]`` (None unless asked for), in at least float32.
+    a token does not count; ``has_ignored=False`` says that there are none, and spares the look. Returns ``logprobs [T]`` and ``entropy [T]`` (None unless asked for), in at least float32.
     Logits are formed for ``chunk_tokens`` tokens at a time, and again in the backward pass; when one chunk holds all
     tokens, its softmax is kept instead. Differentiable in ``hidden``, and in ``weight`` and ``bias`` where they
     require it, through both results.
     """
+    if not has_ignored:
+        return _compute(hidden, weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy)
     counted = (targets != IGNORED).nonzero().squeeze(1)  # [K]
     if len(counted) == len(targets):
         return _compute(hidden, weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy)

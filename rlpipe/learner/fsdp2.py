@@ -27,9 +27,12 @@ class Fsdp2(Ranks):
     would not fit.
     """
 
-    def __init__(self, config: FsdpConfig, device: torch.device, *, reduce_every_backward: bool) -> None:
+    def __init__(
+        self, config: FsdpConfig, device: torch.device, *, on_cpu: bool, reduce_every_backward: bool
+    ) -> None:
+        """``on_cpu`` keeps parameters, gradients and optimizer state there, by torch's policy."""
         super().__init__(device)
-        self._config = config
+        self._config, self._on_cpu = config, on_cpu
         self._reduce_every_backward = reduce_every_backward
         self._mesh = init_device_mesh(device.type, (self.num_ranks,))
         self._trained: TokenScorer | None = None
@@ -40,9 +43,7 @@ class Fsdp2(Ranks):
         precision = MixedPrecisionPolicy(
             param_dtype=scorer.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
         )
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._config.cpu_offload else OffloadPolicy()
-        )
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_cpu else OffloadPolicy()
         for unit in find_units(scorer, scorer.causal_model, self._config):
             fully_shard(
                 unit,
@@ -77,6 +78,9 @@ class Fsdp2(Ranks):
         # The root keeps its parameters gathered for the backward pass; until then the optimizer would not find them.
         assert isinstance(scorer, FSDPModule)
         scorer.reshard()
+
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        self.local(parameter).lerp_(self.local(towards), by)
 
     def shape(self, tensor: Tensor) -> torch.Size:
         return tensor.shape

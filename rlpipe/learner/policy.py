@@ -46,6 +46,11 @@ class Policy:
         """Elements of all trained parameters."""
 
     @property
+    def notes(self) -> list[str]:
+        """What users should know of how it was loaded."""
+        return [*map(str, self.scorer.drifts), *self.sharding.notes]
+
+    @property
     def model(self) -> PreTrainedModel | PeftModel:
         return self.scorer.model
 
@@ -118,7 +123,7 @@ def load_policy(model: ModelConfig, learner: LearnerConfig, device: torch.device
     the model or adapter can't be found, loaded, or trained.
     """
     sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none")
-    scorer = load_scorer(model, "cpu" if sharding.num_ranks > 1 else device)
+    scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
     if model.gradient_checkpointing:
         _enable_checkpointing(scorer.causal_model, reentrant=reentrant_checkpointing(model, learner))
     if model.adapter.kind != "none":
@@ -143,10 +148,16 @@ def outline_policy(model: ModelConfig) -> Policy:
 
 
 def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: bool) -> Sharding:
+    if learner.offload == "chunked":
+        from rlpipe.learner.chunked import Chunked
+
+        return Chunked(learner, device)
     if learner.strategy == "fsdp2":
         from rlpipe.learner.fsdp2 import Fsdp2
 
-        return Fsdp2(learner.fsdp, device, reduce_every_backward=trains_all)
+        return Fsdp2(
+            learner.fsdp, device, on_cpu=learner.offload == "policy", reduce_every_backward=trains_all
+        )
     if learner.strategy == "zero3":
         from rlpipe.learner.zero3 import Zero3
 

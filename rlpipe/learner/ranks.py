@@ -18,6 +18,8 @@ class Ranks:
         assert dist.is_initialized(), "there is no process group: start the ranks with Ray Train or torchrun"
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.device = device
+        self.loads_on_cpu = self.num_ranks > 1
+        self.notes: list[str] = []
 
     def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
         reduced = tensor.detach().to(self.device, copy=True)

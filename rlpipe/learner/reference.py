@@ -63,7 +63,7 @@ class FrozenCopy:
     def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
         self._policy = policy
         self._config = config
-        self.scorer = load_scorer(policy.config, policy.device if policy.sharding.num_ranks == 1 else "cpu")
+        self.scorer = load_scorer(policy.config, "cpu" if policy.sharding.loads_on_cpu else policy.device)
         self.scorer.requires_grad_(False).eval()
         policy.sharding.shard(self.scorer, trained=False)
 
@@ -83,10 +83,9 @@ class FrozenCopy:
     def end_step(self, num_steps_done: int) -> None:
         if not self._config.sync_steps or num_steps_done % self._config.sync_steps:
             return
-        local = self._policy.sharding.local
         own = dict(self.scorer.model.named_parameters())
         for name, parameter in self._policy.model.named_parameters():
-            local(own[name]).lerp_(local(parameter), self._config.mixup)
+            self._policy.sharding.move(own[name], parameter, self._config.mixup)
 
     def moving(self) -> dict[str, nn.Parameter]:
         """Nothing where the copy stays: it is then what ``model.path`` holds."""

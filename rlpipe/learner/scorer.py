@@ -51,6 +51,8 @@ class TokenScorer(nn.Module):
         self.compute_dtype = compute_dtype
         self.layout = layout
         self.drifts = drifts
+        self.announce: Callable[[nn.Module], None] = lambda _: None
+        """Is told of a module whose weights are read next without a call of it."""
         self.num_layers: int = self.causal_model.config.get_text_config().num_hidden_layers
         self.logit_scale = logit_scale(self.causal_model)
         self.logit_cap = logit_cap(self.causal_model)
@@ -128,6 +130,7 @@ class TokenScorer(nn.Module):
             softcap=self.logit_cap,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+            has_ignored=False,
         )
 
     def _depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
@@ -163,6 +166,7 @@ class TokenScorer(nn.Module):
         return states[0]
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
+        self.announce(self.causal_model.get_output_embeddings())
         weight, bias = lm_head(self.causal_model)
         return weight.to(self.compute_dtype), None if bias is None else bias.to(self.compute_dtype)
 

@@ -52,6 +52,10 @@ class Sharding(Protocol):
 
     rank: int
     num_ranks: int
+    loads_on_cpu: bool
+    """Whether models are loaded there, as ``shard`` brings them to the device."""
+    notes: list[str]
+    """What users should know of how models were spread."""
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
         """Spreads a model over the ranks, in place, and moves it to their device."""
@@ -67,6 +71,9 @@ class Sharding(Protocol):
 
     def end_inference(self, scorer: TokenScorer) -> None:
         """Announces the end of forward passes that no backward pass follows."""
+
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        """Brings a parameter of a model that is not trained nearer to that of another, by a share of the way."""
 
     def shape(self, tensor: Tensor) -> torch.Size:
         """That of the whole tensor."""

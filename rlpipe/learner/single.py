@@ -16,6 +16,10 @@ from rlpipe.learner.updates import TorchUpdates
 class SingleRank:
     rank = 0
     num_ranks = 1
+    loads_on_cpu = False
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
         pass
@@ -31,6 +35,9 @@ class SingleRank:
 
     def end_inference(self, scorer: TokenScorer) -> None:
         pass
+
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        parameter.lerp_(towards, by)
 
     def shape(self, tensor: Tensor) -> torch.Size:
         return tensor.shape

@@ -103,6 +103,9 @@ class Zero3(Ranks):
     def end_inference(self, scorer: TokenScorer) -> None:
         pass
 
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        self.local(parameter).lerp_(self.local(towards), by)
+
     def shape(self, tensor: Tensor) -> torch.Size:
         return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 

@@ -78,8 +78,7 @@ class ChunkAdam:
                 self._updated[name].grad = gradient.mul_(scale) if scale != 1 else gradient
                 self._optimizer.step()
                 self._updated[name].grad = None
-        if self.memory.work.data_ptr() != master.data_ptr():
-            self.memory.work.copy_(master)
+        self.memory.spread()
         self.drop()
 
     def drop(self) -> None:
@@ -104,8 +103,7 @@ class ChunkAdam:
             self._put(flat, {name: state[key] for name, state in states.items()})
         for name, step in self._steps.items():
             step.fill_(float(states[name]["step"]) if name in states else 0.0)
-        if self.memory.work.data_ptr() != master.data_ptr():
-            self.memory.work.copy_(master)
+        self.memory.spread()
 
     def _put(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Writes this rank's part of whole tensors; 0 where there is none."""

@@ -189,11 +189,6 @@ class ChunkMemory:
         self._storage.resize_(0)
         self.is_resident = False
 
-    def publish(self) -> None:
-        """Of a persistent one: brings the parts that other ranks updated."""
-        assert self.is_persistent
-        self._ranks.gather(self._bytes)
-
     def whole(self, flat: Tensor) -> dict[str, Tensor]:
         """What the ranks hold together of something that is laid out as the chunk is, as tensors by name.
 
@@ -216,13 +211,35 @@ class ChunkMemory:
             for place, view in zip(self.chunk.places, self._views, strict=True)
         }
 
+    def write(self, name: str, values: Tensor) -> None:
+        """Changes this rank's part of a tensor, of which ``values`` is the whole; it counts once it is loaded again."""
+        if self.master is not None:
+            (piece,) = (piece for piece in self.pieces() if piece.name == name)
+            self.master[piece.in_part].copy_(values.flatten()[piece.in_tensor])
+            self.spread()
+            return
+        index = self.names.index(name)
+        place, dtype = self.chunk.places[index], self._members[index].dtype
+        new = values.to("cpu", dtype).contiguous().flatten().view(torch.uint8)
+        begin = max(place.offset, self._part.start)
+        end = max(begin, min(place.offset + place.num_bytes, self._part.stop))
+        target = self._work_bytes()[begin - self._part.start : end - self._part.start]
+        target.copy_(new[begin - place.offset : end - place.offset])
+
+    def spread(self) -> None:
+        """Brings updated weights to where they are computed with: into their type, and for a persistent one to the
+        other ranks, which all must call it."""
+        assert self.master is not None
+        if self.master.data_ptr() != self.work.data_ptr():
+            self.work.copy_(self.master)
+        if self.is_persistent:
+            self._ranks.gather(self._bytes)
+
     def whole_bytes(self) -> Tensor:
         """All bytes, gathered from the ranks; all must call it."""
         if self.is_persistent or self._ranks.num_parts == 1:
             return self._bytes if self.is_persistent else self.host_bytes
-        gathered = torch.empty_like(self._bytes) if self.is_resident else torch.empty(
-            self.num_bytes, dtype=torch.uint8, device=self._bytes.device
-        )
+        gathered = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         gathered[self._part] = self.host_bytes.to(gathered.device)
         self._ranks.gather(gathered)
         return gathered

@@ -1,7 +1,8 @@
 """What a way to carry out a training step takes: bytes on device and host, and seconds.
 
-Every chunk costs the larger of its computation and its transfers; the optimizer's work on the host goes on beside the
-backward pass. Source: ProTrain, arXiv:2406.08334.
+Every chunk costs the larger of its computation and its transfers. The optimizer's work on the host goes on beside the
+next forward pass, as exact clipping needs the whole backward pass before it. Source: ProTrain, arXiv:2406.08334, which
+clips in another way and has it beside the backward pass.
 """
 
 from __future__ import annotations
@@ -36,11 +37,17 @@ class Prediction:
     backward_s: float
     device_adam_s: float
     host_adam_s: float
+    num_micro_batches: int
+
+    @property
+    def exposed_adam_s(self) -> float:
+        """What of the host's Adam the first micro batch's forward pass does not hide."""
+        return max(0.0, self.host_adam_s - self.forward_s / self.num_micro_batches)
 
     @property
     def seconds(self) -> float:
         """Of an update."""
-        return self.forward_s + max(self.backward_s + self.device_adam_s, self.host_adam_s)
+        return self.forward_s + self.backward_s + self.device_adam_s + self.exposed_adam_s
 
     def fits(self, capacity: Capacity) -> bool:
         return self.device_bytes <= capacity.device_bytes and self.host_bytes <= capacity.host_bytes
@@ -129,6 +136,7 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
         backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
         device_adam_s=sum(chunk.num_trained for chunk in persistent) / rates.device_adam,
         host_adam_s=sum(chunk.num_trained for chunk in others) / rates.host_adam,
+        num_micro_batches=passes,
     )
 
 

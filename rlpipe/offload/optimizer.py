@@ -32,9 +32,9 @@ class ChunkOptimizer:
         gradient_dtype: torch.dtype,
         ranks: Ranks,
         queues: Queues,
-        drop: Callable[[list[int]], None],
+        drop: Callable[[int], None],
     ) -> None:
-        """``drop`` frees the slots of chunks that are about to change."""
+        """``drop`` frees the slots of a chunk that is about to change."""
         self._ranks, self._drop = ranks, drop
         self.adams = {
             index: ChunkAdam(memory, config, gradient_dtype=gradient_dtype) for index, memory in memories.items()
@@ -66,13 +66,12 @@ class ChunkOptimizer:
     def apply(self, learning_rate: float, scale: float) -> None:
         """Begins the update of all chunks; ``await_update`` tells when one is through. After ``squared_norm``."""
         changing = [index for index, adam in self.adams.items() if any(adam.has_gradient.values())]
-        self._drop([index for index in changing if not self.adams[index].memory.is_persistent])
         for index in changing:
             adam = self.adams[index]
             if adam.memory.is_persistent:
                 adam.update(learning_rate, scale)
-                adam.memory.publish()
             else:
+                self._drop(index)
                 self._updates[index] = self._worker.submit(adam.update, learning_rate, scale)
 
     def await_update(self, index: int) -> None:

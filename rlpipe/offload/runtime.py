@@ -112,7 +112,7 @@ class OffloadedModel:
             gradient_dtype=precision.gradient,
             ranks=ranks,
             queues=queues,
-            drop=self._drop,
+            drop=self.drop_chunk,
         )
         self._residency = Residency(
             self._memories,
@@ -192,9 +192,21 @@ class OffloadedModel:
         self.optimizer.await_update(index)
         return self._memories[index].values()[name]
 
-    def changed(self) -> None:
-        """What was written to the tensors of ``values`` counts from here on."""
-        self._residency.drop(self._residency.resident)
+    def assign(self, parameter: Tensor, values: Tensor) -> None:
+        """Gives a parameter other values, of which every rank has the whole; all ranks must call it."""
+        self._check_open()
+        place = self._places.get(id(parameter))
+        if place is None:
+            parameter.detach().copy_(values)
+            return
+        index, name = place
+        self.optimizer.await_update(index)
+        self._residency.drop([index])
+        self._memories[index].write(name, values)
+
+    def place_of(self, parameter: Tensor) -> tuple[int, str] | None:
+        """The number of its chunk, and its name there; None where it is in no chunk."""
+        return self._places.get(id(parameter))
 
     def close(self) -> None:
         """Gives the model weights of its own again, on the CPU, and ends all threads.
@@ -223,12 +235,22 @@ class OffloadedModel:
     ) -> None:
         self.close()
 
-    def _drop(self, indices: list[int]) -> None:
-        self._residency.drop(indices)
+    def drop_chunk(self, index: int) -> None:
+        """Has it loaded anew when it is used next, as it changes on the host."""
+        self._residency.drop([index])
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise RuntimeError("the offloaded model is closed")
+
+
+def least_arrangement(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Arrangement:
+    """With the least memory on the device, and one slot more for what comes next; for a model that only reads."""
+    units = find_units(model)
+    inventory = take_inventory(model, units, trained=False)
+    layout = make_layout(inventory.tensors, sizes=sizes)
+    slots = least_slots(layout, chunks_of_units(layout, inventory), 0)
+    return Arrangement(num_persistent=0, num_slots=slots + 1, modes=[Mode.KEEP] * len(units))
 
 
 def chunks_of_units(layout: Layout, inventory: Inventory) -> list[frozenset[int]]:

@@ -40,7 +40,7 @@ class Choice:
 
 
 def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[str, int] | None = None) -> Choice:
-    """The fastest knobs within the capacity; of equally fast ones, those that take least of the device.
+    """The fastest knobs within the capacity; of equally fast ones, those that leave most as it is without offload.
 
     ``fixed`` knobs keep their values. Raises ``DoesNotFit``, and ``ValueError`` for fixed knobs that can't be.
     """
@@ -52,10 +52,14 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
         raise ValueError(f"no way has {_describe(fixed)}: {len(profile.chunks)} chunks, {len(profile.blocks)} blocks")
     seconds, device_bytes, slots = space.evaluate(capacity)
     if not np.isfinite(seconds).any():
+        least = space.least_slots()
+        if "num_slots" in fixed and fixed["num_slots"] < least:
+            raise ValueError(f"num_slots={fixed['num_slots']}: what is used at one time needs at least {least}")
         raise DoesNotFit(space.describe_smallest(capacity))
-    fastest = np.nanmin(seconds)
-    ties = seconds <= fastest * (1 + 1e-12)
-    row, column = np.unravel_index(np.argmin(np.where(ties, device_bytes, np.inf)), seconds.shape)
+    ties = seconds <= seconds.min() * (1 + 1e-12)
+    preference = np.where(ties, space.changes(), np.inf)
+    simplest = np.where(preference == preference.min(), device_bytes, np.inf)
+    row, column = np.unravel_index(np.argmin(simplest), seconds.shape)
     knobs = space.knobs(int(row), int(column), int(slots[row, column]))
     problem = why_impossible(profile, knobs, rates)
     assert problem is None, problem
@@ -87,6 +91,15 @@ class _Space:
             num_checkpointed=checkpointed,
             num_offloaded=offloaded,
         )
+
+    def changes(self) -> Floats:
+        """How much is other than without offload: first blocks, then chunks, ``[K, P]``."""
+        blocks = np.array([sum(division) for division in self.divisions], np.float64)
+        count = len(self._profile.chunks)
+        return np.asarray(blocks[:, None] * (count + 1) + (count - self.persistent)[None])
+
+    def least_slots(self) -> int:
+        return int(self._slot_bounds()[0].min())
 
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
         """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
@@ -239,7 +252,8 @@ class _Space:
         device_adam = trained[self.persistent][None] / rates.device_adam
         host_adam = (trained[-1] - trained[self.persistent])[None] / rates.host_adam
         passes = profile.num_micro_batches
-        return passes * forward_total + np.maximum(passes * backward_total + device_adam, host_adam)
+        exposed = np.maximum(0, host_adam - forward_total)
+        return passes * (forward_total + backward_total) + device_adam + exposed
 
 
 def _choices(fixed: int | None, most: int) -> range:

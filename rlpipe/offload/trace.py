@@ -6,7 +6,7 @@ loss. What flows from a stage to the next is counted with the one that takes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,18 +43,18 @@ class Stage:
 
 
 class Trace:
-    """Of one call of ``run``, which returns the loss of ``model``; use ``stages`` afterwards."""
+    """Of one call of ``run``, which returns a model's loss; use ``profiles`` afterwards."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], seconds: Seconds) -> None:
-        self._model, self._units, self._seconds = model, units, seconds
+    def __init__(self, units: Sequence[Unit], seconds: Seconds) -> None:
+        self._units, self._seconds = units, seconds
         self._tracker = Tracker(self._observe)
         self.stages: list[Stage] = [Stage(None)]
         self._current = self.stages[0]
         self._is_backward = False
         self._flowing: list[Tensor] = []
 
-    def run(self, run: Callable[[], Tensor]) -> Tracker:
-        """Raises whatever ``run`` raises; gradients of the model's parameters stay as they were."""
+    def run(self, run: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Tracker:
+        """Raises whatever ``run`` raises; gradients of the ``parameters``, which are trained, stay as they were."""
         handles = [
             handle
             for index, unit in enumerate(self._units)
@@ -63,11 +63,10 @@ class Trace:
                 unit.module.register_forward_hook(self._leave, with_kwargs=True),
             )
         ]
-        kept = {parameter: parameter.grad for parameter in self._model.parameters()}
-        for parameter in kept:
-            if parameter.requires_grad:
-                parameter.grad = None
-                handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+        kept = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in kept:
+            parameter.grad = None
+            handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
             with self._tracker:
                 loss = run()
@@ -77,14 +76,14 @@ class Trace:
         finally:
             for handle in handles:
                 handle.remove()
-            for parameter, gradient in kept.items():
+            for parameter, gradient in kept:
                 parameter.grad = gradient
         return self._tracker
 
-    def read(self, unit: int) -> None:
-        """Notes that weights of a unit are used outside of its call."""
+    def read(self, module: nn.Module) -> None:
+        """Notes that weights of a unit are used without a call of it."""
         if not self._is_backward:
-            self._current.reads.add(unit)
+            self._current.reads.update(index for index, unit in enumerate(self._units) if unit.module is module)
 
     def profiles(self) -> list[StageProfile]:
         return [

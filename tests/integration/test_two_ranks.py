@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, LossConfig, dict[str, Any]]] = {
     "fsdp2 lora": ("lora", WITH_REFERENCE, {"strategy": "fsdp2"}),
     "fsdp2 full": ("none", WITH_REFERENCE, {"strategy": "fsdp2"}),
     "fsdp2 sequence": ("none", BY_SEQUENCE, {"strategy": "fsdp2", "fsdp": FsdpConfig(reshard_after_forward=False)}),
-    "fsdp2 offload": ("lora", LossConfig(), {"strategy": "fsdp2", "fsdp": FsdpConfig(cpu_offload=True)}),
+    "fsdp2 offload": ("lora", LossConfig(), {"strategy": "fsdp2", "offload": "policy"}),
     "zero3 lora": ("lora", WITH_REFERENCE, {"strategy": "zero3"}),
     "zero3 full": ("none", WITH_REFERENCE, {"strategy": "zero3"}),
     "zero3 sequence": ("none", BY_SEQUENCE, {"strategy": "zero3", "zero3": Zero3Config(offload_optimizer=True)}),

@@ -1,0 +1,77 @@
+"""Decides how a model is trained: what stays on the device, what comes and goes, and whether ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlpipe.offload.cost import Knobs, Prediction, arrange
+from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
+from rlpipe.offload.runtime import Arrangement
+from rlpipe.offload.search import Choice, DoesNotFit, search
+from rlpipe.offload.trace import Trace
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Decision:
+    arrangement: Arrangement
+    knobs: Knobs
+    prediction: Prediction
+    num_parts: int
+    """Into which the ranks cut every chunk; 1 where each holds all of it."""
+    num_chunks: int
+    num_blocks: int
+
+    def describe(self) -> str:
+        """In one line."""
+        knobs, prediction = self.knobs, self.prediction
+        kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
+        if knobs.num_persistent == self.num_chunks:
+            where = f"all {self.num_chunks} chunks stay on the device"
+        else:
+            sharing = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
+            where = f"{knobs.num_persistent} of {self.num_chunks} chunks stay, {knobs.num_slots} slots{sharing}"
+        return (
+            f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
+            f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; predicted "
+            f"{prediction.device_bytes / 2**30:.2f} GiB on the device, {prediction.host_bytes / 2**30:.2f} GiB on the host"
+            f", {prediction.seconds:.3g} s an update"
+        )
+
+
+def decide(
+    trace: Trace,
+    profiles: Mapping[int, Profile],
+    *,
+    num_units: int,
+    rates: Rates,
+    capacity: Capacity,
+    fixed: Mapping[str, int],
+) -> Decision:
+    """The fastest way that fits; ``profiles`` by the number of parts. Raises ``DoesNotFit``, and ``ValueError`` where
+    nothing has the ``fixed`` knobs."""
+    found: list[tuple[Choice, int]] = []
+    failures: list[DoesNotFit] = []
+    for num_parts, profile in profiles.items():
+        try:
+            found.append((search(profile, rates, capacity, fixed), num_parts))
+        except DoesNotFit as failure:
+            failures.append(failure)
+    if not found:
+        raise failures[-1]
+    choice, num_parts = min(found, key=lambda entry: entry[0].prediction.seconds)
+    profile = profiles[num_parts]
+    modes = [Mode.KEEP] * num_units
+    for stage, mode in zip(trace.stages, arrange(profile, choice.knobs, rates), strict=True):
+        if stage.unit is not None:
+            modes[stage.unit] = mode
+    return Decision(
+        arrangement=Arrangement(
+            num_persistent=choice.knobs.num_persistent, num_slots=choice.knobs.num_slots, modes=modes
+        ),
+        knobs=choice.knobs,
+        prediction=choice.prediction,
+        num_parts=num_parts,
+        num_chunks=len(profile.chunks),
+        num_blocks=len(profile.blocks),
+    )
