@@ -52,9 +52,7 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
         raise ValueError(f"no way has {_describe(fixed)}: {len(profile.chunks)} chunks, {len(profile.blocks)} blocks")
     seconds, device_bytes, slots = space.evaluate(capacity)
     if not np.isfinite(seconds).any():
-        least = space.least_slots()
-        if "num_slots" in fixed and fixed["num_slots"] < least:
-            raise ValueError(f"num_slots={fixed['num_slots']}: what is used at one time needs at least {least}")
+        space.check_slots()
         raise DoesNotFit(space.describe_smallest(capacity))
     ties = seconds <= seconds.min() * (1 + 1e-12)
     preference = np.where(ties, space.changes(), np.inf)
@@ -98,8 +96,14 @@ class _Space:
         count = len(self._profile.chunks)
         return np.asarray(blocks[:, None] * (count + 1) + (count - self.persistent)[None])
 
-    def least_slots(self) -> int:
-        return int(self._slot_bounds()[0].min())
+    def check_slots(self) -> None:
+        """Raises ``ValueError`` where no way has the fixed number of slots."""
+        least, most = self._slot_bounds()
+        wanted = self._fixed.get("num_slots")
+        if wanted is not None and wanted < least.min():
+            raise ValueError(f"num_slots={wanted}: what is used at one time needs at least {least.min()}")
+        if wanted is not None and wanted > most.max():
+            raise ValueError(f"num_slots={wanted}: the chunks that come and go fill no more than {most.max()}")
 
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
         """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from plain_training import train_plain
 from rank_cases import Ranks
 
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.export import ADAPTER_FILE
 from rlpipe.learner.step import Learner
@@ -28,7 +29,18 @@ LEARNING_RATE = 1e-4
 """AdamW turns rounding errors of gradients near 0 into parts of it."""
 MAX_TOKENS = {1: 4096, 3: 70}
 """Of a micro batch, by how many of them the steps of a single rank have."""
-STRATEGIES = [("single", 1), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("zero3", 2)]
+STRATEGIES = [
+    *[("single", 1), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("zero3", 2)],
+    *[("chunked", 1), ("replicated", 2), ("sharded", 2)],
+]
+CHUNKS = ChunkedConfig(
+    chunk_mib=0.06, num_persistent=1, num_slots=4, num_swapped=1, num_checkpointed=0, num_offloaded=1
+)
+CHUNKED = {
+    "chunked": {"strategy": "single", "chunked": CHUNKS},
+    "replicated": {"strategy": "fsdp2", "chunked": replace(CHUNKS, sharing="replicated")},
+    "sharded": {"strategy": "fsdp2", "chunked": replace(CHUNKS, sharing="sharded")},
+}
 ADAPTERS = ["none", "lora"]
 ROOT = Path(__file__).parents[2]
 CASE = Path(__file__).with_name("torchrun_case.py")
@@ -48,9 +60,12 @@ def groups() -> Iterator[dict[int, Ranks]]:
 
 
 def make(tiny: Path, strategy: str, adapter: str) -> Learner:
-    num_ranks = 1 if strategy == "single" else dist.get_world_size()
+    options = {"strategy": strategy}
+    if strategy in CHUNKED:
+        options = CHUNKED[strategy] | {"offload": "chunked", "max_tokens_per_microbatch": 128}
+    num_ranks = 1 if options["strategy"] == "single" else dist.get_world_size()
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
-    learner = LearnerConfig(strategy=strategy, num_ranks=num_ranks, max_grad_norm=MAX_NORM, optimizer=optimizer)
+    learner = LearnerConfig(**options, num_ranks=num_ranks, max_grad_norm=MAX_NORM, optimizer=optimizer)
     return make_learner(tiny, adapter=adapter, learner=learner, algorithm=AlgorithmConfig(num_steps=10))
 
 
