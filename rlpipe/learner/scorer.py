@@ -100,7 +100,8 @@ class TokenScorer(nn.Module):
         # Without use_cache=False, transformers does not look at the position ids and rows see each other.
         options = {"use_cache": "past_key_values" in arguments, **arguments}
         narrow = self.compute_dtype is not torch.float32
-        with torch.autocast(token_ids.device.type, self.compute_dtype, enabled=narrow):
+        # Every weight is cast once a pass; a cache would hold all of them to its end, also of what is computed again.
+        with torch.autocast(token_ids.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
             output = self.causal_model.base_model(input_ids=token_ids, **options)
         return cast(Tensor, output.last_hidden_state)
 

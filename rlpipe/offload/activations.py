@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -88,33 +87,27 @@ class HostArena:
 
 
 class Swapped:
-    """One saved tensor, on the host between forward and backward pass."""
+    """Saved bytes that are on the host between forward and backward pass."""
 
     def __init__(self, tensor: Tensor, host: Tensor, lane: Lane) -> None:
-        self._shape, self._stride, self._dtype, self._device = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-        )
+        """``tensor`` is ``[N]``."""
         # Without it, another storage could take the address by which this one is known.
         self._origin = StorageWeakRef(tensor.untyped_storage())
-        self._host = torch.as_strided(host.view(tensor.dtype), tensor.shape, tensor.stride())
-        self._lane = lane
+        self._host = host.view(tensor.dtype)
+        self._device, self._lane = tensor.device, lane
         self._tensor: Tensor | None = None
-        source = tensor.detach()
 
         def leave() -> None:
-            self._host.copy_(source, non_blocking=True)
-            _record(source)
+            self._host.copy_(tensor, non_blocking=True)
+            _record(tensor)
 
         self._event = lane.submit(leave)
 
     def fetch(self) -> None:
-        """Brings it back, beside what is computed."""
+        """Brings them back, beside what is computed."""
         if self._tensor is None:
             # Made by the computation's stream, which also frees it.
-            tensor = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+            tensor = torch.empty_like(self._host, device=self._device)
 
             def come() -> None:
                 tensor.copy_(self._host, non_blocking=True)
@@ -130,6 +123,19 @@ class Swapped:
         return self._tensor
 
 
+@dataclass(slots=True, eq=False)
+class View:
+    """A saved tensor, as a part of what was swapped."""
+
+    swapped: Swapped
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> Tensor:
+        return self.swapped.restore().as_strided(self.shape, self.stride, self.offset)
+
+
 def _record(tensor: Tensor) -> None:
     """Its memory is the computation's, which may free it before this lane is through with it."""
     if tensor.is_cuda:
@@ -142,7 +148,7 @@ class SwapHooks:
     def __init__(self, weights: WeightHooks, arena: HostArena, lane: Lane, stays: Callable[[Tensor], bool]) -> None:
         self._weights, self._arena, self._lane, self._stays = weights, arena, lane, stays
         # Only autograd holds them: each goes as soon as it has been used.
-        self._swapped: WeakValueDictionary[tuple[Any, ...], Swapped] = WeakValueDictionary()
+        self._swapped: WeakValueDictionary[Hashable, Swapped] = WeakValueDictionary()
 
     def watch(self) -> AbstractContextManager[None]:
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -152,38 +158,55 @@ class SwapHooks:
         for swapped in list(self._swapped.values()):
             swapped.fetch()
 
-    def _pack(self, tensor: Tensor) -> Tensor | Weight | Swapped:
+    def _pack(self, tensor: Tensor) -> Tensor | Weight | View:
         weight = self._weights.weight(tensor)
         if weight is not None:
             return weight
-        if self._stays(tensor) or not tensor.numel() or not _is_dense(tensor):
+        saved = None if self._stays(tensor) else find_saved(tensor, self._swapped)
+        if saved is None:
             return tensor
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor._version,
-        )
-        swapped = self._swapped.get(key)
+        swapped = self._swapped.get(saved.key)
         if swapped is None:
-            swapped = self._swapped[key] = Swapped(tensor, self._arena.take(tensor.nbytes), self._lane)
-        return swapped
+            flat = saved.flatten(tensor)
+            swapped = self._swapped[saved.key] = Swapped(flat, self._arena.take(flat.nbytes), self._lane)
+        return View(swapped, tensor.shape, tensor.stride(), tensor.storage_offset() - saved.offset)
 
-    def _unpack(self, packed: Tensor | Weight | Swapped) -> Tensor:
-        if isinstance(packed, Swapped):
+    def _unpack(self, packed: Tensor | Weight | View) -> Tensor:
+        if isinstance(packed, View):
             return packed.restore()
         return self._weights.restore(packed) if isinstance(packed, Weight) else packed
 
 
+@dataclass(slots=True, frozen=True)
+class Saved:
+    """What of a storage is to be kept of a tensor: all of it, where the tensor fills it, for all its views."""
+
+    key: Hashable
+    offset: int
+    num_elements: int
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().as_strided((self.num_elements,), (1,), self.offset)
+
+
+def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved | None:
+    """None where the tensor repeats its elements, or skips some. ``known`` are keys of what is kept already."""
+    storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
+    key = (storage._cdata, tensor._version, tensor.dtype)
+    fills = tensor.numel() * size == storage.nbytes()
+    if key in known or (fills and _is_dense(tensor)):
+        return Saved(key, 0, storage.nbytes() // size)
+    if not tensor.numel() or not _is_dense(tensor):
+        return None
+    own = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return Saved(own, tensor.storage_offset(), tensor.numel())
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether it has one element for each place in its memory, in any order."""
-    strides = sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    )
+    sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
-    for stride, size in strides:
+    for stride, size in sizes:
         if stride != expected:
             return False
         expected *= size

@@ -50,6 +50,14 @@ class ChunkAdam:
             moments = {key: flat[piece.in_part] for key, flat in self._moments.items()}
             self._optimizer.state[self._updated[name]] = {"step": self._steps[name], **moments}
 
+    @property
+    def num_bytes(self) -> int:
+        """Of gradients, moments, and weights in a type of their own."""
+        master = self.memory.master
+        assert master is not None
+        own = master.nbytes if self.memory.has_own_master else 0
+        return self.gradient.nbytes + sum(moment.nbytes for moment in self._moments.values()) + own
+
     def add(self, part: Tensor, names: Iterable[str]) -> None:
         """Adds this rank's part of a backward pass's gradients, of the tensors ``names``; the others' are 0."""
         if any(self.has_gradient.values()):

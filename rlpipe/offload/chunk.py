@@ -117,7 +117,7 @@ class ChunkMemory:
     def _take(self, state_dtype: torch.dtype, fill: Fill | None) -> None:
         """Copies the model's tensors to where this rank keeps its part, and frees them."""
         work = torch.empty(self.num_bytes, dtype=torch.uint8)
-        is_wider = self.chunk.is_trained and state_dtype is not self.work_dtype
+        is_wider = self.has_own_master = self.chunk.is_trained and state_dtype is not self.work_dtype
         wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
         for member, place, placeholder in zip(self._members, self.chunk.places, self._placeholders, strict=True):
             values = member.get()
@@ -230,7 +230,7 @@ class ChunkMemory:
         """Brings updated weights to where they are computed with: into their type, and for a persistent one to the
         other ranks, which all must call it."""
         assert self.master is not None
-        if self.master.data_ptr() != self.work.data_ptr():
+        if self.has_own_master:
             self.work.copy_(self.master)
         if self.is_persistent:
             self._ranks.gather(self._bytes)

@@ -82,7 +82,7 @@ def checkpoints_per_swap(profile: Profile, rates: Rates) -> int:
     blocks = [profile.stages[index] for index in profile.blocks]
     if not blocks:
         return 0
-    transfer_s = sum(block.saved_bytes for block in blocks) / len(blocks) / rates.device_to_host
+    transfer_s = sum(block.swapped_bytes for block in blocks) / len(blocks) / rates.device_to_host
     forward_s = sum(block.forward_s for block in blocks) / len(blocks)
     return max(0, math.ceil(transfer_s / forward_s) - 1) if forward_s > 0 else len(blocks)
 
@@ -127,11 +127,12 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
             profile.resident_bytes
             + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
             + knobs.num_slots * profile.slot_bytes
+            + (profile.shared_bytes if knobs.num_checkpointed else 0)
             + activation_peak(profile.stages, modes)
         ),
         host_bytes=profile.staging_bytes
         + sum(chunk.num_bytes + chunk.state_bytes for chunk in others)
-        + sum(stage.saved_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
+        + sum(stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
         forward_s=passes * sum(_forward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
         backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
         device_adam_s=sum(chunk.num_trained for chunk in persistent) / rates.device_adam,
@@ -149,11 +150,12 @@ def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> in
     last_block = max((index for index, stage in enumerate(stages) if stage.is_block), default=0)
     for swapped, until in swap_spans(modes, last_block):
         for index in range(swapped + 1, until + 1):
-            on_the_way[index] += stages[swapped].saved_bytes
+            on_the_way[index] += stages[swapped].swapped_bytes
     peak = live = 0
     for stage, mode, others in zip(stages, modes, on_the_way, strict=True):
         again = stage.forward_peak + stage.output_bytes if mode is Mode.CHECKPOINT else stage.forward_peak
-        peak = max(peak, live + others + stage.saved_bytes + max(again, stage.backward_peak))
+        own = max(stage.saved_bytes, stage.swapped_bytes) if mode is Mode.SWAP else stage.saved_bytes
+        peak = max(peak, live + others + own + max(again, stage.backward_peak))
         live += {Mode.CHECKPOINT: stage.input_bytes, Mode.SWAP: 0}.get(mode, stage.saved_bytes)
     return peak
 
@@ -198,7 +200,7 @@ def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mo
 def _swapped(profile: Profile, modes: Sequence[Mode], index: int) -> float:
     """Bytes of activations that go with a chunk's transfers."""
     stages = profile.chunks[index].stages.items()
-    return sum(share * profile.stages[stage].saved_bytes for stage, share in stages if modes[stage] is Mode.SWAP)
+    return sum(share * profile.stages[stage].swapped_bytes for stage, share in stages if modes[stage] is Mode.SWAP)
 
 
 def transfer_s(rates: Rates, in_bytes: Any, out_bytes: Any) -> Any:

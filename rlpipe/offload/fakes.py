@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from rlpipe.offload.trace import Seconds, Trace
@@ -49,8 +49,6 @@ def trace_model(
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
-    if isinstance(tensor, FakeTensor):
-        return tensor
     dtype = compute_dtype if tensor.requires_grad and tensor.ndim > 1 and compute_dtype is not None else tensor.dtype
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu").requires_grad_(tensor.requires_grad)
     for name in BITSANDBYTES:

@@ -33,6 +33,8 @@ class StageProfile:
     backward_s: float
     saved_bytes: int
     """What autograd keeps of it, weights left out."""
+    swapped_bytes: int
+    """The same where it is moved: what stages share counts in each."""
     input_bytes: int
     """What a checkpoint keeps of it."""
     output_bytes: int = 0
@@ -94,6 +96,8 @@ class Profile:
     resident_bytes: int = 0
     """On the device whatever is decided: what is in no chunk, with its gradients and optimizer state, and gradients of
     chunks on their way."""
+    shared_bytes: int = 0
+    """On the device where any block is checkpointed: what all of those are given."""
     staging_bytes: int = 0
     """On the host whatever is decided."""
     alpha: float = 1.0

@@ -42,6 +42,7 @@ def make_profile(
         chunks=chunks,
         slot_bytes=layout.slot_bytes,
         resident_bytes=resident_bytes(model, inventory) + on_the_way,
+        shared_bytes=trace.shared_bytes,
         staging_bytes=NUM_STAGED * max((chunk.gradient_bytes for chunk in chunks), default=0),
         alpha=alpha,
         num_micro_batches=num_micro_batches,

@@ -175,6 +175,13 @@ class OffloadedModel:
                     parameter.grad = self.ranks.sum(gradient)
         return [parameter.grad for parameter in trained if parameter.grad is not None]
 
+    @property
+    def device_bytes(self) -> int:
+        """Of chunks and their gradients and states, at this moment."""
+        chunks = sum(memory.room for memory in self._memories if memory.is_resident)
+        states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if adam.memory.is_persistent)
+        return chunks + states + self.optimizer.gradients.device_bytes
+
     def read(self, module: nn.Module) -> None:
         """Has the weights of a unit there, for what reads them without calling it; within the model's ``forward``."""
         self._calls.read(module)

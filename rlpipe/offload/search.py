@@ -172,12 +172,14 @@ class _Space:
     def _base_bytes(self) -> Floats:
         """On the device, without slots ``[K, P]``."""
         held = self._held("gathered_bytes")
-        return self._profile.resident_bytes + held[self.persistent][None] + self._activation_peaks()[:, None]
+        checkpointed = np.array([division[1] > 0 for division in self.divisions])
+        activations = self._activation_peaks() + checkpointed * self._profile.shared_bytes
+        return self._profile.resident_bytes + held[self.persistent][None] + activations[:, None]
 
     def _host_bytes(self) -> Floats:
         """``[K, P]``."""
         held = self._held("num_bytes")
-        swapped = self._is(Mode.SWAP) @ self._of_stages("saved_bytes")  # [K]
+        swapped = self._is(Mode.SWAP) @ self._of_stages("swapped_bytes")  # [K]
         return self._profile.staging_bytes + (held[-1] - held[self.persistent])[None] + swapped[:, None]
 
     def _activation_peaks(self) -> Floats:
@@ -188,18 +190,19 @@ class _Space:
         live = np.cumsum(kept, 1) - kept
         again = self._of_stages("forward_peak") + np.where(checkpoints, output, 0)
         transient = np.maximum(again, self._of_stages("backward_peak"))
-        return np.asarray((live + self._on_the_way() + saved + transient).max(1, initial=0.0))
+        own = np.where(swaps, np.maximum(saved, self._of_stages("swapped_bytes")), saved)
+        return np.asarray((live + self._on_the_way() + own + transient).max(1, initial=0.0))
 
     def _on_the_way(self) -> Floats:
         """Bytes of swapped activations that leave or come back beside each stage, ``[K, S]``."""
-        saved = self._of_stages("saved_bytes")
+        swapped_bytes = self._of_stages("swapped_bytes")
         found: dict[tuple[int, int], Floats] = {}
         for row, (swapped, checkpointed, _) in enumerate(self.divisions):
             if (swapped, checkpointed) not in found:
-                bytes_s = found[swapped, checkpointed] = np.zeros_like(saved)
+                here = found[swapped, checkpointed] = np.zeros_like(swapped_bytes)
                 codes = [Mode.SWAP if code == MODES[Mode.SWAP] else Mode.KEEP for code in self._modes[row]]
                 for index, until in swap_spans(codes, max(self._profile.blocks, default=0)):
-                    bytes_s[index + 1 : until + 1] += saved[index]
+                    here[index + 1 : until + 1] += swapped_bytes[index]
         return np.stack([found[swapped, checkpointed] for swapped, checkpointed, _ in self.divisions])
 
     def _slots(self) -> Ints:
@@ -226,7 +229,7 @@ class _Space:
         forward = self._of_stages("forward_s")
         forward_s = (forward @ shares)[None]  # [1, C]
         backward_s = (self._of_stages("backward_s") @ shares)[None] + (checkpoints * forward) @ shares  # [K, C]
-        swapped = (self._is(Mode.SWAP) * self._of_stages("saved_bytes")) @ shares  # [K, C]
+        swapped = (self._is(Mode.SWAP) * self._of_stages("swapped_bytes")) @ shares  # [K, C]
         own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
         others = self._of_chunks("gathered_bytes") - own
         gather_s, reduce_s = others / rates.gather, np.where(gradient > 0, others, 0) / rates.reduce

@@ -6,15 +6,18 @@ loss. What flows from a stage to the next is counted with the one that takes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from rlpipe.offload.activations import find_saved
 from rlpipe.offload.calls import mark_inputs
 from rlpipe.offload.profile import StageProfile
 from rlpipe.offload.tracker import Operator, Tracker
@@ -40,6 +43,25 @@ class Stage:
     forward_s: float = 0.0
     backward_s: float = 0.0
     has_work: bool = False
+    swapped: dict[Hashable, int] = field(default_factory=dict)
+    """Bytes of what autograd saves in it, each tensor once."""
+
+
+@dataclass(slots=True)
+class Input:
+    """What blocks are given."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    is_of_block: bool
+    """A block has made it."""
+    count: int = 0
+    """Of blocks that are given it."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is there beside what flows from block to block, if all are computed again, and only then."""
+        return self.count > 1 if self.is_of_block else self.storage() is None
 
 
 class Trace:
@@ -51,7 +73,12 @@ class Trace:
         self.stages: list[Stage] = [Stage(None)]
         self._current = self.stages[0]
         self._is_backward = False
-        self._flowing: list[Tensor] = []
+        self._inputs: dict[int, Input] = {}
+        self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        """To the last unit that was called."""
+        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.shared_bytes = 0
+        """What blocks are given in common, as masks, and is dropped after them, but not where one is computed again."""
 
     def run(self, run: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Tracker:
         """Raises whatever ``run`` raises; gradients of the ``parameters``, which are trained, stay as they were."""
@@ -69,8 +96,10 @@ class Trace:
             handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
             with self._tracker:
-                loss = run()
+                with saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+                    loss = run()
                 self._close_stage([loss])
+                self.shared_bytes = sum(given.num_bytes for given in self._inputs.values() if given.is_shared)
                 self._is_backward = True
                 loss.backward()
         finally:
@@ -91,6 +120,7 @@ class Trace:
                 is_block=stage.unit is not None and self._units[stage.unit].is_block,
                 forward_s=stage.forward_s,
                 backward_s=stage.backward_s,
+                swapped_bytes=sum(stage.swapped.values()),
                 saved_bytes=(stage.after - stage.flow_out) - (stage.before - stage.flow_in),
                 input_bytes=stage.flow_in,
                 output_bytes=stage.flow_out,
@@ -114,14 +144,34 @@ class Trace:
         if self._is_backward:
             return None
         self._close_stage([args, kwargs])
+        inputs = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+        self._given = weakref.WeakSet(leaf.untyped_storage() for leaf in inputs)
+        if self._units[unit].is_block:
+            self._note_inputs(inputs)
         stage = self._open_stage(unit)
         return mark_inputs(partial(self._end_backward, stage), (args, kwargs))
+
+    def _note_inputs(self, inputs: Sequence[Tensor]) -> None:
+        for storage in (tensor.untyped_storage() for tensor in inputs if self._tracker.counts(tensor)):
+            given = self._inputs.get(storage._cdata)
+            if given is None or given.storage() is not storage:
+                given = Input(weakref.ref(storage), storage.nbytes(), storage in self._made)
+                self._inputs[storage._cdata] = given
+            given.count += 1
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        swapped = self._current.swapped
+        if self._tracker.counts(tensor) and (saved := find_saved(tensor, swapped)) is not None:
+            swapped[saved.key] = saved.num_elements * tensor.dtype.itemsize
+        return tensor
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._is_backward:
             return
         stage = self._current
         self._close_stage([output])
+        if stage.unit is not None and self._units[stage.unit].is_block:
+            self._made.update(leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(self._begin_backward, stage))
@@ -145,12 +195,13 @@ class Trace:
         """What flows on are tensors that a stage has made, and that are given to the next."""
         stage = self._current
         stage.after = self._tracker.live
-        storages = {
-            leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+        sizes = [
+            leaf.untyped_storage().nbytes()
             for leaf in tree_leaves(flowing)
             if isinstance(leaf, Tensor) and self._tracker.counts(leaf) and leaf.is_floating_point()
-        }
-        stage.flow_out = max(storages.values(), default=0)
+            if leaf.untyped_storage() not in self._given
+        ]
+        stage.flow_out = max(sizes, default=0)
 
     def _begin_backward(self, stage: Stage, _: Tensor) -> None:
         self._current = stage

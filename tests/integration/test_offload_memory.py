@@ -1,0 +1,230 @@
+"""The memory that a step is predicted to take is what it takes: fake tensors, counted as they come and go.
+
+What runs is the runtime itself, with its chunks, slots and buffers; only the values are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.offload.cost import Knobs, arrange, predict, why_impossible
+from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.lanes import InlineLane, Queues
+from rlpipe.offload.layout import MIB, make_layout
+from rlpipe.offload.profile import Mode, Rates
+from rlpipe.offload.profiler import make_profile, resident_bytes
+from rlpipe.offload.runtime import Arrangement, OffloadedModel, Precision
+from rlpipe.offload.tracker import Tracker
+from rlpipe.offload.units import find_units, take_inventory
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+SIZES = [8 * MIB]
+RATES = Rates(host_to_device=5e10, device_to_host=5e10, both=4e10, device_adam=1e11, host_adam=1e9)
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class InlineExecutor(Executor):
+    """Fake tensors belong to one thread."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    loss_of: Callable[[nn.Module], Tensor]
+    precision: Precision = Precision()
+
+
+def text_loss(num_tokens: int, num_rows: int = 1) -> Callable[[nn.Module], Tensor]:
+    def loss_of(model: nn.Module) -> Tensor:
+        tokens = torch.zeros(num_rows, num_tokens, dtype=torch.long)
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return loss_of
+
+
+def qwen(num_layers: int, hidden: int, *, dtype: torch.dtype = torch.bfloat16, tied: bool = False) -> nn.Module:
+    config = Qwen3Config(
+        vocab_size=4000,
+        hidden_size=hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        intermediate_size=3 * hidden,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def llama(num_layers: int, hidden: int) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=8000,
+        hidden_size=hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+def lora(model: nn.Module, rank: int = 16) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=LINEAR)).train()
+
+
+def autocast(loss_of: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
+    def cast(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return loss_of(model)
+
+    return cast
+
+
+def t5() -> nn.Module:
+    config = T5Config(vocab_size=4000, d_model=512, d_ff=1024, num_layers=4, num_heads=8, decoder_start_token_id=0)
+    return T5ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).train()
+
+
+CASES = {
+    "full 4x512": Case(lambda: qwen(4, 512), text_loss(1024)),
+    "full 8x512, long": Case(lambda: qwen(8, 512), text_loss(4096)),
+    "full 6x768, rows": Case(lambda: qwen(6, 768), text_loss(256, 8)),
+    "tied 6x512": Case(lambda: qwen(6, 512, tied=True), text_loss(2048)),
+    "fp32 4x512": Case(lambda: qwen(4, 512, dtype=torch.float32), text_loss(1024)),
+    "fp32 states 6x512": Case(
+        lambda: qwen(6, 512, dtype=torch.float32),
+        autocast(text_loss(2048)),
+        Precision(compute=torch.bfloat16, state=torch.float32),
+    ),
+    "llama 6x768": Case(lambda: llama(6, 768), text_loss(1024)),
+    "lora 6x768": Case(lambda: lora(llama(6, 768)), autocast(text_loss(2048))),
+    "lora 12x512, short": Case(lambda: lora(qwen(12, 512), 64), autocast(text_loss(512))),
+    "encoder-decoder": Case(t5, lambda m: m(input_ids=torch.zeros(4, 512, dtype=torch.long), labels=torch.zeros(4, 256, dtype=torch.long), use_cache=False).loss),
+}
+
+
+def knobs_for(num_chunks: int, num_blocks: int, least: int) -> list[Knobs]:
+    """All ways of a kind, and mixtures."""
+    half, third = num_blocks // 2, num_blocks // 3
+    slots = max(least, 3)
+    return [
+        Knobs(num_persistent=num_chunks, num_slots=0),
+        Knobs(num_persistent=0, num_slots=slots, num_offloaded=num_blocks),
+        Knobs(num_persistent=0, num_slots=slots, num_checkpointed=num_blocks),
+        Knobs(num_persistent=0, num_slots=slots, num_swapped=num_blocks),
+        Knobs(num_persistent=num_chunks // 2, num_slots=slots, num_checkpointed=half, num_offloaded=num_blocks - half),
+        Knobs(
+            num_persistent=1,
+            num_slots=slots,
+            num_swapped=third,
+            num_checkpointed=third,
+            num_offloaded=num_blocks - 2 * third,
+        ),
+    ]
+
+
+def make_fake(case: Case) -> nn.Module:
+    """Within a fake mode: the model with fake parameters; it is put together on the meta device, as PEFT casts."""
+    with torch.device("meta"):
+        model = case.make()
+    fakes: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in fakes:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, fakes[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    return model
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def measured_peak(case: Case, arrangement: Arrangement) -> int:
+    """The most bytes that a step takes on the device, after those in which buffers grow."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = make_fake(case)
+        queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=InlineExecutor())
+        offloaded = OffloadedModel(
+            model,
+            arrangement,
+            device=CPU,
+            optimizer=OptimizerConfig(),
+            precision=case.precision,
+            sizes=SIZES,
+            queues=queues,
+        )
+        most = 0
+
+        def look(_: object) -> None:
+            nonlocal most
+            most = max(most, tracker.live + offloaded.device_bytes)
+
+        tracker = Tracker(look)
+
+        def step() -> None:
+            case.loss_of(model).backward()
+            offloaded.optimizer.drop()
+
+        for parameter in offloaded.resident.values():
+            if parameter.requires_grad:  # room for its gradient is counted below
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
+        for _ in range(2 if Mode.SWAP in arrangement.modes else 1):
+            step()
+        with tracker:
+            step()
+        return most + resident_bytes(model, offloaded.inventory)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
+    case = CASES[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = make_fake(case)
+    units = find_units(model)
+    inventory = take_inventory(model, units, compute_dtype=case.precision.compute)
+    layout = make_layout(inventory.tensors, sizes=SIZES)
+    trace = trace_model(
+        model, units, lambda _: case.loss_of(model), lambda _: 1e-5, compute_dtype=case.precision.compute
+    )
+    profile = make_profile(model, inventory, layout, trace, precision=case.precision)
+    found = {}
+    for knobs in knobs_for(len(profile.chunks), len(profile.blocks), profile.least_slots(0)):
+        assert not (problem := why_impossible(profile, knobs, RATES)), problem
+        modes = [Mode.KEEP] * len(units)
+        for stage, mode in zip(trace.stages, arrange(profile, knobs, RATES), strict=True):
+            if stage.unit is not None:
+                modes[stage.unit] = mode
+        arrangement = Arrangement(num_persistent=knobs.num_persistent, num_slots=knobs.num_slots, modes=modes)
+        predicted = predict(profile, knobs, RATES).device_bytes
+        found[knobs] = predicted / measured_peak(case, arrangement)
+    print(name, [round(v,4) for v in found.values()])
+    assert all(0.98 <= ratio <= 1.05 for ratio in found.values()), found
