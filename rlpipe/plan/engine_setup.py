@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema import Config, serves_adapter
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_model import serves_adapter
 from rlpipe.errors import ConfigError
 from rlpipe.plan.device import Device
 from rlpipe.rollout.adapter_slots import num_slots, slot_rank
