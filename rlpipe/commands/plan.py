@@ -22,13 +22,13 @@ def add_commands(commands: Commands) -> None:
         epilog=PLAN_NOTES,
     )
     add_run_arguments(parser)
-    parser.add_argument("--device", metavar="NAME", help="such as h100-80g; default: what was measured on this machine")
+    parser.add_argument("--device", metavar="NAME", help="such as h100-80g; default, and this: what was measured on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
     from rlpipe.configs.compose import load_config
-    from rlpipe.plan.devices import find_device
+    from rlpipe.hardware.devices import find_device
 
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)
     device = find_device(arguments.device)  # before what follows, which imports torch

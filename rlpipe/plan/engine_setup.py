@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_model import serves_adapter
 from rlpipe.errors import ConfigError
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.rollout.adapter_slots import num_slots, slot_rank
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_memory import weights_bytes
 from rlpipe.plan.engine_setup import ELEMENT_BYTES, EngineSetup
 from rlpipe.plan.kv_cache import KvCache

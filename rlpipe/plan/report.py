@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.engine_section import engine_section
 from rlpipe.plan.known_models import describe_offline

@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe import cli
 from rlpipe.configs.compose import load_config
-from rlpipe.plan.devices import find_device
+from rlpipe.hardware.devices import find_device
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.known_models import describe_offline
 

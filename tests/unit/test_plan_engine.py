@@ -9,8 +9,8 @@ import pytest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError
-from rlpipe.plan.device import Device
-from rlpipe.plan.devices import DEVICES
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.engine import EnginePlan, plan_engine
 from rlpipe.plan.engine_memory import BESIDE_TORCH_BYTES, COLLECTIVE_BYTES
 from rlpipe.plan.engine_speed import HF_LAYER_S, VLLM_PASS_S

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from rlpipe.errors import ConfigError
-from rlpipe.offload.profile import Rates
 
-DEVICES_PER_MACHINE = 8
-"""Ranks beyond so many are taken to run on further machines, each with the same host memory."""
 BYTES_PER_ADAM_STEP = 28
 """What an element moves in float32: weight, both moments and gradient are read; all but the gradient are written."""
 
@@ -63,16 +60,3 @@ class Device:
             known = ", ".join(self.matmul_flops)
             raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {known}")
         return self.matmul_flops[dtype]
-
-    def rates(self, num_ranks: int = 1) -> Rates:
-        """Those of one rank out of ``num_ranks``, which share the memory of their hosts, but no PCIe slot."""
-        neighbours = min(num_ranks, DEVICES_PER_MACHINE)
-        return Rates(
-            host_to_device=self.host_to_device,
-            device_to_host=self.device_to_host,
-            both=self.both,
-            device_adam=self.device_adam,
-            host_adam=self.host_adam / neighbours,
-            gather=self.link if num_ranks > 1 else math.inf,
-            reduce=self.link if num_ranks > 1 else math.inf,
-        )

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlpipe.errors import ConfigError
 from rlpipe.folders import why_not_writable, write_whole
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 
 _TEXTS = ("name", "kind", "measured_at")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rlpipe.errors import ConfigError
-from rlpipe.plan.device import BYTES_PER_ADAM_STEP, Device
-from rlpipe.plan.machines import load_stored, stored_names, this_machine
+from rlpipe.hardware.device import BYTES_PER_ADAM_STEP, Device
+from rlpipe.hardware.machines import load_stored, stored_names, this_machine
 
 MATMUL_SHARE = 0.55
 """Of the peak: what the large bf16 matrix products of a training step or a prefill reach in common frameworks."""
@@ -15,7 +15,7 @@ MEMORY_SHARE = 0.8
 """Of the device memory's peak: what kernels that read and write much reach."""
 LINK_SHARE = 0.8
 """Of NVLink's peak in one direction: what NCCL's gathers of many megabytes reach."""
-OWN_MACHINE = "cpu"
+OWN_MACHINE = "this"
 """The name that stands for this machine's own measurement."""
 _GIB = 2**30
 
@@ -91,7 +91,7 @@ DEVICES = {device.name: device for device in _TABLE}
 
 
 def find_device(name: str | None = None) -> Device:
-    """The device of the table, or the stored measurement of that name; None, or ``cpu``: that of this machine.
+    """The device of the table, or the stored measurement of that name; None, or ``this``: that of this machine.
 
     Raises ``ConfigError`` with the names that there are if it is unknown, and if this machine was not measured yet.
     """

@@ -1,0 +1,25 @@
+"""The rates of one rank, out of those of its device and machine."""
+
+from __future__ import annotations
+
+import math
+
+from rlpipe.hardware.device import Device
+from rlpipe.offload.profile import Rates
+
+DEVICES_PER_MACHINE = 8
+"""Ranks beyond so many are taken to run on further machines, each with the same host memory."""
+
+
+def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
+    """Those of one rank out of ``num_ranks``, which share the memory of their hosts, but no PCIe slot."""
+    neighbours = min(num_ranks, DEVICES_PER_MACHINE)
+    return Rates(
+        host_to_device=device.host_to_device,
+        device_to_host=device.device_to_host,
+        both=device.both,
+        device_adam=device.device_adam,
+        host_adam=device.host_adam / neighbours,
+        gather=device.link if num_ranks > 1 else math.inf,
+        reduce=device.link if num_ranks > 1 else math.inf,
+    )
