@@ -112,6 +112,12 @@ def test_longer_sequences_are_fewer() -> None:
         assert shorter.speed.seconds < longer.speed.seconds
 
 
+def test_vllm_on_a_gpu_has_its_own_number_of_sequences() -> None:
+    unset = plan(QWEN_8B, "rollout.engine_args.max_num_seqs=null").speed
+    assert unset is not None
+    assert (unset.running, unset.limit) == (128, "rollout.engine_args.max_num_seqs")
+
+
 def test_a_pass_of_decoding_reads_weights_and_the_sequences() -> None:
     speed = plan(QWEN_8B).speed
     assert speed is not None
