@@ -20,6 +20,6 @@ def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
         both=device.both,
         device_adam=device.device_adam,
         host_adam=device.host_adam / neighbours,
-        gather=device.link if num_ranks > 1 else math.inf,
-        reduce=device.link if num_ranks > 1 else math.inf,
+        gather=device.exchange if num_ranks > 1 else math.inf,
+        reduce=device.exchange if num_ranks > 1 else math.inf,
     )

@@ -128,7 +128,7 @@ def forward_pass(
         kv_s=turns * num_sequences * kv_cache.read_bytes(context) / device.memory_bandwidth,
         compute_s=turns * num_tokens * per_token / device.flops(setup.dtype),
         # After attention and MLP of each layer the parts are summed, each travelling the ring twice.
-        exchange_s=2 * hidden_bytes * (1 - 1 / setup.num_devices) / device.link,
+        exchange_s=2 * hidden_bytes * (1 - 1 / setup.num_devices) / device.exchange,
         overhead_s=overhead,
     )
 

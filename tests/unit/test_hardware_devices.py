@@ -1,6 +1,7 @@
 """The table of devices, and measurements that are stored."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.devices import DEVICES, find_device
-from rlpipe.hardware.machines import load_stored, machines_folder, store, stored_names, this_machine
+from rlpipe.hardware.machines import load_stored, machines_folder, own_name, store, stored_names
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,18 @@ def test_a_dtype_without_a_rate_is_named() -> None:
 
 
 def test_a_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device x: link is 0, and must be above 0"):
+    with pytest.raises(ConfigError, match="device x: link is 0, and must be above 0 and finite"):
         replace(DEVICES["h100-80g"], name="x", link=0)
+    with pytest.raises(ConfigError, match="device x: memory_bandwidth is nan"):
+        replace(DEVICES["h100-80g"], name="x", memory_bandwidth=math.nan)
+    with pytest.raises(ConfigError, match=r"device x: matmul_flops\.float16 is inf"):
+        replace(DEVICES["h100-80g"], name="x", matmul_flops={"float32": 1e12, "float16": math.inf})
+
+
+def test_without_a_link_ranks_exchange_through_the_host() -> None:
+    desktop = find_device("rtx4090-24g")
+    assert desktop.link is None
+    assert desktop.exchange == desktop.both
 
 
 def test_measurements_come_back_as_they_were_stored() -> None:
@@ -68,16 +79,21 @@ def test_measurements_come_back_as_they_were_stored() -> None:
 
 def test_no_name_and_this_are_this_machines_measurement() -> None:
     for name in (None, "this"):
-        with pytest.raises(ConfigError, match="this machine is not measured yet: give --device, one of b200-180g"):
+        with pytest.raises(ConfigError, match="measure it with rlpipe plan --calibrate, or give --device, one of b200"):
             find_device(name)
-    store(measured(this_machine()))
-    assert find_device(None) == find_device("this") == measured(this_machine())
+    processor = replace(measured(own_name("cpu")), kind="cpu", link=None, hardware="Processor X")
+    store(processor)
+    assert find_device(None) == find_device("this") == processor
+    store(measured(own_name("cuda")))
+    assert find_device(None) == find_device("this") == measured(own_name("cuda"))
+    assert find_device(own_name("cpu")) == processor
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"link": None}, "link is None"),
+        ({"both": None}, "both is None"),
+        ({"hardware": 3}, "hardware is 3"),
         ({"link": "fast"}, "link is 'fast'"),
         ({"memory_bytes": True}, "memory_bytes is True"),
         ({"matmul_flops": {"bfloat16": "x"}}, "matmul_flops is"),
@@ -96,7 +112,9 @@ def test_a_damaged_file_is_named(change: dict[str, object], message: str) -> Non
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
 def test_a_file_that_holds_no_device_is_damaged(text: str) -> None:
     store(measured("node")).write_text(text)
-    with pytest.raises(ConfigError, match=r"is damaged .* remove it, and measure the machine again"):
+    with pytest.raises(
+        ConfigError, match=r"is damaged .* remove it, and measure that machine again with rlpipe plan --c"
+    ):
         find_device("node")
 
 
