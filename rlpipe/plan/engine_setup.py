@@ -113,7 +113,7 @@ def check_device(config: Config, device: Device) -> None:
     num_gpus = config.rollout.num_gpus
     if device.kind == "cuda" and num_gpus == 0:
         raise ConfigError(
-            f"rollout.num_gpus=0: engines run on the CPU, not on {device.name}; set 1, or leave --device out"
+            f"rollout.num_gpus=0: engines run on the CPU, not on {device.name}; set 1, or give the --device of a CPU"
         )
     if device.kind == "cpu" and num_gpus > 0:
         raise ConfigError(f"rollout.num_gpus={num_gpus:g}: {device.name} has no GPU; give the GPU's --device, or set 0")
