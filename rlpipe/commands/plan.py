@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments
+from rlpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from rlpipe.hardware.device import Device
 
 PLAN_NOTES = """\
 examples:
   rlpipe plan experiment=gsm8k_qwen3_8b_lora --device h100-80g
   rlpipe plan --config my_run.yaml --device a100-40g rollout.tensor_parallel_size=2 rollout.num_gpus=2
+  rlpipe plan --calibrate
 """
 
 
@@ -22,17 +29,50 @@ def add_commands(commands: Commands) -> None:
         epilog=PLAN_NOTES,
     )
     add_run_arguments(parser)
-    parser.add_argument("--device", metavar="NAME", help="such as h100-80g; default: what was measured on this machine")
+    parser.add_argument(
+        "--device", metavar="NAME", help="such as h100-80g; default, and this: what was measured on this machine"
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine's GPU, or CPU where there is none, and store that; without a config, no more",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
     from rlpipe.configs.compose import load_config
-    from rlpipe.plan.devices import find_device
+    from rlpipe.hardware.devices import OWN_MACHINE, find_device
 
+    if arguments.calibrate and arguments.device not in (None, OWN_MACHINE):
+        raise InputError(f"--calibrate measures this machine, not --device {arguments.device}: leave one of them out")
+    if arguments.calibrate and not arguments.overrides and arguments.config is None:
+        print_measurement(measure_machine(), as_json=arguments.json)
+        return
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)
-    device = find_device(arguments.device)  # before what follows, which imports torch
+    # Before what follows, which imports torch.
+    device = measure_machine() if arguments.calibrate else find_device(arguments.device)
     from rlpipe.plan.report import make_report
 
     report = make_report(config, device)
     print(report.to_json() if arguments.json else report.to_text())
+
+
+def measure_machine() -> Device:
+    import torch
+
+    from rlpipe.hardware.own import calibrate
+
+    return calibrate(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+
+
+def print_measurement(device: Device, *, as_json: bool) -> None:
+    from rlpipe.hardware.machines import path_of
+    from rlpipe.plan.device_section import device_section
+    from rlpipe.plan.section import to_text
+
+    section, path = device_section(device, [*device.matmul_flops]), path_of(device.name)
+    if as_json:
+        print(json.dumps({section.name: section.data, "path": str(path)}))
+    else:
+        print(f"{to_text([section])}\n\nstored in {path}")

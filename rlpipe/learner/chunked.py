@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.errors import ModelError
-from rlpipe.hardware.measure import own_device
+from rlpipe.hardware.own import own_device
 from rlpipe.learner.moments import MOMENTS, STEPS
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.rows import Row, plan_row

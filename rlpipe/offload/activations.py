@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlpipe.offload.host import HostBuffer
+from rlpipe.hardware.host import HostBuffer
 from rlpipe.offload.lanes import Event, Lane
 from rlpipe.offload.layout import aligned
 

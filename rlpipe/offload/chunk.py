@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from rlpipe.offload.host import HostBuffer
+from rlpipe.hardware.host import HostBuffer
 from rlpipe.offload.lanes import Event, Lane
 from rlpipe.offload.layout import ALIGNMENT, Chunk, aligned
 from rlpipe.offload.ranks import Ranks

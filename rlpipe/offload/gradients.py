@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rlpipe.hardware.host import HostBuffer
 from rlpipe.offload.adam import ChunkAdam
-from rlpipe.offload.host import HostBuffer
 from rlpipe.offload.lanes import Event, Queues
 from rlpipe.offload.ranks import Ranks
 

@@ -1,15 +1,25 @@
-"""A machine's measured rates, as the search and the trace of a model want them."""
+"""What a device's rates mean to the search for a way to offload, and to the trace of a model."""
 
 from __future__ import annotations
 
+import math
+
+from rlpipe.hardware.device import DEVICES_PER_MACHINE, Device
 from rlpipe.offload.profile import Rates
-from rlpipe.offload.tracker import Operator
 from rlpipe.offload.trace import Seconds
-from rlpipe.plan.device import Device
-
-
+from rlpipe.offload.tracker import Operator
 def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
-    return device.rates(num_ranks)
+    """Those of one rank out of ``num_ranks``, which share the memory of their hosts, but no PCIe slot."""
+    neighbours = min(num_ranks, DEVICES_PER_MACHINE)
+    return Rates(
+        host_to_device=device.host_to_device,
+        device_to_host=device.device_to_host,
+        both=device.both,
+        device_adam=device.device_adam,
+        host_adam=device.host_adam / neighbours,
+        gather=device.exchange if num_ranks > 1 else math.inf,
+        reduce=device.exchange if num_ranks > 1 else math.inf,
+    )
 
 
 def roofline(device: Device) -> Seconds:

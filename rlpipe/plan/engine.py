@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_case import EngineCase
 from rlpipe.plan.engine_changes import Change, accelerations, remedies
 from rlpipe.plan.engine_memory import EngineMemory

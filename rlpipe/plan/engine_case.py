@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_memory import EngineMemory, engine_memory
 from rlpipe.plan.engine_setup import EngineSetup
 from rlpipe.plan.engine_speed import EngineSpeed, engine_speed

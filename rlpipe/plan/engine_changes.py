@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlpipe.plan.devices import DEVICES
+from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.engine_case import EngineCase
 from rlpipe.plan.engine_speed import EngineSpeed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_setup import ELEMENT_BYTES, QUANTIZED_BYTES, EngineSetup
 from rlpipe.plan.kv_cache import KvCache
 from rlpipe.plan.shape import ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine import EnginePlan
 from rlpipe.plan.engine_speed import EngineSpeed
 from rlpipe.plan.section import Section

@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema import Config, serves_adapter
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_model import serves_adapter
 from rlpipe.errors import ConfigError
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.rollout.adapter_slots import num_slots, slot_rank
-from rlpipe.rollout.engine import DEFAULT_SEQUENCES
+from rlpipe.rollout.engine import default_sequences
 
 VLLM_UTILIZATION = 0.92
 """vLLM 0.32's share of a GPU, where ``gpu_memory_utilization`` is not set."""
-VLLM_SEQUENCES = 128
-"""Its ``max_num_seqs`` on a GPU, for engines inside other programs."""
 VLLM_BATCHED_TOKENS = 2048
-"""Its ``max_num_batched_tokens`` there."""
+"""Its ``max_num_batched_tokens`` on a GPU, for engines inside other programs."""
 HF_UTILIZATION = 0.95
 """Of the memory, with transformers: torch's allocator keeps some of the rest in pieces."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -82,7 +81,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
     kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
     prompt = config.data.max_prompt_tokens
     length = rollout.max_model_len or prompt + rollout.sampling.max_tokens
-    sequences = _max_sequences(config, kind, on_gpu)
+    sequences = _max_sequences(config, kind)
     has_slots = kind == "vllm" and serves_adapter(config.model)
     return EngineSetup(
         kind=kind,
@@ -114,16 +113,15 @@ def check_device(config: Config, device: Device) -> None:
     num_gpus = config.rollout.num_gpus
     if device.kind == "cuda" and num_gpus == 0:
         raise ConfigError(
-            f"rollout.num_gpus=0: engines run on the CPU, not on {device.name}; set 1, or leave --device out"
+            f"rollout.num_gpus=0: engines run on the CPU, not on {device.name}; set 1, or give the --device of a CPU"
         )
     if device.kind == "cpu" and num_gpus > 0:
         raise ConfigError(f"rollout.num_gpus={num_gpus:g}: {device.name} has no GPU; give the GPU's --device, or set 0")
 
 
-def _max_sequences(config: Config, kind: str, on_gpu: bool) -> int:
-    if kind == "hf":
-        return int(_number(config, "max_batch_size", DEFAULT_SEQUENCES, at_most=1e6))
-    return int(_number(config, "max_num_seqs", VLLM_SEQUENCES if on_gpu else DEFAULT_SEQUENCES, at_most=1e6))
+def _max_sequences(config: Config, kind: str) -> int:
+    name = "max_batch_size" if kind == "hf" else "max_num_seqs"
+    return int(_number(config, name, default_sequences(config.rollout), at_most=1e6))
 
 
 def _work(config: Config) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_memory import weights_bytes
 from rlpipe.plan.engine_setup import ELEMENT_BYTES, EngineSetup
 from rlpipe.plan.kv_cache import KvCache
@@ -128,7 +128,7 @@ def forward_pass(
         kv_s=turns * num_sequences * kv_cache.read_bytes(context) / device.memory_bandwidth,
         compute_s=turns * num_tokens * per_token / device.flops(setup.dtype),
         # After attention and MLP of each layer the parts are summed, each travelling the ring twice.
-        exchange_s=2 * hidden_bytes * (1 - 1 / setup.num_devices) / device.link,
+        exchange_s=2 * hidden_bytes * (1 - 1 / setup.num_devices) / device.exchange,
         overhead_s=overhead,
     )
 

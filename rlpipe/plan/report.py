@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
+from rlpipe.plan.device_section import device_section
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.engine_section import engine_section
 from rlpipe.plan.known_models import describe_offline
-from rlpipe.plan.section import Section
+from rlpipe.plan.section import Section, to_text
 from rlpipe.plan.shape import read_shape
-from rlpipe.plan.units import count, gib
+from rlpipe.plan.units import count
 
 ASSUMPTION = "All prompts and completions are taken at full length. Shorter ones take less time."
 
@@ -29,12 +30,7 @@ class Report:
         return json.dumps({section.name: section.data for section in self.sections})
 
     def to_text(self) -> str:
-        width = max(len(label) for section in self.sections for label, _ in section.rows)
-        blocks = [
-            "\n".join([section.title, *(f"  {label:<{width}}  {text}" for label, text in section.rows)])
-            for section in self.sections
-        ]
-        return "\n\n".join([*blocks, ASSUMPTION])
+        return f"{to_text(self.sections)}\n\n{ASSUMPTION}"
 
 
 def make_report(config: Config, device: Device) -> Report:
@@ -45,27 +41,10 @@ def make_report(config: Config, device: Device) -> Report:
 
 def make_sections(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
     """In the order in which they are shown; each kind of actor has one."""
-    yield device_section(device, config.model.dtype)
+    yield device_section(device, [config.model.dtype])
     yield model_section(config, described)
     if config.algorithm.kind == "rl":
         yield engine_section(plan_engine(config, described, device), device)
-
-
-def device_section(device: Device, dtype: str) -> Section:
-    rows = [
-        ("rates", device.source),
-        ("memory", f"{gib(device.memory_bytes)}, {device.memory_bandwidth / 1e9:,.0f} GB/s"),
-        ("arithmetic", f"{device.flops(dtype) / 1e12:,.1f} TFLOP/s in {dtype}"),
-        (
-            "PCIe",
-            f"{device.host_to_device / 1e9:.0f} GB/s to the device, {device.device_to_host / 1e9:.0f} back, "
-            f"{device.both / 1e9:.0f} each way at once",
-        ),
-        ("host memory", gib(device.host_memory_bytes)),
-    ]
-    return Section(
-        name="device", title=f"device {device.name}", rows=rows, data={**asdict(device), "source": device.source}
-    )
 
 
 def model_section(config: Config, described: PreTrainedConfig) -> Section:

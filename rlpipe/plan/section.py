@@ -1,4 +1,4 @@
-"""One part of a plan's report: rows for people, and the same as data."""
+"""The parts of a plan's report: rows for people, and the same as data."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ class Section:
     rows: Sequence[tuple[str, str]]
     data: Mapping[str, Any]
     """Numbers in bytes, seconds and tokens."""
+
+
+def to_text(sections: Sequence[Section]) -> str:
+    """Their rows as columns of one width."""
+    width = max(len(label) for section in sections for label, _ in section.rows)
+    return "\n\n".join(
+        "\n".join([section.title, *(f"  {label:<{width}}  {text}" for label, text in section.rows)])
+        for section in sections
+    )

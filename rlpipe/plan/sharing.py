@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlpipe.configs.schema import Config
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_setup import EngineSetup
 
 

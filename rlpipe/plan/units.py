@@ -14,3 +14,8 @@ def gib(num_bytes: float) -> str:
 def count(number: float) -> str:
     """Of parameters, in billions or millions."""
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
+def giga(rate: float) -> str:
+    """A rate in billions, without its unit."""
+    return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"

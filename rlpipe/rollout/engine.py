@@ -17,7 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 DEFAULT_SEQUENCES = 256
-"""Sequences that an engine runs at one time, where ``rollout.engine_args`` does not say."""
+"""Sequences that an engine runs at one time, where ``rollout.engine_args`` does not say; not so vLLM on a GPU."""
+VLLM_GPU_SEQUENCES = 128
+"""The ``max_num_seqs`` that vLLM 0.32 takes there by itself; on a CPU rlpipe sets ``DEFAULT_SEQUENCES``.
+
+vLLM has larger defaults, by the GPU's memory, for its ``LLM`` class and its server alone. ``LLMEngine``, which rlpipe
+opens, is neither of them, and gets ``SchedulerConfig.DEFAULT_MAX_NUM_SEQS``.
+"""
+
+
+def default_sequences(rollout: RolloutConfig) -> int:
+    """Those that an engine runs at one time, where ``rollout.engine_args`` does not say."""
+    on_gpu = rollout.engine != "hf" and rollout.num_gpus > 0
+    return VLLM_GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES
 
 
 class Engine(Protocol):

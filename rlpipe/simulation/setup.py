@@ -9,7 +9,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_model import serves_adapter
 from rlpipe.configs.schema_rollout import RolloutConfig
 from rlpipe.errors import ConfigError
-from rlpipe.rollout.engine import DEFAULT_SEQUENCES
+from rlpipe.rollout.engine import default_sequences
 from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
 from rlpipe.simulation.distributions import Distribution
 
@@ -72,9 +72,10 @@ def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, s
 
 def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
     """Groups that an engine samples at one time; vLLM begins one as long as a sequence is free."""
+    default = default_sequences(rollout)
     if rollout.engine == "hf":
-        return max(1, int(rollout.engine_args.get("max_batch_size", DEFAULT_SEQUENCES)) // group_size)
-    return -(-int(rollout.engine_args.get("max_num_seqs", DEFAULT_SEQUENCES)) // group_size)
+        return max(1, int(rollout.engine_args.get("max_batch_size", default)) // group_size)
+    return -(-int(rollout.engine_args.get("max_num_seqs", default)) // group_size)
 
 
 def holds_groups(config: Config) -> bool:

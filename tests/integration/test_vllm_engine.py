@@ -29,7 +29,7 @@ from rlpipe.configs.schema import WeightsConfig
 from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.merge.merging import MergeRequest, merge
-from rlpipe.rollout.engine import Engine, open_engine
+from rlpipe.rollout.engine import VLLM_GPU_SEQUENCES, Engine, open_engine
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.types import GroupRequest
 
@@ -54,6 +54,15 @@ def lora_engine(open_vllm: OpenVllm) -> Engine:
 @pytest.fixture(scope="module")
 def full_engine(open_vllm: OpenVllm) -> Engine:
     return open_vllm("none")
+
+
+def test_vllm_has_no_larger_default_of_sequences_for_engines_inside_other_programs() -> None:
+    from vllm import EngineArgs
+    from vllm.config import SchedulerConfig
+    from vllm.usage.usage_lib import UsageContext
+
+    assert UsageContext.ENGINE_CONTEXT not in EngineArgs.get_batch_defaults(1)[1]
+    assert SchedulerConfig.DEFAULT_MAX_NUM_SEQS == VLLM_GPU_SEQUENCES
 
 
 def step_until_started(engine: Engine) -> None:

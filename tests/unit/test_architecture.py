@@ -19,6 +19,7 @@ FLOORS = [
     ("rlpipe.data", 3),
     ("rlpipe.weights", 3),
     ("rlpipe.direct", 3),
+    ("rlpipe.hardware", 3),
     ("rlpipe.hub", 3),
     ("rlpipe.conversion", 3),
     ("rlpipe.models", 3),

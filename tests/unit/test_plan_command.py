@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlpipe import cli
+from rlpipe.commands.plan import print_measurement
 from rlpipe.configs.compose import load_config
-from rlpipe.plan.devices import find_device
+from rlpipe.hardware.devices import find_device
+from rlpipe.hardware.machines import path_of, stored_names
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.known_models import describe_offline
 
@@ -80,11 +83,38 @@ def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixt
 
 
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "this machine is not measured yet: give --device" in fails(["plan", EXPERIMENT], capsys)
+    assert "this machine is not measured yet: measure it with rlpipe plan --calibrate, or give --device" in fails(
+        ["plan", EXPERIMENT], capsys
+    )
     assert "did you mean h100-80g?" in fails(["plan", EXPERIMENT, "--device", "h100"], capsys)
     assert "config.json" in fails([*RUN, "model.path=a/b/c"], capsys)
     assert "did you mean algorithm.group_size?" in fails([*RUN, "algorithm.group_sizes=3"], capsys)
     assert "rollout.num_gpus=0: engines run on the CPU" in fails([*RUN, "rollout.num_gpus=0"], capsys)
+
+
+def test_a_machine_is_not_measured_under_the_name_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "--calibrate measures this machine, not --device h100-80g: leave one of them out"
+    assert message in fails(["plan", "--calibrate", "--device", "h100-80g"], capsys)
+    assert message in fails([*RUN, "--calibrate"], capsys)
+
+
+def test_a_wrong_config_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "algorithm.group_sizes" in fails(["plan", "--calibrate", "algorithm.group_sizes=3"], capsys)
+    assert stored_names() == []
+
+
+def test_a_measurement_is_shown_with_all_of_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    device = replace(find_device("h100-80g"), name="node-cuda", link=None, hardware="GPU X", measured_at="2026-11-22")
+    print_measurement(device, as_json=False)
+    text = capsys.readouterr().out
+    assert "  rates          measured 2026-11-22\n  hardware       GPU X\n" in text
+    assert "544.0 TFLOP/s in bfloat16\n                 544.0 TFLOP/s in float16\n" in text
+    assert "between ranks  45 GB/s (as both ways at once: no link is known)\n" in text
+    assert "Adam           96 billion elements/s on the device, 5.4 on the host\n" in text
+    assert text.endswith(f"stored in {path_of('node-cuda')}\n")
+    print_measurement(device, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"]["hardware"], found["path"]) == ("GPU X", str(path_of("node-cuda")))
 
 
 def test_an_unknown_device_is_refused_without_torch() -> None:

@@ -9,8 +9,8 @@ import pytest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError
-from rlpipe.plan.device import Device
-from rlpipe.plan.devices import DEVICES
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.engine import EnginePlan, plan_engine
 from rlpipe.plan.engine_memory import BESIDE_TORCH_BYTES, COLLECTIVE_BYTES
 from rlpipe.plan.engine_speed import HF_LAYER_S, VLLM_PASS_S
@@ -110,6 +110,12 @@ def test_longer_sequences_are_fewer() -> None:
         assert shorter.speed is not None
         assert longer.speed is not None
         assert shorter.speed.seconds < longer.speed.seconds
+
+
+def test_vllm_on_a_gpu_has_its_own_number_of_sequences() -> None:
+    unset = plan(QWEN_8B, "rollout.engine_args.max_num_seqs=null").speed
+    assert unset is not None
+    assert (unset.running, unset.limit) == (128, "rollout.engine_args.max_num_seqs")
 
 
 def test_a_pass_of_decoding_reads_weights_and_the_sequences() -> None:

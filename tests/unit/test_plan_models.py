@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, LlamaConfig, MistralConfig, PreTraine
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.groups import list_groups
-from rlpipe.configs.schema import AdapterConfig, ModelConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.plan import known_models as module
 from rlpipe.plan.known_models import describe_offline, known_models

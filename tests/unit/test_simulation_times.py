@@ -245,6 +245,10 @@ def test_the_setup_is_that_of_the_config() -> None:
 def test_places_follow_from_the_sequences_of_the_engine() -> None:
     rollout = Config().rollout
     assert groups_at_once(rollout, 8) == 256 // 8
+    rollout.num_gpus = 1
+    assert groups_at_once(rollout, 8) == 128 // 8
     rollout.engine, rollout.engine_args = "hf", {"max_batch_size": 20}
     assert groups_at_once(rollout, 8) == 2
     assert groups_at_once(rollout, 64) == 1
+    rollout.engine_args = {}
+    assert groups_at_once(rollout, 8) == 256 // 8

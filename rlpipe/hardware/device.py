@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from rlpipe.errors import ConfigError
-from rlpipe.offload.profile import Rates
 
-DEVICES_PER_MACHINE = 8
-"""Ranks beyond so many are taken to run on further machines, each with the same host memory."""
 BYTES_PER_ADAM_STEP = 28
 """What an element moves in float32: weight, both moments and gradient are read; all but the gradient are written."""
 
@@ -19,7 +16,7 @@ BYTES_PER_ADAM_STEP = 28
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Device:
     """Rates are what programs reach, per second, not the peaks of data sheets. Raises ``ConfigError`` if one is not
-    above 0."""
+    above 0 and finite."""
 
     name: str
     kind: Literal["cuda", "cpu"] = "cuda"
@@ -34,28 +31,37 @@ class Device:
     device_to_host: float
     both: float
     """Bytes in each direction while both are busy."""
-    link: float
-    """Bytes that a rank receives from the others of its machine in a gather, or sends in a reduction."""
+    link: float | None
+    """Bytes that a rank receives from the others of its machine in a gather, or sends in a reduction; None: there is no
+    figure, and ranks are taken to exchange through PCIe and the host."""
     device_adam: float
     """Elements."""
     host_adam: float
     """Elements, of all ranks of a machine together."""
     host_memory_bytes: int
     """Of a machine."""
+    hardware: str | None = None
+    """What the driver calls the GPU, or the machine its processor; None in the table."""
     measured_at: str | None = None
     """The day, as 2026-11-22; None where the rates are assumed."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            for rate in value.values() if isinstance(value, Mapping) else [value]:
+            rates = {f"{entry.name}.{key}": rate for key, rate in value.items()} if isinstance(value, Mapping) else {}
+            for name, rate in (rates or {entry.name: value}).items():
                 if isinstance(rate, int | float) and not 0 < rate < math.inf:
-                    raise ConfigError(f"device {self.name}: {entry.name} is {rate}, and must be above 0")
+                    raise ConfigError(f"device {self.name}: {name} is {rate}, and must be above 0 and finite")
 
     @property
     def source(self) -> str:
         """Where the rates come from."""
         return "assumed from data sheets" if self.measured_at is None else f"measured {self.measured_at}"
+
+    @property
+    def exchange(self) -> float:
+        """Bytes a second that a rank receives from others: over the link, or as both directions of PCIe allow."""
+        return self.both if self.link is None else self.link
 
     def flops(self, dtype: str) -> float:
         """FLOP a second of dense matrix products; ``ConfigError`` for a dtype whose rate is not known."""
@@ -63,16 +69,3 @@ class Device:
             known = ", ".join(self.matmul_flops)
             raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {known}")
         return self.matmul_flops[dtype]
-
-    def rates(self, num_ranks: int = 1) -> Rates:
-        """Those of one rank out of ``num_ranks``, which share the memory of their hosts, but no PCIe slot."""
-        neighbours = min(num_ranks, DEVICES_PER_MACHINE)
-        return Rates(
-            host_to_device=self.host_to_device,
-            device_to_host=self.device_to_host,
-            both=self.both,
-            device_adam=self.device_adam,
-            host_adam=self.host_adam / neighbours,
-            gather=self.link if num_ranks > 1 else math.inf,
-            reduce=self.link if num_ranks > 1 else math.inf,
-        )

@@ -1,4 +1,4 @@
-"""Measured devices, one JSON file for each machine in the user's cache."""
+"""Measured devices, one JSON file for each in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 from rlpipe.errors import ConfigError
 from rlpipe.folders import why_not_writable, write_whole
-from rlpipe.plan.device import Device
+from rlpipe.hardware.device import Device
 
-_TEXTS = ("name", "kind", "measured_at")
+KINDS = ("cuda", "cpu")
+_TEXTS = ("name", "kind")
+_TEXTS_OR_NONE = ("hardware", "measured_at")
 
 
 def machines_folder() -> Path:
@@ -21,13 +23,18 @@ def machines_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlpipe" / "machines"
 
 
-def this_machine() -> str:
-    """The name under which this machine's measurement is stored."""
-    return platform.node() or "localhost"
+def own_name(kind: str) -> str:
+    """The name under which this machine's measurement is stored: of its GPUs, or of itself as a device."""
+    return f"{platform.node() or 'localhost'}-{kind}"
+
+
+def own_stored_names() -> list[str]:
+    """Of what is measured of this machine, its GPUs first."""
+    return [name for name in map(own_name, KINDS) if name in stored_names()]
 
 
 def stored_names() -> list[str]:
-    """Of all machines with a stored measurement."""
+    """Of all stored measurements."""
     return sorted(path.stem for path in machines_folder().glob("*.json") if not path.name.startswith("."))
 
 
@@ -39,20 +46,28 @@ def store(device: Device) -> Path:
     if problem is not None:
         raise ConfigError(f"the measurement can't be stored: {problem}; set XDG_CACHE_HOME to another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{device.name}.json"
+    path = path_of(device.name)
     write_whole(path, json.dumps(asdict(device), indent=2) + "\n")
     return path
 
 
+def path_of(name: str) -> Path:
+    """Of the file with the measurement of that name."""
+    return machines_folder() / f"{name}.json"
+
+
 def load_stored(name: str) -> Device:
-    """The measurement of a machine; raises ``ConfigError`` if there is none, or its file is damaged."""
-    path = machines_folder() / f"{name}.json"
+    """The measurement of that name; raises ``ConfigError`` if there is none, or its file is damaged."""
+    path = path_of(name)
     try:
         return _read_device(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: measure the machine, or give another --device") from None
+        raise ConfigError(
+            f"{path} does not exist: measure that machine with rlpipe plan --calibrate, or give another --device"
+        ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): remove it, and measure the machine again") from None
+        remedy = "remove it, and measure that machine again with rlpipe plan --calibrate"
+        raise ConfigError(f"{path} is damaged ({error}): {remedy}") from None
 
 
 def _read_device(content: Any) -> Device:
@@ -71,7 +86,11 @@ def _read_device(content: Any) -> Device:
 
 def _check(name: str, value: Any) -> None:
     if name in _TEXTS:
-        right = isinstance(value, str) or (name == "measured_at" and value is None)
+        right = isinstance(value, str)
+    elif name in _TEXTS_OR_NONE:
+        right = value is None or isinstance(value, str)
+    elif name == "link":
+        right = value is None or _is_number(value)
     elif name == "matmul_flops":
         right = isinstance(value, dict) and all(_is_number(rate) for rate in value.values())
     else:

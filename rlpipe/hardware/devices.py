@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rlpipe.errors import ConfigError
-from rlpipe.plan.device import BYTES_PER_ADAM_STEP, Device
-from rlpipe.plan.machines import load_stored, stored_names, this_machine
+from rlpipe.hardware.device import BYTES_PER_ADAM_STEP, Device
+from rlpipe.hardware.machines import load_stored, own_stored_names, stored_names
 
 MATMUL_SHARE = 0.55
 """Of the peak: what the large bf16 matrix products of a training step or a prefill reach in common frameworks."""
@@ -15,7 +15,7 @@ MEMORY_SHARE = 0.8
 """Of the device memory's peak: what kernels that read and write much reach."""
 LINK_SHARE = 0.8
 """Of NVLink's peak in one direction: what NCCL's gathers of many megabytes reach."""
-OWN_MACHINE = "cpu"
+OWN_MACHINE = "this"
 """The name that stands for this machine's own measurement."""
 _GIB = 2**30
 
@@ -55,7 +55,7 @@ def _assume(
 ) -> Device:
     """From peaks of the data sheet: ``half`` and ``single`` in TFLOP/s, without sparsity, and the rest in GB/s.
 
-    ``link`` is NVLink's in one direction; None: there is none, and ranks exchange through PCIe and the host.
+    ``link`` is NVLink's in one direction; None: there is none.
     """
     reached = dict.fromkeys(("bfloat16", "float16"), half * 1e12 * MATMUL_SHARE)
     memory = bandwidth * 1e9 * MEMORY_SHARE
@@ -68,7 +68,7 @@ def _assume(
         host_to_device=bus.host_to_device,
         device_to_host=bus.device_to_host,
         both=bus.both,
-        link=bus.both if link is None else link * 1e9 * LINK_SHARE,
+        link=None if link is None else link * 1e9 * LINK_SHARE,
         device_adam=memory / BYTES_PER_ADAM_STEP,
         host_adam=host.bandwidth / BYTES_PER_ADAM_STEP,
         host_memory_bytes=host.memory_bytes,
@@ -91,17 +91,21 @@ DEVICES = {device.name: device for device in _TABLE}
 
 
 def find_device(name: str | None = None) -> Device:
-    """The device of the table, or the stored measurement of that name; None, or ``cpu``: that of this machine.
+    """The device of the table, or the stored measurement of that name; None, or ``this``: that of this machine, of its
+    GPUs where they are measured.
 
     Raises ``ConfigError`` with the names that there are if it is unknown, and if this machine was not measured yet.
     """
     stored = stored_names()
     if name is None or name == OWN_MACHINE:
-        if this_machine() not in stored:
+        own = own_stored_names()
+        if not own:
+            names = ", ".join(_known_names(stored))
             raise ConfigError(
-                "this machine is not measured yet: give --device, one of " + ", ".join(_known_names(stored))
+                f"this machine is not measured yet: measure it with rlpipe plan --calibrate, or give --device, "
+                f"one of {names}"
             )
-        return load_stored(this_machine())
+        return load_stored(own[0])
     if name in DEVICES:
         return DEVICES[name]
     if name in stored:
@@ -112,4 +116,4 @@ def find_device(name: str | None = None) -> Device:
 
 
 def _known_names(stored: list[str]) -> list[str]:
-    return [*DEVICES, *stored, *([OWN_MACHINE] if this_machine() in stored else [])]
+    return [*DEVICES, *stored, *([OWN_MACHINE] if own_stored_names() else [])]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ConfigError
-from rlpipe.plan.devices import DEVICES, find_device
-from rlpipe.plan.machines import load_stored, machines_folder, store, stored_names, this_machine
+from rlpipe.hardware.devices import DEVICES, find_device
+from rlpipe.hardware.machines import load_stored, machines_folder, own_name, store, stored_names
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +40,6 @@ def test_the_table_holds_what_its_names_say() -> None:
         assert device.flops("float32") < device.flops("bfloat16")
 
 
-def test_one_rank_gathers_nothing_and_several_share_the_hosts_memory() -> None:
-    h100 = find_device("h100-80g")
-    assert h100.rates().gather == math.inf
-    assert h100.rates().host_adam == h100.host_adam
-    assert h100.rates(4).gather == h100.rates(4).reduce == pytest.approx(0.8 * 450e9)
-    assert h100.rates(4).host_adam == h100.host_adam / 4
-    assert h100.rates(4).host_to_device == h100.host_to_device
-    assert h100.rates(16).host_adam == h100.host_adam / 8  # on two machines
-
-
 def test_unknown_devices_are_answered_with_the_names() -> None:
     with pytest.raises(ConfigError, match=r"there is no h100; it is one of b200-180g, .* did you mean h100-80g\?"):
         find_device("h100")
@@ -63,8 +53,18 @@ def test_a_dtype_without_a_rate_is_named() -> None:
 
 
 def test_a_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device x: link is 0, and must be above 0"):
+    with pytest.raises(ConfigError, match="device x: link is 0, and must be above 0 and finite"):
         replace(DEVICES["h100-80g"], name="x", link=0)
+    with pytest.raises(ConfigError, match="device x: memory_bandwidth is nan"):
+        replace(DEVICES["h100-80g"], name="x", memory_bandwidth=math.nan)
+    with pytest.raises(ConfigError, match=r"device x: matmul_flops\.float16 is inf"):
+        replace(DEVICES["h100-80g"], name="x", matmul_flops={"float32": 1e12, "float16": math.inf})
+
+
+def test_without_a_link_ranks_exchange_through_the_host() -> None:
+    desktop = find_device("rtx4090-24g")
+    assert desktop.link is None
+    assert desktop.exchange == desktop.both
 
 
 def test_measurements_come_back_as_they_were_stored() -> None:
@@ -77,18 +77,23 @@ def test_measurements_come_back_as_they_were_stored() -> None:
         find_device("nod")
 
 
-def test_no_name_and_cpu_are_this_machines_measurement() -> None:
-    for name in (None, "cpu"):
-        with pytest.raises(ConfigError, match="this machine is not measured yet: give --device, one of b200-180g"):
+def test_no_name_and_this_are_this_machines_measurement() -> None:
+    for name in (None, "this"):
+        with pytest.raises(ConfigError, match="measure it with rlpipe plan --calibrate, or give --device, one of b200"):
             find_device(name)
-    store(measured(this_machine()))
-    assert find_device(None) == find_device("cpu") == measured(this_machine())
+    processor = replace(measured(own_name("cpu")), kind="cpu", link=None, hardware="Processor X")
+    store(processor)
+    assert find_device(None) == find_device("this") == processor
+    store(measured(own_name("cuda")))
+    assert find_device(None) == find_device("this") == measured(own_name("cuda"))
+    assert find_device(own_name("cpu")) == processor
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"link": None}, "link is None"),
+        ({"both": None}, "both is None"),
+        ({"hardware": 3}, "hardware is 3"),
         ({"link": "fast"}, "link is 'fast'"),
         ({"memory_bytes": True}, "memory_bytes is True"),
         ({"matmul_flops": {"bfloat16": "x"}}, "matmul_flops is"),
@@ -107,7 +112,9 @@ def test_a_damaged_file_is_named(change: dict[str, object], message: str) -> Non
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
 def test_a_file_that_holds_no_device_is_damaged(text: str) -> None:
     store(measured("node")).write_text(text)
-    with pytest.raises(ConfigError, match=r"is damaged .* remove it, and measure the machine again"):
+    with pytest.raises(
+        ConfigError, match=r"is damaged .* remove it, and measure that machine again with rlpipe plan --c"
+    ):
         find_device("node")
 
 

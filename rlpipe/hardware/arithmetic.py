@@ -1,0 +1,56 @@
+"""Measures what a device computes in a second: matrix products, and updates of AdamW."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rlpipe.hardware.timing import Work, rate, time_calls
+
+DTYPES = ("float32", "bfloat16", "float16")
+SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
+LONGEST_PRODUCT_S = 0.1
+ADAM_ELEMENTS = {"cuda": 2**26, "cpu": 2**25}
+
+
+def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:
+    """FLOP a second of dense products of square matrices, by dtype; those are left out that the device refuses."""
+    found = {}
+    for name in DTYPES:
+        try:
+            found[name] = _flops(device, getattr(torch, name), scale)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            if name == DTYPES[0]:  # which every device has
+                raise
+    return found
+
+
+def _flops(device: torch.device, dtype: torch.dtype, scale: float) -> float:
+    """Of matrices as large as time allows: of small ones a device does not reach its rate."""
+    width = SMALLEST_MATRIX
+    while True:
+        multiply = _product(device, dtype, width)
+        multiply()
+        next_s = 8 * time_calls(multiply, 1, device)
+        if width == LARGEST_MATRIX or next_s > scale * LONGEST_PRODUCT_S:
+            return rate(2 * width**3, multiply, device, scale=scale)
+        width *= 2
+
+
+def _product(device: torch.device, dtype: torch.dtype, width: int) -> Work:
+    # Random numbers, as a GPU is faster with zeros; of a generator of their own, which leaves those of the run alone.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(width, width, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def adam_elements(device: torch.device, *, scale: float = 1.0) -> float:
+    """Elements a second of torch's fused AdamW, with weights, gradients and moments in float32."""
+    num_elements = int(scale * ADAM_ELEMENTS[device.type])
+    weights = nn.Parameter(torch.zeros(num_elements, device=device))
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
+    return rate(num_elements, optimizer.step, device, scale=scale)

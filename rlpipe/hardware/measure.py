@@ -1,0 +1,76 @@
+"""Measures a device and the machine around it, by small pieces of work that take about ten seconds together."""
+
+from __future__ import annotations
+
+import platform
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from rlpipe.hardware.arithmetic import adam_elements, matmul_flops
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.limits import host_memory_bytes
+from rlpipe.hardware.timing import all_cores
+from rlpipe.hardware.transfers import measure_transfers, memory_bandwidth
+
+CPU = torch.device("cpu")
+
+
+def measure(device: torch.device, *, name: str, scale: float = 1.0) -> Device:
+    """What the device reaches now, so it should have nothing else to do; takes up to 3 GiB of its memory, and 1 GiB
+    of the host's. The host computes with all of its cores.
+
+    ``link`` is None: that takes several ranks (``rlpipe.hardware.link``).
+
+    Args:
+        name: of the result.
+        scale: of buffers and times; below 1 the rates are rougher, and sooner there.
+
+    Raises:
+        ConfigError: a rate comes out as 0 or is not finite; it is named.
+        RuntimeError: of torch, where the memory is not there.
+    """
+    try:
+        with all_cores():
+            return _measure(device, name, scale)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(device: torch.device, name: str, scale: float) -> Device:
+    transfers = measure_transfers(device, scale=scale)
+    host_adam = adam_elements(CPU, scale=scale)
+    return Device(
+        name=name,
+        kind="cuda" if device.type == "cuda" else "cpu",
+        memory_bytes=_memory_bytes(device),
+        matmul_flops=matmul_flops(device, scale=scale),
+        memory_bandwidth=memory_bandwidth(device, scale=scale),
+        host_to_device=transfers.host_to_device,
+        device_to_host=transfers.device_to_host,
+        both=transfers.both,
+        link=None,
+        device_adam=adam_elements(device, scale=scale) if device.type == "cuda" else host_adam,
+        host_adam=host_adam,
+        host_memory_bytes=host_memory_bytes(),
+        hardware=hardware_name(device),
+        measured_at=date.today().isoformat(),
+    )
+
+
+def hardware_name(device: torch.device) -> str:
+    """What the driver calls the GPU, or the machine its processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # no Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.machine())
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()

@@ -1,0 +1,41 @@
+"""Two gloo ranks measure their link, and agree on one machine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_cases import Ranks
+
+from rlpipe.hardware.machines import load_stored, own_name
+from rlpipe.hardware.own import own_device
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(2)
+    yield started
+    started.end()
+
+
+def check_own_device(cache: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        first = own_device(CPU, scale=0.01)
+        assert first.link is not None
+        assert 1e6 < first.link < 1e12
+        found = [None, None]
+        dist.all_gather_object(found, first)
+        assert found == [first, first]
+        stored = load_stored(own_name("cpu"))
+        assert stored == first
+        again = own_device(CPU, scale=0.01)
+        assert (again.measured_at, again.host_adam) == (first.measured_at, first.host_adam)
+
+
+def test_ranks_are_given_one_machine_with_their_link(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_own_device, tmp_path)
