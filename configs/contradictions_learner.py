@@ -48,7 +48,7 @@ def check_offload(learner: LearnerConfig) -> Iterator[str]:
     if strategy == "zero3":
         yield "learner.offload: chunked goes with learner.strategy=single or fsdp2; set one of them"
     if strategy == "fsdp2" and learner.fsdp != FsdpConfig():
-        yield "learner.fsdp: has no effect with learner.offload=chunked, which cuts the policy into chunks; leave it out"
+        yield "learner.fsdp: has no effect with learner.offload=chunked, which cuts the policy itself; leave it out"
     if learner.optimizer.name != "adamw":
         yield (
             f"learner.optimizer.name: {learner.optimizer.name} has no moments that chunks can hold; set adamw, and "

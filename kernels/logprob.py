@@ -33,10 +33,10 @@ def linear_logprob(
     ``softcap`` bounds the logits z, before the temperature, as softcap · tanh(z / softcap) (Gemma).
 
     ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` ``[T]`` integers, ``IGNORED`` where
-    a token does not count; ``has_ignored=False`` says that there are none, and spares the look. Returns ``logprobs [T]`` and ``entropy [T]`` (None unless asked for), in at least float32.
-    Logits are formed for ``chunk_tokens`` tokens at a time, and again in the backward pass; when one chunk holds all
-    tokens, its softmax is kept instead. Differentiable in ``hidden``, and in ``weight`` and ``bias`` where they
-    require it, through both results.
+    a token does not count; ``has_ignored=False`` says that all do, and spares the look. Returns ``logprobs [T]`` and
+    ``entropy [T]`` (None unless asked for), in at least float32. Logits are formed for ``chunk_tokens`` tokens at a
+    time, and again in the backward pass; when one chunk holds all tokens, its softmax is kept instead. Differentiable
+    in ``hidden``, and in ``weight`` and ``bias`` where they require it, through both results.
     """
     if not has_ignored:
         return _compute(hidden, weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy)

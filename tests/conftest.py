@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 
 # A shell's background jobs ignore Ctrl-C, and so does what they start: tests send it to their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What is measured of this machine is kept there; a run's own must not change with the tests'.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rlpipe-tests-cache-")

@@ -162,7 +162,17 @@ def make_moe() -> nn.Module:
 
 def make_t5() -> nn.Module:
     torch.manual_seed(0)
-    config = T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    config = T5Config(
+        vocab_size=97,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=3,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return T5ForConditionalGeneration(config).train()
 
 
@@ -174,22 +184,33 @@ def translation_loss(model: nn.Module, number: int) -> Tensor:
 
 def make_image_text() -> nn.Module:
     torch.manual_seed(0)
-    text = dict(
-        vocab_size=97,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        rope_parameters={"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4},
-    )
-    vision = dict(
-        depth=3, hidden_size=32, num_heads=2, intermediate_size=64, patch_size=4, out_hidden_size=64, in_channels=3,
-        deepstack_visual_indexes=[1], num_position_embeddings=64,
-    )
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "in_channels": 3,
+        "deepstack_visual_indexes": [1],
+        "num_position_embeddings": 64,
+    }
     config = Qwen3VLConfig(
-        text_config=text, vision_config=vision, image_token_id=90, video_token_id=91, vision_start_token_id=92,
+        text_config=text,
+        vision_config=vision,
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
         vision_end_token_id=93,
     )
     return Qwen3VLForConditionalGeneration(config).train()
@@ -204,5 +225,10 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
     grid = torch.tensor([[1, 4, 4]])
     kinds = (tokens == 90).int()
     return model(
-        input_ids=tokens, labels=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds, use_cache=False
+        input_ids=tokens,
+        labels=tokens,
+        pixel_values=pixels,
+        image_grid_thw=grid,
+        mm_token_type_ids=kinds,
+        use_cache=False,
     ).loss

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.errors import ModelError
+from rlpipe.hardware.device import Device
 from rlpipe.hardware.own import own_device
 from rlpipe.learner.moments import MOMENTS, STEPS
 from rlpipe.learner.ranks import Ranks
@@ -93,10 +94,11 @@ class Chunked:
 
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
         """That of the first rank, which all follow."""
+        hardware = own_device(self.device)
         found: list[Decision | str | None] = [None]
         if self.rank == 0:
             try:
-                found = [self._search(scorer, precision)]
+                found = [self._search(scorer, precision, hardware)]
             except ValueError as error:
                 found = [f"learner.offload=chunked: {error}"]
         if self.num_ranks > 1:
@@ -105,9 +107,8 @@ class Chunked:
             raise ModelError(str(found[0]))
         return found[0]
 
-    def _search(self, scorer: TokenScorer, precision: Precision) -> Decision:
+    def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device) -> Decision:
         units = find_units(scorer)
-        hardware = own_device(self.device)
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
 
         def loss_of(trace: Trace) -> Tensor:

@@ -27,9 +27,7 @@ class Fsdp2(Ranks):
     would not fit.
     """
 
-    def __init__(
-        self, config: FsdpConfig, device: torch.device, *, on_cpu: bool, reduce_every_backward: bool
-    ) -> None:
+    def __init__(self, config: FsdpConfig, device: torch.device, *, on_cpu: bool, reduce_every_backward: bool) -> None:
         """``on_cpu`` keeps parameters, gradients and optimizer state there, by torch's policy."""
         super().__init__(device)
         self._config, self._on_cpu = config, on_cpu

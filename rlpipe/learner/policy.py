@@ -155,9 +155,7 @@ def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: b
     if learner.strategy == "fsdp2":
         from rlpipe.learner.fsdp2 import Fsdp2
 
-        return Fsdp2(
-            learner.fsdp, device, on_cpu=learner.offload == "policy", reduce_every_backward=trains_all
-        )
+        return Fsdp2(learner.fsdp, device, on_cpu=learner.offload == "policy", reduce_every_backward=trains_all)
     if learner.strategy == "zero3":
         from rlpipe.learner.zero3 import Zero3
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlpipe.hardware.host import HostBuffer
-from rlpipe.offload.lanes import Event, Lane
+from rlpipe.offload.lanes import Lane
 from rlpipe.offload.layout import aligned
 
 
@@ -169,7 +169,7 @@ class SwapHooks:
         if swapped is None:
             flat = saved.flatten(tensor)
             swapped = self._swapped[saved.key] = Swapped(flat, self._arena.take(flat.nbytes), self._lane)
-        return View(swapped, tensor.shape, tensor.stride(), tensor.storage_offset() - saved.offset)
+        return View(swapped, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - saved.offset)
 
     def _unpack(self, packed: Tensor | Weight | View) -> Tensor:
         if isinstance(packed, View):
@@ -199,7 +199,7 @@ def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved | None:
     if not tensor.numel() or not _is_dense(tensor):
         return None
     own = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return Saved(own, tensor.storage_offset(), tensor.numel())
+    return Saved(own, int(tensor.storage_offset()), tensor.numel())
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -169,7 +169,8 @@ class ChunkMemory:
 
     def load(self, lane: Lane) -> Event:
         """Brings the tensors to the device; they are the model's at once, and right after the event."""
-        assert not self.is_resident and not self.is_persistent
+        assert not self.is_resident
+        assert not self.is_persistent
         source = self.host_bytes
 
         def work() -> None:
@@ -184,7 +185,8 @@ class ChunkMemory:
 
     def release(self) -> None:
         """Frees the memory on the device; what was written there is lost."""
-        assert self.is_resident and not self.is_persistent
+        assert self.is_resident
+        assert not self.is_persistent
         self._put(self._placeholders)
         self._storage.resize_(0)
         self.is_resident = False

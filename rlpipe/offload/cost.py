@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlpipe.offload.profile import Capacity, Mode, Profile, Rates, StageProfile
+import itertools
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -164,7 +165,7 @@ def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
     """Of each that is swapped, the one behind it whose backward pass brings it back: the next one that is swapped, for
     the last of them as far behind it as the one before was, where there are blocks."""
     swapped = [index for index, mode in enumerate(modes) if mode is Mode.SWAP]
-    spans = list(zip(swapped, swapped[1:], strict=False))
+    spans = list(itertools.pairwise(swapped))
     if swapped:
         last, distance = swapped[-1], swapped[-1] - swapped[-2] if len(swapped) > 1 else 1
         spans.append((last, min(max(last + 1, min(last + distance, last_block)), len(modes) - 1)))

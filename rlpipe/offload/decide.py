@@ -34,8 +34,8 @@ class Decision:
         return (
             f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
             f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; predicted "
-            f"{prediction.device_bytes / 2**30:.2f} GiB on the device, {prediction.host_bytes / 2**30:.2f} GiB on the host"
-            f", {prediction.seconds:.3g} s an update"
+            f"{prediction.device_bytes / 2**30:.2f} GiB on the device, {prediction.host_bytes / 2**30:.2f} GiB on the "
+            f"host, {prediction.seconds:.3g} s an update"
         )
 
 

@@ -50,7 +50,9 @@ def trace_model(
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
     dtype = compute_dtype if tensor.requires_grad and tensor.ndim > 1 and compute_dtype is not None else tensor.dtype
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu").requires_grad_(tensor.requires_grad)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu").requires_grad_(
+        tensor.requires_grad
+    )
     for name in BITSANDBYTES:
         if hasattr(tensor, name):
             setattr(fake, name, getattr(tensor, name))

@@ -48,7 +48,7 @@ class Gradients:
         """
         for index in indices:
             if index in self._adams and (index in self._open or self._ranks.num_ranks > 1):
-                flat, seen = self._open.pop(index, None) or self._begin(index)
+                flat, seen = self._open.pop(index) if index in self._open else self._begin(index)
                 self._send(self._adams[index], flat, seen)
 
     @property

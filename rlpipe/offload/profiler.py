@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from rlpipe.offload.gradients import NUM_STAGED
@@ -87,9 +86,7 @@ def _profile_chunk(
     slots = layout.slots_of(chunk)
     gathered = max(slots * layout.slot_bytes, num_bytes)
     if not chunk.is_trained:
-        return ChunkProfile(
-            stages=stages, num_bytes=num_bytes // num_parts, gathered_bytes=gathered, slots=slots
-        )
+        return ChunkProfile(stages=stages, num_bytes=num_bytes // num_parts, gathered_bytes=gathered, slots=slots)
     dtype = inventory.members[chunk.places[0].name].dtype
     state = precision.state or dtype
     elements = num_bytes // num_parts // dtype.itemsize

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 
-from rlpipe.hardware.device import DEVICES_PER_MACHINE, Device
+from rlpipe.hardware.device import Device
 from rlpipe.offload.profile import Rates
 from rlpipe.offload.trace import Seconds
 from rlpipe.offload.tracker import Operator
+
+DEVICES_PER_MACHINE = 8
+"""Ranks beyond so many are taken to run on further machines, each with the same host memory."""
+
+
 def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
     """Those of one rank out of ``num_ranks``, which share the memory of their hosts, but no PCIe slot."""
     neighbours = min(num_ranks, DEVICES_PER_MACHINE)

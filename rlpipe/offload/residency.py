@@ -31,8 +31,11 @@ class Residency:
         await_update: Callable[[int], None] | None = None,
         is_updated: Callable[[int], bool] | None = None,
     ) -> None:
-        """``slots_of`` says how many slots each takes. ``await_update`` returns once the host's bytes of a chunk are those
-        to be used next; a chunk is fetched ahead only if it ``is_updated``."""
+        """``slots_of`` says how many slots each takes.
+
+        ``await_update`` returns once a chunk's bytes on the host are those to be used next; a chunk is fetched ahead
+        only if it ``is_updated``.
+        """
         self._memories, self._slots_of, self._lane = memories, slots_of, lane
         self._await_update, self._is_updated = await_update, is_updated
         self.num_slots = num_slots
@@ -151,4 +154,3 @@ class Residency:
     def _check_open(self) -> None:
         if self.is_closed:
             raise RuntimeError("the offloaded model is closed")
-

@@ -1,9 +1,9 @@
 """A model of which most weights lie on the host, and come to the device chunk by chunk as they are used.
 
-    units (calls) ──enter──> residency ──load──> chunks: host bytes ──copy, gather──> device storage
-      │   forward, backward     slots, who is next          ^
-      │                                                     │ update, before the chunk is next loaded
-      └──gradients──> gradients ──reduce, copy──> optimizer (AdamW where the chunk's state lies)
+units (calls) ──enter──> residency ──load──> chunks: host bytes ──copy, gather──> device storage
+  │   forward, backward     slots, who is next          ^
+  │                                                     │ update, before the chunk is next loaded
+  └──gradients──> gradients ──reduce, copy──> optimizer (AdamW where the chunk's state lies)
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ class Precision:
 class OffloadedModel:
     """Takes over a model in place, until ``close``; use it as a context manager.
 
-    ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before.
-    With an ``optimizer`` it is trained: ``chunks.backward`` is torch's, then ``squared_norm``, and ``apply`` or ``drop``
-    of ``optimizer``. Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks``
-    must do the same. Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another
-    has the model already.
+    ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before, and so
+    is ``backward`` of a loss. With an ``optimizer`` it is trained; ``OffloadedAdamW`` is the step of a plain loop.
+    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same.
+    Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already.
     """
 
     def __init__(
@@ -84,9 +83,7 @@ class OffloadedModel:
         precision, ranks = precision or Precision(), ranks or Alone()
         self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
         units = find_units(model)
-        self.inventory = take_inventory(
-            model, units, trained=optimizer is not None, compute_dtype=precision.compute
-        )
+        self.inventory = take_inventory(model, units, trained=optimizer is not None, compute_dtype=precision.compute)
         self.layout = make_layout(self.inventory.tensors, sizes=sizes)
         self.unit_chunks = chunks_of_units(self.layout, self.inventory)
         _check(arrangement, self.layout, self.unit_chunks, self.inventory)
@@ -156,7 +153,7 @@ class OffloadedModel:
         return self.inventory.resident
 
     def resident_squared_norm(self) -> Tensor:
-        """Sums the gradients of what is resident over the ranks, which then all hold them; counted by the first alone."""
+        """Sums the gradients of what is resident over the ranks, which then all hold them; the first alone counts."""
         norms = [
             torch.linalg.vector_norm(gradient, dtype=torch.float32).square() for gradient in self._summed_gradients()
         ]

@@ -52,7 +52,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         if not any(True for _ in module.parameters()):
             return
         inside = {id(child) for child in module.modules()}
-        if id(module) in blocks or inside.isdisjoint(blocks) and not isinstance(module, nn.ModuleList):
+        if id(module) in blocks or (inside.isdisjoint(blocks) and not isinstance(module, nn.ModuleList)):
             units.setdefault(id(module), Unit(name=name, module=module, is_block=id(module) in blocks))
             return
         for key, child in module.named_children():

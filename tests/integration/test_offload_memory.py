@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,8 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     Qwen3Config,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -56,7 +54,7 @@ class InlineExecutor(Executor):
 class Case:
     make: Callable[[], nn.Module]
     loss_of: Callable[[nn.Module], Tensor]
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
 
 
 def text_loss(num_tokens: int, num_rows: int = 1) -> Callable[[nn.Module], Tensor]:
@@ -124,7 +122,16 @@ CASES = {
     "llama 6x768": Case(lambda: llama(6, 768), text_loss(1024)),
     "lora 6x768": Case(lambda: lora(llama(6, 768)), autocast(text_loss(2048))),
     "lora 12x512, short": Case(lambda: lora(qwen(12, 512), 64), autocast(text_loss(512))),
-    "encoder-decoder": Case(t5, lambda m: m(input_ids=torch.zeros(4, 512, dtype=torch.long), labels=torch.zeros(4, 256, dtype=torch.long), use_cache=False).loss),
+    "encoder-decoder": Case(
+        t5,
+        lambda m: (
+            m(
+                input_ids=torch.zeros(4, 512, dtype=torch.long),
+                labels=torch.zeros(4, 256, dtype=torch.long),
+                use_cache=False,
+            ).loss
+        ),
+    ),
 }
 
 
@@ -226,5 +233,5 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
         arrangement = Arrangement(num_persistent=knobs.num_persistent, num_slots=knobs.num_slots, modes=modes)
         predicted = predict(profile, knobs, RATES).device_bytes
         found[knobs] = predicted / measured_peak(case, arrangement)
-    print(name, [round(v,4) for v in found.values()])
+    print(name, [round(v, 4) for v in found.values()])
     assert all(0.98 <= ratio <= 1.05 for ratio in found.values()), found

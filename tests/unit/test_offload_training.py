@@ -11,16 +11,16 @@ from offload_cases import (
     CPU,
     Loss,
     arrange_all,
+    image_text_loss,
     make_image_text,
     make_moe,
     make_nf4,
     make_qwen,
     make_t5,
-    image_text_loss,
     token_loss,
-    translation_loss,
     train_offloaded,
     train_plainly,
+    translation_loss,
     with_lora,
 )
 from torch import nn
@@ -80,7 +80,11 @@ def test_any_number_of_chunks_may_stay(kind: str, num_persistent: int) -> None:
     with OffloadedModel(model := make(), arrange_all(model, KEEP, num_slots=9), device=CPU, sizes=SIZES) as probe:
         count = len(probe.layout.chunks)
     offloaded = assert_equal_training(
-        make, token_loss, *CYCLES["mixed"], num_persistent=min(num_persistent, count), num_slots=3 * (num_persistent < count)
+        make,
+        token_loss,
+        *CYCLES["mixed"],
+        num_persistent=min(num_persistent, count),
+        num_slots=3 * (num_persistent < count),
     )
     assert len(offloaded.layout.chunks) > 4
 
