@@ -7,6 +7,7 @@ clips in another way and has it beside the backward pass.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from rlpipe.offload.profile import Capacity, Mode, Profile, Rates, StageProfile
-import itertools
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
