@@ -107,6 +107,8 @@ class UnitCalls:
             self._busy.clear()
             self._to_finish.clear()
             self._swapped.clear()
+        if not _in_backward():
+            self._residency.leave_all()  # a pass that raised may have left some in use
         self._residency.turn()
         try:
             if not torch.is_grad_enabled():

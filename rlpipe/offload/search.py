@@ -184,11 +184,11 @@ class _Space:
 
     def _activation_peaks(self) -> Floats:
         """As ``activation_peak``, ``[K]``."""
-        saved, output = self._of_stages("saved_bytes"), self._of_stages("output_bytes")
+        saved, entering = self._of_stages("saved_bytes"), self._of_stages("entering_bytes")
         checkpoints, swaps = self._is(Mode.CHECKPOINT), self._is(Mode.SWAP)
         kept = np.where(checkpoints, self._of_stages("input_bytes"), np.where(swaps, 0, saved))
         live = np.cumsum(kept, 1) - kept
-        again = self._of_stages("forward_peak") + np.where(checkpoints, output, 0)
+        again = self._of_stages("forward_peak") + np.where(checkpoints, entering, 0)
         transient = np.maximum(again, self._of_stages("backward_peak"))
         own = np.where(swaps, np.maximum(saved, self._of_stages("swapped_bytes")), saved)
         return np.asarray((live + self._on_the_way() + own + transient).max(1, initial=0.0))
