@@ -113,9 +113,7 @@ def test_tensors_that_are_out_keep_their_shape_and_kind() -> None:
     model, expected = with_lora(make_nf4()), with_lora(make_nf4())
     with offload(model):
         for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-            assert (mine.shape, mine.dtype, mine.requires_grad) == (theirs.shape, theirs.dtype, theirs.requires_grad), (
-                name
-            )
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
             assert (type(mine), mine.requires_grad) == (type(theirs), theirs.requires_grad), name
 
 
@@ -223,10 +221,11 @@ def test_arrangements_that_do_not_suit_the_model_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             OffloadedModel(model, arrangement, device=CPU, optimizer=CONFIG, sizes=SIZES)
     model.gradient_checkpointing_enable()
+    hooks = hooks_of(model)
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         offload(model)
     model.gradient_checkpointing_disable()
-    assert hooks_of(model) == 0
+    assert hooks_of(model) == hooks
     assert torch.isfinite(token_loss(model, 0))
 
 
