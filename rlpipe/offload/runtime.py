@@ -107,6 +107,7 @@ class OffloadedModel:
             {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
             self._parameters,
             optimizer or OptimizerConfig(),
+            device=device,
             gradient_dtype=precision.gradient,
             ranks=ranks,
             queues=queues,
