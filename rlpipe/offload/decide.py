@@ -38,7 +38,6 @@ class Decision:
             f"host, {prediction.seconds:.3g} s an update"
         )
 
-
     def compare(self, seconds: float, num_micro_batches: int, device_bytes: int | None) -> str:
         """What was predicted, and what an update took; in one line."""
         prediction = self.prediction

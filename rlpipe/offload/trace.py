@@ -45,6 +45,8 @@ class Stage:
     forward_s: float = 0.0
     backward_s: float = 0.0
     has_work: bool = False
+    is_left: bool = False
+    """Its backward pass has an end that is noticed: its inputs have gradients."""
     swapped: dict[Hashable, int] = field(default_factory=dict)
     """Bytes of what autograd saves in it, each tensor once."""
 
@@ -166,7 +168,8 @@ class Trace:
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         swapped = self._current.swapped
-        if self._tracker.counts(tensor) and (saved := find_saved(tensor, swapped)) is not None:
+        if self._tracker.counts(tensor):
+            saved = find_saved(tensor, swapped)
             swapped[saved.key] = saved.num_elements * tensor.dtype.itemsize
         return tensor
 
@@ -213,6 +216,7 @@ class Trace:
         stage.entering = max(stage.entering, self._tracker.live)
 
     def _end_backward(self, stage: Stage) -> None:
+        stage.is_left = True
         index = self.stages.index(stage)
         self._current = self.stages[max(0, index - 1)]
 

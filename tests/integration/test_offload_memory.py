@@ -19,13 +19,16 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.cost import Knobs, arrange, predict, why_impossible
-from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.fakes import RealUnlessWeighted, trace_model
 from rlpipe.offload.lanes import Event, InlineLane, Queues, Work
 from rlpipe.offload.layout import MIB, make_layout
 from rlpipe.offload.profile import Mode, Rates
@@ -124,6 +127,59 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).train()
 
 
+def moe() -> nn.Module:
+    config = Qwen3MoeConfig(
+        vocab_size=4000,
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        moe_intermediate_size=256,
+        num_experts=16,
+        num_experts_per_tok=2,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+def image_text() -> nn.Module:
+    text = {
+        "vocab_size": 4000,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1024,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [12, 10, 10], "rope_theta": 1e4},
+    }
+    vision = {
+        "depth": 4,
+        "hidden_size": 256,
+        "num_heads": 4,
+        "intermediate_size": 512,
+        "patch_size": 16,
+        "out_hidden_size": 512,
+        "deepstack_visual_indexes": [1],
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=3990)
+    return Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16).train()
+
+
+def image_text_loss(model: nn.Module) -> Tensor:
+    """An image of 32 x 32 patches, which are 256 tokens."""
+    tokens = torch.zeros(1, 512, dtype=torch.long)
+    tokens[0, 10:266] = 3990
+    return model(
+        input_ids=tokens,
+        labels=tokens,
+        pixel_values=torch.zeros(1024, 3 * 2 * 16 * 16),
+        image_grid_thw=torch.tensor([[1, 32, 32]]),
+        mm_token_type_ids=(tokens == 3990).int(),
+        use_cache=False,
+    ).loss
+
+
 CASES = {
     "full": Case(lambda: qwen(4, 512), text_loss(1024)),
     "long": Case(lambda: qwen(6, 512, tied=True), text_loss(4096)),
@@ -136,6 +192,8 @@ CASES = {
     ),
     "lora": Case(lambda: lora(llama(3, 768)), autocast(text_loss(2048))),
     "lora, short": Case(lambda: lora(qwen(6, 512), 64), autocast(text_loss(512))),
+    "experts": Case(moe, text_loss(1024)),
+    "image and text": Case(image_text, image_text_loss),
     "encoder-decoder": Case(
         t5,
         lambda m: (
@@ -227,10 +285,11 @@ def measured_peak(case: Case, arrangement: Arrangement) -> int:
         for parameter in offloaded.resident.values():
             if parameter.requires_grad:  # room for its gradient is counted below
                 parameter.register_post_accumulate_grad_hook(drop_gradient)
-        for _ in range(2 if Mode.SWAP in arrangement.modes else 1):
-            step()
-        with tracker:
-            step()
+        with RealUnlessWeighted():
+            for _ in range(2 if Mode.SWAP in arrangement.modes else 1):
+                step()
+            with tracker:
+                step()
         return most + resident_bytes(model, offloaded.inventory)
 
 
