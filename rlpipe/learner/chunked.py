@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from rlpipe.learner.sharding import Read, Reduce, Updates
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload import ranks as chunk_ranks
+from rlpipe.offload.auto import free_memory
 from rlpipe.offload.cost import Knobs
 from rlpipe.offload.decide import Decision, decide
 from rlpipe.offload.fakes import trace_model
@@ -36,8 +36,6 @@ from rlpipe.offload.trace import Trace
 from rlpipe.offload.units import find_units, take_inventory
 from rlpipe.types import MicroBatch
 
-SHARE_USED = 0.9
-"""Of the memory that is free: the rest is for what no profile sees."""
 GIB = 2**30
 COMPARED_UPDATE = 3
 """The update that is compared with its prediction: buffers have grown, and kernels are compiled."""
@@ -301,13 +299,10 @@ def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
 
 
 def capacity(config: ChunkedConfig, device: torch.device) -> Capacity:
-    """What a rank may take, as the config says, or of what is free."""
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = SHARE_USED * psutil.virtual_memory().available / neighbours
-    on_device = SHARE_USED * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host / 2
-    if device.type == "cpu":
-        host /= 2
+    """What a rank may take: as the config says, or of what is free."""
+    free = free_memory(device, num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    on_device, on_host = config.device_memory_gib, config.host_memory_gib
     return Capacity(
-        device_bytes=int(on_device if config.device_memory_gib is None else config.device_memory_gib * GIB),
-        host_bytes=int(host if config.host_memory_gib is None else config.host_memory_gib * GIB),
+        device_bytes=free.device_bytes if on_device is None else int(on_device * GIB),
+        host_bytes=free.host_bytes if on_host is None else int(on_host * GIB),
     )

@@ -1,0 +1,153 @@
+"""A model of any kind is offloaded in one call: with a batch of its kind, and the best way that fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from offload_cases import (
+    CPU,
+    make_image_text,
+    make_moe,
+    make_nf4,
+    make_qwen,
+    make_t5,
+    token_loss,
+    train_offloaded,
+    train_plainly,
+    with_lora,
+)
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+    T5Config,
+    T5ForSequenceClassification,
+)
+
+from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.offload.auto import offload
+from rlpipe.offload.batches import representative_batch
+from rlpipe.offload.profile import Capacity, Mode
+from rlpipe.offload.search import DoesNotFit
+
+CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+SIZES = [100 * 1024]
+KIB = 1024
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+
+
+def make_classifier() -> nn.Module:
+    config = Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32, num_labels=3, pad_token_id=0)
+    return Qwen3ForSequenceClassification(config)
+
+
+def make_reward_model() -> nn.Module:
+    config = Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32, num_labels=1, pad_token_id=0)
+    return Qwen3ForSequenceClassification(config)
+
+
+def make_encoder_classifier() -> nn.Module:
+    """With an encoder and a decoder, and no list of architectures that says what it is."""
+    config = T5Config(**T5, num_labels=3, decoder_start_token_id=0, eos_token_id=0, pad_token_id=5)
+    config.architectures = None
+    return T5ForSequenceClassification(config)
+
+
+def make_gemma() -> nn.Module:
+    text = SMALL | {"vocab_size": 97, "num_key_value_heads": 1, "head_dim": 32}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 56}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90)
+    )
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "causal": make_qwen,
+    "lora": lambda: with_lora(make_qwen()),
+    "qlora": lambda: with_lora(make_nf4()),
+    "experts": make_moe,
+    "classes": make_classifier,
+    "reward": make_reward_model,
+    "classes of tokens": lambda: BertForTokenClassification(BertConfig(**SMALL, vocab_size=97)),
+    "encoder and decoder": make_t5,
+    "encoder and decoder, classes": make_encoder_classifier,
+    "image and text, patches": make_image_text,
+    "image and text, squares": make_gemma,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_model_is_profiled_with_a_batch_of_its_kind(kind: str) -> None:
+    model = MAKERS[kind]().train()
+    loss = model(**representative_batch(model, 32)).loss
+    assert torch.isfinite(loss)
+    with offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, sizes=SIZES) as offloaded:
+        model(**representative_batch(model, 32)).loss.backward()
+        assert float(offloaded.optimizer.squared_norm() + offloaded.resident_squared_norm()) >= 0
+
+
+@pytest.mark.parametrize("kind", ["image and text, patches", "image and text, squares"])
+def test_the_vision_tower_is_among_what_is_traced(kind: str) -> None:
+    model = MAKERS[kind]().train()
+    ran = set()
+    for name, module in model.named_modules():
+        if name.endswith((".blocks.1", "encoder.layers.1")):
+            module.register_forward_pre_hook(lambda *_, name=name: ran.add(name))
+    with offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, sizes=SIZES):
+        assert ran
+
+
+def test_what_no_batch_is_known_for_needs_one() -> None:
+    model = Qwen3Model(Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32))
+    with pytest.raises(ValueError, match="Qwen3Model is of no kind that a batch is known for: give one"):
+        offload(model, device=CPU)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_changed() -> None:
+    model = make_qwen()
+    with pytest.raises(DoesNotFit, match="the smallest on the device takes"):
+        offload(model, device=CPU, optimizer=CONFIG, num_tokens=64, capacity=Capacity(device_bytes=10, host_bytes=10))
+    assert torch.isfinite(token_loss(model, 0))
+
+
+def test_the_way_that_fits_trains_as_without_offload(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"num_steps": 3, "num_micro_batches": 2, "max_norm": 0.5}
+    _, _, expected = train_plainly(make_qwen(num_layers=6), token_loss, CONFIG, **options)
+    model = make_qwen(num_layers=6)
+    with (
+        caplog.at_level(logging.INFO, logger="rlpipe.offload.auto"),
+        offload(
+            model,
+            device=CPU,
+            optimizer=CONFIG,
+            num_tokens=18,
+            capacity=Capacity(device_bytes=1400 * KIB, host_bytes=2**30),
+            sizes=SIZES,
+        ) as offloaded,
+    ):
+        assert 0 < offloaded.arrangement.num_slots < len(offloaded.layout.chunks)
+        _, _, found = train_offloaded(offloaded, token_loss, CONFIG, **options)
+    assert "slots; of 6 layers" in caplog.text
+    assert len(caplog.records) == 1
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
+
+
+def test_knobs_that_are_given_stay() -> None:
+    model = make_qwen()
+    knobs = {"num_persistent": 2, "num_checkpointed": 1}
+    with offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, knobs=knobs, sizes=SIZES) as offloaded:
+        assert offloaded.arrangement.num_persistent == 2
+        assert list(offloaded.arrangement.modes).count(Mode.CHECKPOINT) == 1
+    with pytest.raises(ValueError, match="there is no knob num_buffers"):
+        offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, knobs={"num_buffers": 2}, sizes=SIZES)
