@@ -23,17 +23,13 @@ from rlpipe.learner.sharding import Read, Reduce, Updates
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload import ranks as chunk_ranks
-from rlpipe.offload.auto import free_memory
+from rlpipe.offload.auto import free_memory, plan
 from rlpipe.offload.cost import Knobs
-from rlpipe.offload.decide import Decision, decide
-from rlpipe.offload.fakes import trace_model
-from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
+from rlpipe.offload.decide import Decision
+from rlpipe.offload.layout import CHUNK_SIZES, MIB
 from rlpipe.offload.profile import Capacity
-from rlpipe.offload.profiler import make_profile
-from rlpipe.offload.rates import rates_of, roofline
 from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement
 from rlpipe.offload.trace import Trace
-from rlpipe.offload.units import find_units, take_inventory
 from rlpipe.types import MicroBatch
 
 GIB = 2**30
@@ -109,42 +105,30 @@ class Chunked:
         return found[0]
 
     def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device) -> Decision:
-        units = find_units(scorer)
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
 
         def loss_of(trace: Trace) -> Tensor:
             scorer.announce = trace.read
             return scorer.logprobs(row, 1.0, self._learner.logprob_chunk_tokens)[0].sum()
 
-        trace = trace_model(scorer, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
-        inventory = take_inventory(scorer, units, compute_dtype=precision.compute)
-        layout = make_layout(inventory.tensors, sizes=self._sizes)
-        choices = {"auto": (1, self.num_ranks), "replicated": (1,), "sharded": (self.num_ranks,)}[self._config.sharing]
-        return decide(
-            trace,
-            {
-                num_parts: make_profile(
-                    scorer,
-                    inventory,
-                    layout,
-                    trace,
-                    precision=precision,
-                    num_ranks=self.num_ranks,
-                    num_parts=num_parts,
-                )
-                for num_parts in choices
-            },
-            num_units=len(units),
-            rates=rates_of(hardware, num_ranks=self.num_ranks),
+        return plan(
+            scorer,
+            loss_of,
+            hardware,
+            knobs=fixed_knobs(self._config),
             capacity=capacity(self._config, self.device),
-            fixed=fixed_knobs(self._config),
+            precision=precision,
+            sizes=self._sizes,
+            num_ranks=self.num_ranks,
+            parts={"auto": (1, self.num_ranks), "replicated": (1,), "sharded": (self.num_ranks,)}[self._config.sharing],
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
         return ChunkedUpdates(self._offloaded[0], parameters, config, measured=self._compare)
 
     def _compare(self, seconds: float, num_micro_batches: int) -> None:
-        assert self._decision is not None
+        if self._decision is None or self._decision.prediction is None:
+            return
         device_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         self.notes.append(
             f"learner.offload=chunked: {self._decision.compare(seconds, num_micro_batches, device_bytes)}"

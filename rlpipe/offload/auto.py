@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.own import own_device
+from rlpipe.imports import describe_error
 from rlpipe.offload.batches import representative_batch
-from rlpipe.offload.decide import Decision, decide
+from rlpipe.offload.cost import Knobs
+from rlpipe.offload.decide import Decision, decide, given_decision
 from rlpipe.offload.fakes import trace_model
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.profiler import make_profile
 from rlpipe.offload.rates import rates_of, roofline
 from rlpipe.offload.runtime import OffloadedModel, Precision
+from rlpipe.offload.trace import Trace
 from rlpipe.offload.units import find_units, take_inventory
 
 logger = logging.getLogger(__name__)
@@ -51,8 +57,8 @@ def offload(
     given = dict(batch) if batch is not None else representative_batch(model, num_tokens)
     decision = plan(
         model,
-        lambda: loss_of(model, given) if loss_of is not None else model(**given).loss,
-        device=device,
+        lambda _: loss_of(model, given) if loss_of is not None else model(**given).loss,
+        own_device(device),
         knobs=knobs or {},
         capacity=capacity or free_memory(device),
         precision=precision,
@@ -68,29 +74,56 @@ def offload(
 
 def plan(
     model: nn.Module,
-    loss_of: Callable[[], Tensor],
+    loss_of: Callable[[Trace], Tensor],
+    hardware: Device,
     *,
-    device: torch.device,
     knobs: Mapping[str, int],
     capacity: Capacity,
     precision: Precision,
-    num_micro_batches: int,
     sizes: Sequence[int],
-    is_trained: bool,
+    num_micro_batches: int = 1,
+    num_ranks: int = 1,
+    parts: Sequence[int] = (1,),
+    is_trained: bool = True,
 ) -> Decision:
-    """What ``offload`` would do."""
-    hardware = own_device(device)
+    """The best way; where all ``knobs`` are given, that is it, and nothing is traced.
+
+    ``parts`` are the numbers of shares that are tried into which ranks may cut the chunks. Raises as ``offload`` does,
+    also where the model can't be traced.
+    """
     units = find_units(model)
-    trace = trace_model(model, units, lambda _: loss_of(), roofline(hardware), compute_dtype=precision.compute)
     inventory = take_inventory(model, units, trained=is_trained, compute_dtype=precision.compute)
     layout = make_layout(inventory.tensors, sizes=sizes)
-    profile = make_profile(model, inventory, layout, trace, precision=precision, num_micro_batches=num_micro_batches)
-    return decide(trace, {1: profile}, num_units=len(units), rates=rates_of(hardware), capacity=capacity, fixed=knobs)
+    if knobs.keys() == {entry.name for entry in fields(Knobs)}:
+        return given_decision(units, layout, Knobs(**knobs), num_parts=parts[-1])
+    try:
+        trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} can't be traced without its values ({describe_error(error)}): "
+            f"set all of {', '.join(entry.name for entry in fields(Knobs))}"
+        ) from error
+    profiles = {
+        num_parts: make_profile(
+            model,
+            inventory,
+            layout,
+            trace,
+            precision=precision,
+            num_ranks=num_ranks,
+            num_parts=num_parts,
+            num_micro_batches=num_micro_batches,
+        )
+        for num_parts in parts
+    }
+    rates = rates_of(hardware, num_ranks=num_ranks)
+    return decide(trace, profiles, num_units=len(units), rates=rates, capacity=capacity, fixed=knobs)
 
 
 def free_memory(device: torch.device, *, num_neighbours: int = 1) -> Capacity:
     """Nine tenths of what is free, of the host for each of some ranks; on a CPU half of it counts as the device's."""
-    host = int(SHARE_USED * psutil.virtual_memory().available / num_neighbours)
+    available = min(psutil.virtual_memory().available, host_memory_bytes())
+    host = int(SHARE_USED * available / num_neighbours)
     if device.type == "cpu":
         return Capacity(device_bytes=host // 2, host_bytes=host // 2)
     return Capacity(device_bytes=int(SHARE_USED * torch.cuda.mem_get_info(device)[0]), host_bytes=host)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlpipe.offload.cost import Knobs, Prediction, arrange
+from rlpipe.offload.cost import Knobs, Prediction, arrange, interleave
+from rlpipe.offload.layout import Layout
 from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
 from rlpipe.offload.runtime import Arrangement
 from rlpipe.offload.search import Choice, DoesNotFit, search
 from rlpipe.offload.trace import Trace
+from rlpipe.offload.units import Unit
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Decision:
     arrangement: Arrangement
     knobs: Knobs
-    prediction: Prediction
+    prediction: Prediction | None
+    """None where nothing was left to decide."""
     num_parts: int
     """Into which the ranks cut every chunk; 1 where each holds all of it."""
     num_chunks: int
@@ -31,16 +34,16 @@ class Decision:
         else:
             sharing = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
             where = f"{knobs.num_persistent} of {self.num_chunks} chunks stay, {knobs.num_slots} slots{sharing}"
+        predicted = "as the config says" if prediction is None else _describe_prediction(prediction)
         return (
             f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
-            f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; predicted "
-            f"{prediction.device_bytes / 2**30:.2f} GiB on the device, {prediction.host_bytes / 2**30:.2f} GiB on the "
-            f"host, {prediction.seconds:.3g} s an update"
+            f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; {predicted}"
         )
 
     def compare(self, seconds: float, num_micro_batches: int, device_bytes: int | None) -> str:
         """What was predicted, and what an update took; in one line."""
         prediction = self.prediction
+        assert prediction is not None, "without a prediction there is nothing to compare"
         passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
         predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
         took = (
@@ -51,6 +54,27 @@ class Decision:
             return took
         peak = f"{device_bytes / 2**30:.2f} GiB on the device; {prediction.device_bytes / 2**30:.2f} GiB were predicted"
         return f"{took}; it took {peak}"
+
+
+def given_decision(units: Sequence[Unit], layout: Layout, knobs: Knobs, *, num_parts: int) -> Decision:
+    """All ``knobs`` are given; the modes that they make lie as ``arrange`` lays them, with swaps evenly among
+    checkpoints. Raises ``ValueError`` where there are fewer blocks."""
+    blocks = [index for index, unit in enumerate(units) if unit.is_block]
+    per_swap = -(-knobs.num_checkpointed // max(knobs.num_swapped, 1))
+    early = interleave(knobs.num_swapped, knobs.num_checkpointed, per_swap) + [Mode.OFFLOAD] * knobs.num_offloaded
+    if len(early) > len(blocks):
+        raise ValueError(f"num_swapped, num_checkpointed and num_offloaded are {len(early)} of {len(blocks)} layers")
+    modes = [Mode.KEEP] * len(units)
+    for index, mode in zip(blocks, early, strict=False):
+        modes[index] = mode
+    return Decision(
+        arrangement=Arrangement(num_persistent=knobs.num_persistent, num_slots=knobs.num_slots, modes=modes),
+        knobs=knobs,
+        prediction=None,
+        num_parts=num_parts,
+        num_chunks=len(layout.chunks),
+        num_blocks=len(blocks),
+    )
 
 
 def decide(
@@ -88,4 +112,12 @@ def decide(
         num_parts=num_parts,
         num_chunks=len(profile.chunks),
         num_blocks=len(profile.blocks),
+    )
+
+
+def _describe_prediction(prediction: Prediction) -> str:
+    on_device, on_host = prediction.device_bytes / 2**30, prediction.host_bytes / 2**30
+    return (
+        f"predicted {on_device:.2f} GiB on the device, {on_host:.2f} GiB on the host, "
+        f"{prediction.seconds:.3g} s an update"
     )

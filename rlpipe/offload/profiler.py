@@ -117,7 +117,7 @@ def _gradient_room(
     total = 0
     for room, chunks in rooms.items():
         at_once: Counter[int] = Counter()
-        for used in (uses[chunk.index] for chunk in chunks):
+        for used in filter(None, (uses[chunk.index] for chunk in chunks)):
             first = min(used)
             at_once.update(range(first if stages[first].is_left else 0, max(used) + 1))
         total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * room

@@ -151,3 +151,21 @@ def test_knobs_that_are_given_stay() -> None:
         assert list(offloaded.arrangement.modes).count(Mode.CHECKPOINT) == 1
     with pytest.raises(ValueError, match="there is no knob num_buffers"):
         offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, knobs={"num_buffers": 2}, sizes=SIZES)
+
+
+def test_where_all_knobs_are_given_nothing_is_traced() -> None:
+    model = make_qwen()
+    knobs = {"num_persistent": 1, "num_slots": 3, "num_swapped": 1, "num_checkpointed": 2, "num_offloaded": 1}
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with offload(model, device=CPU, optimizer=CONFIG, knobs=knobs, sizes=SIZES) as offloaded:
+        modes = [Mode.KEEP, Mode.SWAP, Mode.CHECKPOINT, Mode.CHECKPOINT, Mode.OFFLOAD, Mode.KEEP, Mode.KEEP]
+        assert list(offloaded.arrangement.modes) == modes
+    with pytest.raises(ValueError, match="num_swapped, num_checkpointed and num_offloaded are 6 of 4 layers"):
+        offload(model, device=CPU, optimizer=CONFIG, knobs=knobs | {"num_offloaded": 3}, sizes=SIZES)
+
+
+def test_a_model_that_looks_at_its_values_needs_all_knobs() -> None:
+    model = make_qwen()
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: print(float(args[0].sum())))
+    with pytest.raises(ValueError, match=r"can't be traced without its values .* set all of num_persistent, num_slots"):
+        offload(model, device=CPU, optimizer=CONFIG, num_tokens=16, sizes=SIZES)
