@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -90,6 +91,8 @@ def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: in
         for index in range(case.micro_batches):
             loss_of(scorer, case, make_row(case, number * case.micro_batches + index, device)).backward()
         norm = optimizer.step(max_norm=MAX_NORM)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradients of update {number} have the norm {norm}: nothing was updated")
         print(f"update {number}: gradient norm {norm:.4g}", flush=True)
 
     measured = measure_updates(update, device, warmup=warmup, updates=updates)
