@@ -31,7 +31,7 @@ class Member:
     @classmethod
     def of_parameter(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None = None) -> Member:
         def put(tensor: Tensor) -> None:
-            parameter.data = tensor
+            set_values(parameter, tensor)
 
         return cls(name=name, get=lambda: parameter.data, put=put, dtype=dtype or parameter.dtype)
 
@@ -120,11 +120,7 @@ class ChunkMemory:
         is_wider = self.has_own_master = self.chunk.is_trained and state_dtype is not self.work_dtype
         wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
         for member, place, placeholder in zip(self._members, self.chunk.places, self._placeholders, strict=True):
-            values = member.get()
-            if values.is_meta:
-                assert fill is not None, f"{member.name} has no values: give fill"
-                values = torch.empty(values.shape, dtype=values.dtype)
-                fill(member.name, values)
+            values = make_real(member.name, member.get(), fill)
             narrow = values.to("cpu", member.dtype).contiguous()
             work[place.offset : place.offset + place.num_bytes] = narrow.flatten().view(torch.uint8)
             if is_wider:
@@ -286,6 +282,26 @@ class ChunkMemory:
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for member, tensor in zip(self._members, tensors, strict=True):
             member.put(tensor)
+
+
+def set_values(parameter: torch.nn.Parameter, values: Tensor) -> None:
+    """Has a parameter lie where ``values`` do; it stays the same object."""
+    if parameter.is_meta and not values.is_meta:  # which .data refuses
+        real = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, real)
+    else:
+        parameter.data = values
+
+
+def make_real(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
+    """The tensor itself, or one on the host with the values of ``fill`` for one on the meta device."""
+    if not tensor.is_meta:
+        return tensor
+    if fill is None:
+        raise ValueError(f"{name} is on the meta device and has no values: give fill")
+    values = torch.empty(tensor.shape, dtype=tensor.dtype)
+    fill(name, values)
+    return values
 
 
 def _placeholder(tensor: Tensor) -> Tensor:

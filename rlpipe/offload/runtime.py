@@ -102,7 +102,7 @@ class OffloadedModel:
             )
             for chunk in self.layout.chunks
         ]
-        move_rest(model, self.inventory, device)
+        move_rest(model, self.inventory, device, fill)
         self.optimizer = ChunkOptimizer(
             {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
             self._parameters,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlpipe.offload.chunk import Member
+from rlpipe.offload.chunk import Fill, Member, make_real, set_values
 from rlpipe.offload.layout import TensorInfo
 
 ADAPTER_MARKS = ("lora_", "modules_to_save")
@@ -124,11 +124,16 @@ def _scales(name: str, parameter: nn.Parameter) -> Iterator[Member]:
             yield Member.of_attribute(f"{name}.{path}", state, path)
 
 
-def move_rest(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
-    """Brings what is in no chunk to the device, in place."""
-    for parameter in inventory.resident.values():
-        parameter.data = parameter.data.to(device)
-    for buffer in model.buffers():
+def move_rest(model: nn.Module, inventory: Inventory, device: torch.device, fill: Fill | None = None) -> None:
+    """Brings what is in no chunk to the device, in place; parameters on the meta device get the values of ``fill``.
+
+    Buffers must be real ones. Raises ``ValueError`` for one on the meta device: no checkpoint has all of them.
+    """
+    for name, parameter in inventory.resident.items():
+        set_values(parameter, make_real(name, parameter.data, fill).to(device))
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"the buffer {name} is on the meta device: compute it before the model is offloaded")
         buffer.data = buffer.data.to(device)
     for parameter in model.parameters():
         state: Any = getattr(parameter, "quant_state", None)

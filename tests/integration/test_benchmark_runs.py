@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,15 @@ KEYS = {
         "feature_groups_per_second",
     },
 }
+OFFLOAD = {
+    "device": str,
+    "tokens_per_second": float,
+    "ratio_zero3_offload": float,
+    "ratio_fsdp2_offload": float,
+    "over_roof": float,
+    "peak_error": float,
+    "time_error": float,
+}
 BOUNDS = {
     "learner_memory": {"share": 0.4, "extra_buckets": 2.0},
     "merge_memory": {"ratio": 1.1},
@@ -47,10 +57,27 @@ BOUNDS = {
     "name", [pytest.param(name, marks=[pytest.mark.vllm] * (name == "lora_sync")) for name in KEYS]
 )
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *COMMANDS[name]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = run_benchmark(name, *COMMANDS[name], folder=tmp_path)
     assert result.keys() >= KEYS[name]
     assert all(result[key] <= bound for key, bound in BOUNDS.get(name, {}).items()), result
+
+
+def test_offload_is_measured_beside_others(tmp_path: Path) -> None:
+    names = ("tiny", "tiny-lora")
+    result = run_benchmark("offload", "--cases", *names, "--updates", "2", "--out", "report", folder=tmp_path)
+    assert {key: type(result[key]) for key in OFFLOAD} == OFFLOAD
+    assert tuple(result["cases"]) == names
+    assert abs(result["peak_error"]) < 0.1
+    ours = [result["cases"][name]["rlpipe"] for name in names]
+    assert all(each["knobs"]["num_persistent"] < each["num_chunks"] for each in ours), "nothing was offloaded"
+    assert json.loads((tmp_path / "report" / "offload.json").read_text()) == result
+    assert len((tmp_path / "report" / "offload.md").read_text().splitlines()) == 6
+
+
+def run_benchmark(name: str, *options: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result

@@ -1,0 +1,176 @@
+"""What ``benchmarks.offload`` trains: models without memory, values to fill them with, and their batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from peft import get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from rlpipe.configs.schema_model import AdapterConfig
+from rlpipe.learner.attention import NAME
+from rlpipe.learner.policy import lora_config
+from rlpipe.learner.rows import Layout, Row, plan_row
+from rlpipe.learner.scorer import TokenScorer
+from rlpipe.types import MicroBatch
+
+COMPUTE = torch.bfloat16
+LOGIT_TOKENS = 1024
+"""Of which logits are formed at one time, on all sides."""
+RANK = 16
+STD = 0.02
+POOL_ELEMENTS = 2**22 - 3
+"""Random numbers that weights repeat; no row of a matrix is a multiple of it, so that no two rows are equal."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+
+
+@dataclass(kw_only=True, frozen=True)
+class Case:
+    shape: Shape
+    kind: str = "full"
+    """Or ``lora``, on a base in bfloat16."""
+    states: str = "float32"
+    """Type of the weights and moments that are updated."""
+    gradients: str = "float32"
+    """Type in which an update's gradients are summed up."""
+    tokens: int = 8192
+    """Of a micro batch, which is one sequence."""
+    micro_batches: int = 1
+    device_gib: float | None = None
+    """What rlpipe may take of the device; None: what is free there, less a tenth."""
+    chunk_mib: float | None = None
+    compared: bool = False
+    """Whether the others train it, too."""
+
+    @property
+    def update_tokens(self) -> int:
+        return self.tokens * self.micro_batches
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Case:
+        """The inverse of ``asdict``."""
+        return cls(**{**content, "shape": Shape(**content["shape"])})
+
+
+TINY = Shape(hidden=128, intermediate=256, layers=4, heads=4, kv_heads=2, head_dim=32, vocabulary=1024, tied=True)
+LLAMA_1B = Shape(
+    hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, head_dim=64, vocabulary=128256, tied=True
+)
+QWEN_4B = Shape(
+    hidden=2560, intermediate=9728, layers=36, heads=32, kv_heads=8, head_dim=128, vocabulary=151936, tied=True
+)
+QWEN_8B = Shape(hidden=4096, intermediate=12288, layers=36, heads=32, kv_heads=8, head_dim=128, vocabulary=151936)
+QWEN_14B = Shape(hidden=5120, intermediate=17408, layers=40, heads=40, kv_heads=8, head_dim=128, vocabulary=151936)
+LLAMA_70B = Shape(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8, head_dim=128, vocabulary=128256)
+
+CASES = {
+    "tiny": Case(shape=TINY, tokens=128, micro_batches=2, device_gib=0.006, chunk_mib=0.5, compared=True),
+    "tiny-lora": Case(shape=TINY, kind="lora", tokens=128, device_gib=0.0045, chunk_mib=0.25),
+    # The others keep all weights and states on the host: the cap has rlpipe offload in earnest, too.
+    "1b-8k": Case(shape=LLAMA_1B, device_gib=12, compared=True),
+    "4b-8k": Case(shape=QWEN_4B, compared=True),
+    "4b-64k": Case(shape=QWEN_4B, micro_batches=8, compared=True),
+    "8b-8k": Case(shape=QWEN_8B),
+    "8b-64k": Case(shape=QWEN_8B, micro_batches=8),
+    "14b-8k": Case(shape=QWEN_14B, states="bfloat16", gradients="bfloat16"),
+    "70b-lora-8k": Case(shape=LLAMA_70B, kind="lora"),
+}
+ON_CPU = ("tiny", "tiny-lora")
+"""Those that say nothing of a GPU."""
+
+
+def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
+    """The model as a run trains it, with parameters on the meta device and buffers on the CPU.
+
+    ``dtype`` is that of the weights: float32 where all are trained, unless it is given.
+    """
+    dtype = dtype or (torch.float32 if case.kind == "full" else COMPUTE)
+    shape = case.shape
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=max(case.tokens, 32768),
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.set_attn_implementation(NAME)
+        scorer = TokenScorer(model, compute_dtype=COMPUTE, layout=Layout.SHARED)
+        if case.kind == "lora":
+            scorer.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK)))
+    compute_buffers(scorer, torch.device("cpu"))
+    return scorer.train()
+
+
+def compute_buffers(scorer: TokenScorer, device: torch.device) -> None:
+    """Has buffers, such as the frequencies of rotary embeddings, lie on the device, with the values of a new model."""
+    model: PreTrainedModel = scorer.causal_model
+    for module in model.modules():
+        if module._buffers:
+            for name, buffer in module._buffers.items():
+                assert buffer is not None
+                module._buffers[name] = torch.full_like(buffer, math.nan, device=device)
+            model._init_weights(module)
+
+
+class Values:
+    """Gives weights random values at the speed of a copy: drawing those of a large model would take minutes."""
+
+    def __init__(self) -> None:
+        wide = torch.randn(POOL_ELEMENTS, generator=torch.Generator().manual_seed(0)) * STD
+        self._pools = {dtype: wide.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Fills the parameter of this name: norms with 1, an adapter's B with 0."""
+        if "lora_B" in name:
+            tensor.zero_()
+        elif tensor.ndim < 2:
+            tensor.fill_(1.0)
+        else:
+            pool, flat = self._pools[tensor.dtype], tensor.view(-1)
+            for part in flat.split(len(pool)):
+                part.copy_(pool[: len(part)])
+
+
+def make_row(case: Case, number: int, device: torch.device) -> Row:
+    """Random tokens, of which all but the first count."""
+    count = case.tokens
+    random = np.random.default_rng(number)
+    micro_batch = MicroBatch(
+        token_ids=random.integers(0, case.shape.vocabulary, count),
+        position_ids=np.arange(count),
+        sequence_starts=np.array([0, count], np.int32),
+        loss_mask=np.arange(count) > 0,
+        logprobs=np.zeros(count, np.float32),
+        advantages=np.zeros(count, np.float32),
+        policy_versions=np.zeros(count, np.int32),
+        group_ids=np.zeros(1, np.int32),
+    )
+    return plan_row(micro_batch, layout=Layout.SHARED, device=device)
+
+
+def loss_of(scorer: TokenScorer, case: Case, row: Row) -> Tensor:
+    """A micro batch's share of the mean cross-entropy of an update's tokens."""
+    logprobs, _ = scorer.logprobs(row, 1.0, LOGIT_TOKENS)
+    return -logprobs.sum() / (case.micro_batches * (case.tokens - 1))

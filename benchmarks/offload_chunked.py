@@ -1,0 +1,225 @@
+"""rlpipe's side of ``benchmarks.offload``: decides as a run does, trains, and says what would be possible."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_row, make_scorer
+from benchmarks.updates import measure_updates
+from rlpipe.configs.schema_learner import ChunkedConfig, OptimizerConfig
+from rlpipe.hardware.device import BYTES_PER_ADAM_STEP, Device
+from rlpipe.learner.chunked import capacity
+from rlpipe.learner.scorer import TokenScorer
+from rlpipe.offload.cost import Knobs, arrange, first_cached
+from rlpipe.offload.decide import Decision, decide
+from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
+from rlpipe.offload.profile import ChunkProfile, Mode, Profile, Rates
+from rlpipe.offload.profiler import make_profile
+from rlpipe.offload.rates import rates_of, roofline
+from rlpipe.offload.runtime import OffloadedModel, Precision
+from rlpipe.offload.trace import Trace
+from rlpipe.offload.tracker import Operator, Tracker
+from rlpipe.offload.training import OffloadedAdamW
+from rlpipe.offload.units import find_units, take_inventory
+
+MAX_NORM = 1.0
+GIB = 2**30
+NARROW_BYTES_PER_ADAM_STEP = 16
+"""Of states in bfloat16: weight and moments are read and written, a gradient in float32 is read."""
+BACKWARD_OVER_FORWARD = 2
+"""Of attention's products, without those that fast kernels compute again."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Roof:
+    """Seconds that an update takes at least, by what it waits for: each at its measured rate, all else for free."""
+
+    compute_s: float
+    """Matrix products, what the way that was chosen computes again included; attention at half, as it is causal."""
+    recomputed_s: float
+    """Of these."""
+    to_device_s: float
+    to_host_s: float
+    adam_s: float
+
+    @property
+    def bound(self) -> str:
+        parts = {name: getattr(self, f"{name}_s") for name in ("compute", "to_device", "to_host", "adam")}
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def seconds(self) -> float:
+        return float(getattr(self, f"{self.bound}_s"))
+
+
+@dataclass(kw_only=True, frozen=True)
+class Plan:
+    decision: Decision
+    profile: Profile
+    roof: Roof
+
+
+def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: int, updates: int) -> dict[str, Any]:
+    """Raises ``DoesNotFit`` where no way fits."""
+    scorer = make_scorer(case)
+    num_parameters = sum(parameter.numel() for parameter in scorer.parameters())
+    plan = make_plan(scorer, case, machine, device)
+    print(plan.decision.describe(), flush=True)
+    config = OptimizerConfig(lr=1e-5)
+    # Never closed: that would give the model all its weights again, for which the host may not have the room.
+    offloaded = OffloadedModel(
+        scorer,
+        plan.decision.arrangement,
+        device=device,
+        optimizer=config,
+        precision=precision_of(case),
+        sizes=sizes_of(case),
+        fill=Values(),
+    )
+    scorer.announce = offloaded.read
+    optimizer = OffloadedAdamW(offloaded, config)
+
+    def update(number: int) -> None:
+        for index in range(case.micro_batches):
+            loss_of(scorer, case, make_row(case, number * case.micro_batches + index, device)).backward()
+        norm = optimizer.step(max_norm=MAX_NORM)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradients of update {number} have the norm {norm}: nothing was updated")
+        print(f"update {number}: gradient norm {norm:.4g}", flush=True)
+
+    measured = measure_updates(update, device, warmup=warmup, updates=updates)
+    if measured.peak_bytes is None:
+        measured = replace(measured, peak_bytes=count_peak(offloaded, lambda: update(warmup + updates)))
+    offloaded.optimizer.flush()
+    prediction = plan.decision.prediction
+    return {
+        "num_parameters": num_parameters,
+        "decision": plan.decision.describe(),
+        "knobs": asdict(plan.decision.knobs),
+        "num_chunks": plan.decision.num_chunks,
+        **asdict(measured),
+        "predicted_s": prediction.seconds,
+        "predicted_peak_bytes": prediction.device_bytes,
+        "predicted_host_bytes": prediction.host_bytes,
+        "roof": {**asdict(plan.roof), "bound": plan.roof.bound, "seconds": plan.roof.seconds},
+    }
+
+
+def make_plan(scorer: TokenScorer, case: Case, machine: Device, device: torch.device) -> Plan:
+    units = find_units(scorer)
+    row = make_row(case, 0, torch.device("cpu"))
+    flops: Counter[str] = Counter()
+    seconds = roofline(machine)
+
+    def observe(operator: Operator) -> float:
+        if "attention" not in operator.name:  # which is added below: not every kernel of it is counted
+            flops[str(operator.dtype).removeprefix("torch.")] += operator.flops
+        return seconds(operator)
+
+    def run(trace: Trace) -> Tensor:
+        scorer.announce = trace.read
+        return loss_of(scorer, case, row)
+
+    precision = precision_of(case)
+    trace = trace_model(scorer, units, run, observe, compute_dtype=precision.compute)
+    inventory = take_inventory(scorer, units, compute_dtype=precision.compute)
+    layout = make_layout(inventory.tensors, sizes=sizes_of(case))
+    profile = make_profile(scorer, inventory, layout, trace, precision=precision, num_micro_batches=case.micro_batches)
+    rates = rates_of(machine)
+    limits = capacity(ChunkedConfig(device_memory_gib=case.device_gib), device)
+    decision = decide(trace, {1: profile}, num_units=len(units), rates=rates, capacity=limits, fixed={})
+    block = next(unit.module for unit in units if unit.is_block)
+    block_elements = sum(parameter.numel() for parameter in block.parameters() if parameter.ndim > 1)
+    products_s = sum(count / machine.flops(dtype) for dtype, count in flops.items() if count)
+    return Plan(
+        decision=decision,
+        profile=profile,
+        roof=make_roof(case, profile, decision, rates, machine, products_s=products_s, block_elements=block_elements),
+    )
+
+
+def make_roof(
+    case: Case,
+    profile: Profile,
+    decision: Decision,
+    rates: Rates,
+    machine: Device,
+    *,
+    products_s: float,
+    block_elements: int,
+) -> Roof:
+    """``products_s`` are those of a micro batch without attention, and without what is computed again."""
+    knobs, shape, rate = decision.knobs, case.shape, machine.flops("bfloat16")
+    attention = 2 * case.tokens**2 * shape.heads * shape.head_dim  # of a layer, forward
+    recomputed_s = knobs.num_checkpointed * (2 * case.tokens * block_elements + attention) / rate
+    attention_s = (1 + BACKWARD_OVER_FORWARD) * shape.layers * attention / rate
+    to_device, to_host = moved_bytes(profile, knobs, rates)
+    prediction = decision.prediction
+    narrow = NARROW_BYTES_PER_ADAM_STEP / BYTES_PER_ADAM_STEP if case.states == "bfloat16" else 1.0
+    return Roof(
+        compute_s=case.micro_batches * (products_s + attention_s + recomputed_s),
+        recomputed_s=case.micro_batches * recomputed_s,
+        to_device_s=to_device / rates.host_to_device,
+        to_host_s=to_host / rates.device_to_host,
+        adam_s=narrow * max(prediction.host_adam_s, prediction.device_adam_s),
+    )
+
+
+def moved_bytes(profile: Profile, knobs: Knobs, rates: Rates) -> tuple[int, int]:
+    """To the device and to the host in an update, at least: slots are full whenever a pass turns, at either end."""
+    passes = profile.num_micro_batches
+    moving = profile.chunks[knobs.num_persistent :]
+    at_the_end = sum(chunk.num_bytes for chunk in profile.chunks[first_cached(profile, knobs.num_slots) :])
+    at_the_start = _filling(moving, knobs.num_slots)
+    is_trained = any(chunk.num_trained for chunk in moving)
+    loads = 2 * passes * sum(chunk.num_bytes for chunk in moving)
+    # What is trained changes with the update, and has to come again.
+    loads -= passes * at_the_end + (passes - is_trained) * at_the_start
+    modes = arrange(profile, knobs, rates)
+    stages = zip(profile.stages, modes, strict=True)
+    swapped = passes * sum(stage.swapped_bytes for stage, mode in stages if mode is Mode.SWAP)
+    return loads + swapped, passes * sum(chunk.gradient_bytes for chunk in moving) + swapped
+
+
+def _filling(chunks: Sequence[ChunkProfile], num_slots: int) -> int:
+    """Bytes of the first chunks that so many slots hold."""
+    total = 0
+    for chunk in chunks:
+        num_slots -= chunk.slots
+        if num_slots < 0:
+            break
+        total += chunk.num_bytes
+    return total
+
+
+def precision_of(case: Case) -> Precision:
+    return Precision(compute=COMPUTE, state=getattr(torch, case.states), gradient=getattr(torch, case.gradients))
+
+
+def sizes_of(case: Case) -> tuple[int, ...]:
+    return CHUNK_SIZES if case.chunk_mib is None else (int(case.chunk_mib * MIB),)
+
+
+def count_peak(offloaded: OffloadedModel, update: Callable[[], object]) -> int:
+    """The most bytes that an update would take on a device, counted on the CPU."""
+    most = 0
+
+    def look(_: Operator) -> None:
+        nonlocal most
+        most = max(most, tracker.live + offloaded.device_bytes)
+
+    tracker = Tracker(look)
+    with tracker:
+        update()
+    held = sum(
+        parameter.nbytes * (3 if parameter.requires_grad else 1) for parameter in offloaded.resident.values()
+    )  # with two moments; gradients are among what was counted
+    return most + held + sum(buffer.nbytes for buffer in offloaded.model.buffers())
