@@ -117,6 +117,16 @@ def first_cached(profile: Profile, num_slots: int) -> int:
     return index
 
 
+def first_cold(profile: Profile, num_persistent: int, num_slots: int) -> int:
+    """The chunk before which all are still there, from the last backward pass, when a forward pass begins; but trained
+    ones have changed."""
+    index = num_persistent
+    while index < len(profile.chunks) and profile.chunks[index].slots <= num_slots:
+        num_slots -= profile.chunks[index].slots
+        index += 1
+    return index
+
+
 def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
     """Of knobs for which ``why_impossible`` has nothing to say."""
     modes = arrange(profile, knobs, rates)
@@ -175,9 +185,10 @@ def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
 def _forward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
     chunk = profile.chunks[index]
     compute_s = sum(share * profile.stages[stage].forward_s for stage, share in chunk.stages.items())
-    in_bytes = 0 if index < knobs.num_persistent else chunk.num_bytes
+    is_kept = not chunk.num_trained and index < first_cold(profile, knobs.num_persistent, knobs.num_slots)
+    is_there = index < knobs.num_persistent or is_kept
+    in_bytes, gathered = (0, 0) if is_there else (chunk.num_bytes, chunk.gather_bytes)
     out_bytes = _swapped(profile, modes, index)
-    gathered = 0 if index < knobs.num_persistent else chunk.gathered_bytes - chunk.num_bytes
     return max(compute_s, transfer_s(rates, in_bytes, out_bytes), gathered / rates.gather)
 
 
@@ -192,9 +203,8 @@ def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mo
     is_there = stays or index >= first_cached(profile, knobs.num_slots)
     in_bytes = (0 if is_there else chunk.num_bytes) + _swapped(profile, modes, index)
     out_bytes = 0 if stays else chunk.gradient_bytes
-    gathered = 0 if is_there else chunk.gathered_bytes - chunk.num_bytes
-    reduced = chunk.gathered_bytes - chunk.num_bytes if chunk.gradient_bytes else 0
-    exchange_s = gathered / rates.gather + reduced / rates.reduce
+    gathered = 0 if is_there else chunk.gather_bytes
+    exchange_s = gathered / rates.gather + chunk.reduce_bytes / rates.reduce
     return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s)
 
 

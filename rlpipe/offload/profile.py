@@ -56,6 +56,10 @@ class ChunkProfile:
     """On the device while it is there."""
     slots: int = 1
     """That it takes."""
+    gather_bytes: int = 0
+    """What other ranks send of it whenever it is brought to the device."""
+    reduce_bytes: int = 0
+    """What a rank exchanges with others of its gradient."""
     gradient_bytes: int = 0
     """What a backward pass sends to the host; 0 for frozen ones."""
     state_bytes: int = 0

@@ -33,7 +33,8 @@ def make_profile(
     """``num_parts`` is into how many shares the ranks cut every chunk: 1 where each of them holds it all."""
     stages = stages_of_chunks(trace.stages, layout, inventory)
     chunks = [
-        _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_parts) for chunk in layout.chunks
+        _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_ranks, num_parts)
+        for chunk in layout.chunks
     ]
     on_the_way = _gradient_room(layout, stages, trace.stages, num_ranks, num_parts) + _gather_room(layout, num_parts)
     return Profile(
@@ -71,6 +72,12 @@ def stages_of_chunks(stages: Sequence[Stage], layout: Layout, inventory: Invento
     return found
 
 
+def _reduce_bytes(elements: int, num_ranks: int, num_parts: int) -> int:
+    """In float32; ranks that hold all of it send the sums back to each other."""
+    once = elements * FLOAT32_BYTES * (num_ranks - 1) // num_ranks
+    return once if num_parts > 1 else 2 * once
+
+
 def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
     """On the device at all times, beside the chunks: trained parameters with gradient and moments, others, buffers."""
     parameters = inventory.resident.values()
@@ -80,13 +87,25 @@ def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
 
 
 def _profile_chunk(
-    chunk: Chunk, layout: Layout, inventory: Inventory, stages: dict[int, float], precision: Precision, num_parts: int
+    chunk: Chunk,
+    layout: Layout,
+    inventory: Inventory,
+    stages: dict[int, float],
+    precision: Precision,
+    num_ranks: int,
+    num_parts: int,
 ) -> ChunkProfile:
     num_bytes = aligned(chunk.num_bytes, ALIGNMENT * num_parts)
     slots = layout.slots_of(chunk)
     gathered = max(slots * layout.slot_bytes, num_bytes)
     if not chunk.is_trained:
-        return ChunkProfile(stages=stages, num_bytes=num_bytes // num_parts, gathered_bytes=gathered, slots=slots)
+        return ChunkProfile(
+            stages=stages,
+            num_bytes=num_bytes // num_parts,
+            gathered_bytes=gathered,
+            slots=slots,
+            gather_bytes=num_bytes - num_bytes // num_parts,
+        )
     dtype = inventory.members[chunk.places[0].name].dtype
     state = precision.state or dtype
     elements = num_bytes // num_parts // dtype.itemsize
@@ -96,6 +115,8 @@ def _profile_chunk(
         num_bytes=num_bytes // num_parts,
         gathered_bytes=gathered,
         slots=slots,
+        gather_bytes=num_bytes - num_bytes // num_parts,
+        reduce_bytes=_reduce_bytes(elements * num_parts, num_ranks, num_parts),
         gradient_bytes=num_bytes // num_parts,
         state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
         num_trained=elements,

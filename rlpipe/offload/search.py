@@ -28,6 +28,10 @@ from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MODES = {mode: code for code, mode in enumerate(Mode)}
+ROWS = 1024
+"""Divisions that are looked at together: their arrays stay small."""
+TIE = 1 + 1e-12
+"""Times the fastest: no slower, but for rounding."""
 
 
 class DoesNotFit(ValueError):
@@ -48,38 +52,122 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
     fixed = dict(fixed or {})
     if unknown := fixed.keys() - {entry.name for entry in fields(Knobs)}:
         raise ValueError(f"there is no knob {', '.join(sorted(unknown))}")
-    space = _Space(profile, rates, fixed)
-    if not len(space.divisions) or not len(space.persistent):
+    divisions = _divisions(profile, fixed)
+    if not divisions or not _choices(fixed.get("num_persistent"), len(profile.chunks)):
         raise ValueError(f"no way has {_describe(fixed)}: {len(profile.chunks)} chunks, {len(profile.blocks)} blocks")
-    seconds, device_bytes, slots = space.evaluate(capacity)
-    if not np.isfinite(seconds).any():
-        space.check_slots()
-        raise DoesNotFit(space.describe_smallest(capacity))
-    ties = seconds <= seconds.min() * (1 + 1e-12)
-    preference = np.where(ties, space.changes(), np.inf)
-    simplest = np.where(preference == preference.min(), device_bytes, np.inf)
-    row, column = np.unravel_index(np.argmin(simplest), seconds.shape)
-    knobs = space.knobs(int(row), int(column), int(slots[row, column]))
+    found: list[_Candidate] = []
+    fastest = np.inf
+    for begin in range(0, len(divisions), ROWS):
+        space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
+        if space.least_seconds() > fastest * TIE:
+            break  # all that follow have as much to compute
+        candidate = space.best(capacity)
+        if candidate is not None:
+            found.append(candidate)
+            fastest = min(fastest, candidate.seconds)
+    if not found:
+        raise _describe_failure(profile, rates, fixed, divisions, capacity)
+    knobs = min((one for one in found if one.seconds <= fastest * TIE), key=lambda one: one.preference).knobs
     problem = why_impossible(profile, knobs, rates)
     assert problem is None, problem
     return Choice(knobs=knobs, prediction=predict(profile, knobs, rates))
 
 
-class _Space:
-    """All ways, as arrays."""
+def _divisions(profile: Profile, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """All ways to divide the blocks: swapped, checkpointed, offloaded; those first that compute least."""
+    blocks = len(profile.blocks)
+    wanted = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
+    return [
+        (swapped, checkpointed, offloaded)
+        for checkpointed in _choices(wanted[1], blocks)
+        for swapped in _choices(wanted[0], blocks - checkpointed)
+        for offloaded in _choices(wanted[2], blocks - swapped - checkpointed)
+    ]
 
-    def __init__(self, profile: Profile, rates: Rates, fixed: Mapping[str, int]) -> None:
+
+def _describe_failure(
+    profile: Profile,
+    rates: Rates,
+    fixed: Mapping[str, int],
+    divisions: list[tuple[int, int, int]],
+    capacity: Capacity,
+) -> ValueError:
+    least = device = host = np.inf
+    most = -np.inf
+    for begin in range(0, len(divisions), ROWS):
+        space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
+        slots, bounds = space.slot_bounds, space.smallest()
+        least, most = min(least, slots[0].min()), max(most, slots[1].max())
+        device, host = min(device, bounds[0]), min(host, bounds[1])
+    wanted = fixed.get("num_slots")
+    if wanted is not None and wanted < least:
+        return ValueError(f"num_slots={wanted}: what is used at one time needs at least {least}")
+    if wanted is not None and wanted > most:
+        return ValueError(f"num_slots={wanted}: the chunks that come and go fill no more than {most}")
+    is_both = device <= capacity.device_bytes and host <= capacity.host_bytes
+    return DoesNotFit(
+        f"no way of offloading fits: the smallest on the device takes {_gib(device)} of "
+        f"{_gib(capacity.device_bytes)} GiB there, the smallest on the host {_gib(host)} of "
+        f"{_gib(capacity.host_bytes)} GiB{', but what spares one takes of the other' if is_both else ''}; take "
+        "shorter micro batches (learner.max_tokens_per_microbatch), an adapter, more ranks, or a smaller model"
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Candidate:
+    """The best of some ways."""
+
+    knobs: Knobs
+    seconds: float
+    preference: tuple[float, float]
+    """How much is other than without offload, and bytes on the device; less is better."""
+
+
+class _Space:
+    """The ways of some divisions, as arrays."""
+
+    def __init__(
+        self, profile: Profile, rates: Rates, fixed: Mapping[str, int], divisions: list[tuple[int, int, int]]
+    ) -> None:
         self._profile, self._rates, self._fixed = profile, rates, fixed
-        count, blocks = len(profile.chunks), len(profile.blocks)
-        wanted = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
-        self.divisions = [
-            (swapped, checkpointed, offloaded)
-            for swapped in _choices(wanted[0], blocks)
-            for checkpointed in _choices(wanted[1], blocks - swapped)
-            for offloaded in _choices(wanted[2], blocks - swapped - checkpointed)
-        ]  # [K]
+        self.divisions = divisions  # [K]
+        count = len(profile.chunks)
         self.persistent: Ints = np.array(list(_choices(fixed.get("num_persistent"), count)), np.int64)  # [P]
         self._modes = self._arrange()  # [K, S]
+
+    def least_seconds(self) -> float:
+        """No way takes less: what is computed, with the first division's checkpoints, the cheapest there are."""
+        profile = self._profile
+        forward = self._of_stages("forward_s")
+        again = np.sort(forward[profile.blocks])[: self.divisions[0][1]].sum()
+        once = forward.sum() + self._of_stages("backward_s").sum() + again
+        used = np.minimum(self._shares().sum(1), 1)  # of a stage that no chunk carries, nothing is counted
+        return float(profile.num_micro_batches * once) if (used > 1 - 1e-9).all() else 0.0
+
+    def best(self, capacity: Capacity) -> _Candidate | None:
+        """The fastest that fits, or None."""
+        seconds, device_bytes, slots = self.evaluate(capacity)
+        if not np.isfinite(seconds).any():
+            return None
+        ties = seconds <= seconds.min() * TIE
+        preference = np.where(ties, self.changes(), np.inf)
+        simplest = np.where(preference == preference.min(), device_bytes, np.inf)
+        row, column = np.unravel_index(np.argmin(simplest), seconds.shape)
+        return _Candidate(
+            knobs=self.knobs(int(row), int(column), int(slots[row, column])),
+            seconds=float(seconds[row, column]),
+            preference=(float(preference[row, column]), float(device_bytes[row, column])),
+        )
+
+    def smallest(self) -> tuple[float, float]:
+        """Bytes on the device, and on the host, of the ways that take least there."""
+        least, most = self.slot_bounds
+        possible = least <= most
+        device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
+        return (
+            float(np.where(possible, device, np.inf).min()),
+            float(np.where(possible, self._host_bytes(), np.inf).min()),
+        )
 
     def knobs(self, row: int, column: int, num_slots: int) -> Knobs:
         swapped, checkpointed, offloaded = self.divisions[row]
@@ -97,19 +185,10 @@ class _Space:
         count = len(self._profile.chunks)
         return np.asarray(blocks[:, None] * (count + 1) + (count - self.persistent)[None])
 
-    def check_slots(self) -> None:
-        """Raises ``ValueError`` where no way has the fixed number of slots."""
-        least, most = self._slot_bounds
-        wanted = self._fixed.get("num_slots")
-        if wanted is not None and wanted < least.min():
-            raise ValueError(f"num_slots={wanted}: what is used at one time needs at least {least.min()}")
-        if wanted is not None and wanted > most.max():
-            raise ValueError(f"num_slots={wanted}: the chunks that come and go fill no more than {most.max()}")
-
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
         """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
         profile = self._profile
-        least, most = self._slot_bounds
+        least, most = self.slot_bounds
         base = self._base_bytes()
         slot_bytes = max(profile.slot_bytes, 1)
         slots = np.floor((capacity.device_bytes / profile.alpha - base) / slot_bytes)
@@ -120,21 +199,11 @@ class _Space:
             slots = np.where(slots >= self._fixed["num_slots"], self._fixed["num_slots"], -1)
         fits = (slots >= least) & (self._host_bytes() <= capacity.host_bytes)
         slots = np.where(fits, slots, np.minimum(least, most))
-        seconds = np.where(fits, self._seconds(slots), np.inf)
+        seconds = np.full(slots.shape, np.inf)
+        rows = np.flatnonzero(fits.any(1))
+        if len(rows):
+            seconds[rows] = np.where(fits[rows], self._seconds(slots[rows], rows), np.inf)
         return seconds, profile.alpha * (base + slots * profile.slot_bytes), slots
-
-    def describe_smallest(self, capacity: Capacity) -> str:
-        least, most = self._slot_bounds
-        possible = least <= most
-        device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
-        device_bytes = np.where(possible, device, np.inf).min()
-        host_bytes = np.where(possible, self._host_bytes(), np.inf).min()
-        return (
-            f"no way of offloading fits: the smallest on the device takes {_gib(device_bytes)} of "
-            f"{_gib(capacity.device_bytes)} GiB there, the smallest on the host {_gib(host_bytes)} of "
-            f"{_gib(capacity.host_bytes)} GiB; take shorter micro batches (learner.max_tokens_per_microbatch), an "
-            "adapter, more ranks, or a smaller model"
-        )
 
     def _arrange(self) -> NDArray[np.int8]:
         profile, per_swap = self._profile, checkpoints_per_swap(self._profile, self._rates)
@@ -211,7 +280,7 @@ class _Space:
         return _prefix(self._of_chunks("slots")).astype(np.int64)
 
     @cached_property
-    def _slot_bounds(self) -> tuple[Ints, Ints]:
+    def slot_bounds(self) -> tuple[Ints, Ints]:
         """The fewest and the most slots, ``[K, P]``: blocks that keep their weights need theirs to stay."""
         count, slots = len(self._profile.chunks), self._slots()
         blocks = np.array([stage.is_block for stage in self._profile.stages])
@@ -223,18 +292,19 @@ class _Space:
         least = np.maximum(needed[None], slots[-1] - slots[first[:, self.persistent]])
         return least, np.broadcast_to(slots[-1] - slots[self.persistent][None], least.shape)
 
-    def _seconds(self, slots: Ints) -> Floats:
-        """Of an update, ``[K, P]``."""
+    def _seconds(self, slots: Ints, rows: Ints) -> Floats:
+        """Of an update, ``[R, P]``, for R of the divisions."""
         profile, rates, count = self._profile, self._rates, len(self._profile.chunks)
         shares = self._shares()
-        checkpoints = self._is(Mode.CHECKPOINT).astype(np.float64)
+        checkpoints = self._is(Mode.CHECKPOINT)[rows].astype(np.float64)
         forward = self._of_stages("forward_s")
         forward_s = (forward @ shares)[None]  # [1, C]
         backward_s = (self._of_stages("backward_s") @ shares)[None] + (checkpoints * forward) @ shares  # [K, C]
-        swapped = (self._is(Mode.SWAP) * self._of_stages("swapped_bytes")) @ shares  # [K, C]
+        swapped = (self._is(Mode.SWAP)[rows] * self._of_stages("swapped_bytes")) @ shares  # [K, C]
         own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
-        others = self._of_chunks("gathered_bytes") - own
-        gather_s, reduce_s = others / rates.gather, np.where(gradient > 0, others, 0) / rates.reduce
+        gather_s = self._of_chunks("gather_bytes") / rates.gather
+        reduce_s = self._of_chunks("reduce_bytes") / rates.reduce
+        changes = self._of_chunks("num_trained") > 0
 
         def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, exchange_s: Floats) -> Floats:
             """Seconds of the first chunks, for each number of them ``[K, C + 1]``."""
@@ -244,14 +314,20 @@ class _Space:
         none = np.zeros_like(own)
         forward_stays = chunk_s(forward_s, none, swapped, none)
         forward_loads = chunk_s(forward_s, own, swapped, gather_s)
+        forward_kept = chunk_s(forward_s, own * changes, swapped, gather_s * changes)
         backward_stays = chunk_s(backward_s, swapped, none, reduce_s)
         backward_cached = chunk_s(backward_s, swapped, gradient, reduce_s)
         backward_loads = chunk_s(backward_s, own + swapped, gradient, gather_s + reduce_s)
 
-        rows, first = np.arange(len(self.divisions))[:, None], self.persistent[None]
+        rows, first = np.arange(len(rows))[:, None], self.persistent[None]
         prefix = self._slots()
         cached = np.searchsorted(prefix, prefix[-1] - slots)
-        forward_total = forward_stays[rows, first] + forward_loads[rows, count] - forward_loads[rows, first]
+        cold = np.searchsorted(prefix, prefix[first] + slots, side="right") - 1
+        forward_total = (
+            forward_stays[rows, first]
+            + (forward_kept[rows, cold] - forward_kept[rows, first])
+            + (forward_loads[rows, count] - forward_loads[rows, cold])
+        )
         backward_total = (
             backward_stays[rows, first]
             + (backward_loads[rows, cached] - backward_loads[rows, first])

@@ -42,6 +42,8 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 stages=shares,
                 num_bytes=size,
                 gathered_bytes=size * int(rng.integers(1, 3)),
+                gather_bytes=int(rng.integers(0, 20)),
+                reduce_bytes=int(rng.integers(0, 20)) if trained else 0,
                 slots=int(rng.choice([1, 1, 1, 3])),
                 gradient_bytes=size if trained else 0,
                 state_bytes=3 * size if trained else 0,
