@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from offload_cases import (
     with_lora,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.fakes import trace_model
@@ -28,6 +30,7 @@ from rlpipe.offload.lanes import InlineLane, Queues
 from rlpipe.offload.profile import Mode, Rates
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
 from rlpipe.offload.trace import Trace
+from rlpipe.offload.tracker import Tracker
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 
@@ -261,3 +264,38 @@ def test_a_trace_is_of_one_run() -> None:
     assert hooks_of(model) == 0
     with pytest.raises(RuntimeError, match="a trace is of one run"):
         trace.run(lambda: token_loss(model, 0), model.parameters())
+
+
+class Twice(nn.Module):
+    """Its weight has a gradient in an inner backward pass, and another one in the outer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(checkpoint(self.linear, hidden, use_reentrant=True))
+
+
+def test_a_weight_may_have_several_gradients_in_a_backward_pass() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([Twice()]))
+    plain.forward = lambda hidden: plain[1][0](plain[0](hidden))  # type: ignore[method-assign]
+    model, hidden = deepcopy(plain), torch.randn(4, 32, requires_grad=True)
+    model.forward = lambda hidden: model[1][0](model[0](hidden))  # type: ignore[method-assign]
+    plain(hidden).square().sum().backward()
+    expected = sum(float(parameter.grad.square().sum()) for parameter in plain.parameters())
+    arrangement = Arrangement(num_persistent=0, num_slots=2, modes=[Mode.KEEP] * 2)
+    with OffloadedModel(model, arrangement, device=CPU, optimizer=CONFIG, sizes=[4096]) as offloaded:
+        model(hidden).square().sum().backward()
+        squared = offloaded.optimizer.squared_norm() + offloaded.resident_squared_norm()
+        assert float(squared) == pytest.approx(expected, rel=1e-5)
+
+
+def test_attention_counts_among_the_work() -> None:
+    query = torch.randn(1, 2, 8, 4)
+    flops = {}
+    with Tracker(lambda operator: flops.update({operator.name: operator.flops})) as tracker:
+        nn.functional.scaled_dot_product_attention(query, query, query)
+    assert sum(flops.values()) == 2 * 2 * 8 * 8 * 4 * 2
+    assert tracker.peak >= query.nbytes
