@@ -26,7 +26,7 @@ from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload import ranks as chunk_ranks
 from rlpipe.offload.cost import Knobs
 from rlpipe.offload.decide import Decision, decide
-from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.fakes import trace_model, traceable_experts
 from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.profiler import make_profile
@@ -55,14 +55,14 @@ class Chunked:
         self.notes: list[str] = []
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
-        precision = self._precision(scorer)
+        precision = precision_of(self._config, scorer.compute_dtype)
         if trained:
             decision = self._decide(scorer, precision)
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
             num_parts = self._offloaded[0].ranks.num_parts
-            arrangement = least_arrangement(scorer, sizes=self._sizes)
+            arrangement = least_arrangement(scorer, sizes=chunk_sizes(self._config))
         offloaded = OffloadedModel(
             scorer,
             arrangement,
@@ -70,7 +70,7 @@ class Chunked:
             optimizer=self._learner.optimizer if trained else None,
             precision=precision,
             ranks=self._ranks(num_parts),
-            sizes=self._sizes,
+            sizes=chunk_sizes(self._config),
         )
         scorer.announce = offloaded.read
         self._offloaded.append(offloaded)
@@ -79,18 +79,6 @@ class Chunked:
         if self.num_ranks == 1:
             return chunk_ranks.Alone()
         return chunk_ranks.Replicated() if num_parts == 1 else chunk_ranks.Sharded()
-
-    def _precision(self, scorer: TokenScorer) -> Precision:
-        return Precision(
-            compute=scorer.compute_dtype,
-            state=getattr(torch, self._config.state_dtype),
-            gradient=getattr(torch, self._config.gradient_dtype),
-        )
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        chunk_mib = self._config.chunk_mib
-        return CHUNK_SIZES if chunk_mib is None else (int(chunk_mib * MIB),)
 
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
         """That of the first rank, which all follow."""
@@ -115,10 +103,10 @@ class Chunked:
             scorer.announce = trace.read
             return scorer.logprobs(row, 1.0, self._learner.logprob_chunk_tokens)[0].sum()
 
-        trace = trace_model(scorer, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
+        with traceable_experts(scorer):
+            trace = trace_model(scorer, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
         inventory = take_inventory(scorer, units, compute_dtype=precision.compute)
-        layout = make_layout(inventory.tensors, sizes=self._sizes)
-        choices = {"auto": (1, self.num_ranks), "replicated": (1,), "sharded": (self.num_ranks,)}[self._config.sharing]
+        layout = make_layout(inventory.tensors, sizes=chunk_sizes(self._config))
         return decide(
             trace,
             {
@@ -131,7 +119,7 @@ class Chunked:
                     num_ranks=self.num_ranks,
                     num_parts=num_parts,
                 )
-                for num_parts in choices
+                for num_parts in sharing_choices(self._config, self.num_ranks)
             },
             num_units=len(units),
             rates=rates_of(hardware, num_ranks=self.num_ranks),
@@ -270,6 +258,24 @@ def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
         group_ids=np.zeros(1, np.int32),
     )
     return plan_row(micro_batch, layout=scorer.layout, device=torch.device("cpu"))
+
+
+def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
+    return Precision(
+        compute=compute_dtype,
+        state=getattr(torch, config.state_dtype),
+        gradient=getattr(torch, config.gradient_dtype),
+    )
+
+
+def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
+    """Those to choose from, in bytes."""
+    return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
+
+
+def sharing_choices(config: ChunkedConfig, num_ranks: int) -> tuple[int, ...]:
+    """Into how many parts ranks may cut every chunk."""
+    return {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}[config.sharing]
 
 
 def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:

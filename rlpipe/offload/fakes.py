@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
+from rlpipe.offload import flops
 from rlpipe.offload.trace import Seconds, Trace
 from rlpipe.offload.units import Unit
 
 BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "compress_statistics", "quant_storage")
 """What its parameters carry beside their values."""
+TRACEABLE_EXPERTS = "grouped_mm"
+"""transformers' way to run experts that depends on no values; its own choice where torch has the operator."""
+
+flops.register()
 
 
 class _Loss(nn.Module):
@@ -46,6 +53,24 @@ def trace_model(
         fakes = {name: _fake(tensor, compute_dtype) for name, tensor in tensors.items()}
         trace.run(lambda: functional_call(wrapper, fakes, ()), [fake for fake in fakes.values() if fake.requires_grad])
     return trace
+
+
+@contextmanager
+def traceable_experts(model: nn.Module) -> Iterator[None]:
+    """Within it, experts of transformers' models run in a way that fakes can be led through.
+
+    The loop of the eager way asks which experts have tokens. Models whose code knows no other keep it.
+    """
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    own = {} if found is None else found.get_experts_implementation()
+    if found is None or "eager" not in own.values():
+        yield
+        return
+    found.config._experts_implementation = TRACEABLE_EXPERTS  # and those of its parts
+    try:
+        yield
+    finally:
+        found.config._experts_implementation = own
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
