@@ -57,6 +57,7 @@ class LearnerLoop:
         self._step = 0
         self._life = 0
         self._saved_step = -1
+        self._num_notes = 0
         threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True).start()
         torch.set_num_threads(setup.learner.num_threads or max(1, int(setup.learner.num_cpus)))
         torch.manual_seed(setup.seed)
@@ -91,8 +92,7 @@ class LearnerLoop:
             self._life = self._calls.get(
                 setup.batches.begin_life.remote(), "the number of this life of the learner group"
             )
-            for note in self._policy.notes:
-                self._calls.get(setup.batches.note.remote("model", "learner", note), "a note to be taken")
+            self._post_notes()
         self._publisher.publish(first_step, self._life)
         follows = setup.weights_actor is not None
         held_out = [] if follows else self._calls.get(setup.batches.held_out.remote(self._rank), "the held-out rows")
@@ -106,6 +106,7 @@ class LearnerLoop:
                     self._checkpoint(step, previous)
                 return
             metrics = self._learner.train_step(batch)
+            self._post_notes()
             self._publisher.publish(step + 1, self._life)
             last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             if last or self._evaluation_due(step + 1):
@@ -127,6 +128,13 @@ class LearnerLoop:
         self._score_the_rest()
         self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
+
+    def _post_notes(self) -> None:
+        """What the first rank has to say of the policy since the last time."""
+        notes = self._policy.notes if self._rank == 0 else []
+        for note in notes[self._num_notes :]:
+            self._calls.get(self._setup.batches.note.remote("model", "learner", note), "a note to be taken")
+        self._num_notes = len(notes)
 
     def _evaluation_due(self, version: int) -> bool:
         every = self._setup.evaluate_every

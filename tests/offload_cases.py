@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,6 +26,7 @@ from transformers import (
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.nf4 import nf4_config, settle_nf4
+from rlpipe.offload.lanes import Queues
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
 from rlpipe.offload.training import OffloadedAdamW
@@ -232,3 +235,69 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
         mm_token_type_ids=kinds,
         use_cache=False,
     ).loss
+
+
+class LateEvent:
+    def __init__(self, lane: LateLane, number: int) -> None:
+        self._lane, self._number = lane, number
+
+    def block_device(self) -> None:
+        self._lane.run_until(self._number)
+
+    def block_host(self) -> None:
+        self._lane.run_until(self._number)
+
+
+class LateLane:
+    """Does nothing until somebody waits for it: what is used without waiting is wrong."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._num_done = 0
+
+    def submit(self, work: Callable[[], None]) -> LateEvent:
+        self._waiting.append(work)
+        return LateEvent(self, self._num_done + len(self._waiting))
+
+    def run_until(self, number: int) -> None:
+        while self._num_done < number:
+            self._num_done += 1
+            self._waiting.pop(0)()
+
+
+class LateFuture(Future[Any]):
+    def __init__(self, worker: LateWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._worker.run_until(self)
+        return super().result(timeout)
+
+
+class LateWorker(Executor):
+    """Does nothing until somebody wants a result, and then all that was asked for before it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[LateFuture, Callable[[], Any]]] = []
+        self.num_shut_down = 0
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = LateFuture(self)
+        self._waiting.append((future, partial(function, *args, **kwargs)))
+        return future
+
+    def run_until(self, wanted: LateFuture) -> None:
+        while not wanted.done():
+            future, work = self._waiting.pop(0)
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - raised by the one who waits
+                future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.num_shut_down += 1
+
+
+def late_queues() -> Queues:
+    return Queues(copies_in=LateLane(), copies_out=LateLane(), worker=LateWorker())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import numpy as np
@@ -39,6 +39,8 @@ from rlpipe.types import MicroBatch
 SHARE_USED = 0.9
 """Of the memory that is free: the rest is for what no profile sees."""
 GIB = 2**30
+COMPARED_UPDATE = 3
+"""The update that is compared with its prediction: buffers have grown, and kernels are compiled."""
 
 
 class Chunked:
@@ -52,12 +54,13 @@ class Chunked:
         self.device = device
         self._learner, self._config = learner, learner.chunked
         self._offloaded: list[OffloadedModel] = []
+        self._decision: Decision | None = None
         self.notes: list[str] = []
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
         precision = precision_of(self._config, scorer.compute_dtype)
         if trained:
-            decision = self._decide(scorer, precision)
+            decision = self._decision = self._decide(scorer, precision)
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
@@ -128,7 +131,14 @@ class Chunked:
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
-        return ChunkedUpdates(self._offloaded[0], parameters, config)
+        return ChunkedUpdates(self._offloaded[0], parameters, config, measured=self._compare)
+
+    def _compare(self, seconds: float, num_micro_batches: int) -> None:
+        assert self._decision is not None
+        device_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        self.notes.append(
+            f"learner.offload=chunked: {self._decision.compare(seconds, num_micro_batches, device_bytes)}"
+        )
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         held = {}
@@ -175,8 +185,15 @@ class ChunkedUpdates:
     """Of what is resident by torch's optimizers, of the rest by the chunks' own."""
 
     def __init__(
-        self, offloaded: OffloadedModel, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
+        self,
+        offloaded: OffloadedModel,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        measured: Callable[[float, int], None],
     ) -> None:
+        """``measured`` is told, once, of an update's seconds and micro batches."""
+        self._measured, self._num_updates = measured, 0
         self._offloaded, self._chunks = offloaded, offloaded.optimizer
         places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
         self._names = {place: name for name, place in places.items() if place is not None}
@@ -197,11 +214,16 @@ class ChunkedUpdates:
         return self._chunks.squared_norm() + self._offloaded.resident_squared_norm()
 
     def apply(self, scale: float) -> None:
+        seconds, num_micro_batches = self._offloaded.end_update()
+        self._num_updates += 1
+        if self._num_updates == COMPARED_UPDATE:
+            self._measured(seconds, num_micro_batches)
         if self._resident is not None:
             self._resident.apply(scale)
         self._chunks.apply(self._learning_rate, scale)
 
     def drop(self) -> None:
+        self._offloaded.end_update()
         if self._resident is not None:
             self._resident.drop()
         self._chunks.drop()

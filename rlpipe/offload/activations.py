@@ -162,9 +162,9 @@ class SwapHooks:
         weight = self._weights.weight(tensor)
         if weight is not None:
             return weight
-        saved = None if self._stays(tensor) else find_saved(tensor, self._swapped)
-        if saved is None:
+        if self._stays(tensor):
             return tensor
+        saved = find_saved(tensor, self._swapped)
         swapped = self._swapped.get(saved.key)
         if swapped is None:
             flat = saved.flatten(tensor)
@@ -179,7 +179,7 @@ class SwapHooks:
 
 @dataclass(slots=True, frozen=True)
 class Saved:
-    """What of a storage is to be kept of a tensor: all of it, where the tensor fills it, for all its views."""
+    """What of a storage is to be kept of a tensor: all of it, for all its views, but for a small part."""
 
     key: Hashable
     offset: int
@@ -189,17 +189,15 @@ class Saved:
         return tensor.detach().as_strided((self.num_elements,), (1,), self.offset)
 
 
-def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved | None:
-    """None where the tensor repeats its elements, or skips some. ``known`` are keys of what is kept already."""
+def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved:
+    """``known`` are keys of what is kept already."""
     storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
     key = (storage._cdata, tensor._version, tensor.dtype)
-    fills = tensor.numel() * size == storage.nbytes()
-    if key in known or (fills and _is_dense(tensor)):
-        return Saved(key, 0, storage.nbytes() // size)
-    if not tensor.numel() or not _is_dense(tensor):
-        return None
-    own = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return Saved(own, int(tensor.storage_offset()), tensor.numel())
+    is_small = 2 * tensor.numel() * size < storage.nbytes()
+    if is_small and key not in known and _is_dense(tensor):
+        own = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Saved(own, int(tensor.storage_offset()), tensor.numel())
+    return Saved(key, 0, storage.nbytes() // size)
 
 
 def _is_dense(tensor: Tensor) -> bool:

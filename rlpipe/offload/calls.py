@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,10 @@ class UnitCalls:
         self._busy: Counter[int] = Counter()
         self._graph_task = -1
         self._replaced: list[tuple[nn.Module, Any]] = []
+        self.began_s: float | None = None
+        """When the first pass with gradients since the last update began."""
+        self.num_passes = 0
+        """With gradients, since then."""
         for index, unit in enumerate(units):
             self._replace(unit.module, partial(self._run, index))
         self._replace(model, self._run_model)
@@ -107,14 +112,21 @@ class UnitCalls:
             self._busy.clear()
             self._to_finish.clear()
             self._swapped.clear()
+        if not _in_backward():
+            self._residency.leave_all()  # a pass that raised may have left some in use
         self._residency.turn()
         try:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            self._note_begin()
             with self._weights.watch():
                 return original(*args, **kwargs)
         finally:
             self._residency.leave_all()
+
+    def _note_begin(self) -> None:
+        self.began_s = time.perf_counter() if self.began_s is None else self.began_s
+        self.num_passes += 1
 
     def _run(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         chunks = self._chunks[index]

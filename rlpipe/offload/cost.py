@@ -154,7 +154,7 @@ def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> in
             on_the_way[index] += stages[swapped].swapped_bytes
     peak = live = 0
     for stage, mode, others in zip(stages, modes, on_the_way, strict=True):
-        again = stage.forward_peak + stage.output_bytes if mode is Mode.CHECKPOINT else stage.forward_peak
+        again = stage.forward_peak + stage.entering_bytes if mode is Mode.CHECKPOINT else stage.forward_peak
         own = max(stage.saved_bytes, stage.swapped_bytes) if mode is Mode.SWAP else stage.saved_bytes
         peak = max(peak, live + others + own + max(again, stage.backward_peak))
         live += {Mode.CHECKPOINT: stage.input_bytes, Mode.SWAP: 0}.get(mode, stage.saved_bytes)

@@ -38,6 +38,20 @@ class Decision:
             f"host, {prediction.seconds:.3g} s an update"
         )
 
+    def compare(self, seconds: float, num_micro_batches: int, device_bytes: int | None) -> str:
+        """What was predicted, and what an update took; in one line."""
+        prediction = self.prediction
+        passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
+        predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
+        took = (
+            f"an update of {num_micro_batches} micro batches took {seconds:.3g} s; {predicted_s:.3g} s were predicted, "
+            "for full ones"
+        )
+        if device_bytes is None:
+            return took
+        peak = f"{device_bytes / 2**30:.2f} GiB on the device; {prediction.device_bytes / 2**30:.2f} GiB were predicted"
+        return f"{took}; it took {peak}"
+
 
 def decide(
     trace: Trace,

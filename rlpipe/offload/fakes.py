@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rlpipe.offload import flops
@@ -19,8 +22,43 @@ BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "comp
 """What its parameters carry beside their values."""
 TRACEABLE_EXPERTS = "grouped_mm"
 """transformers' way to run experts that depends on no values; its own choice where torch has the operator."""
+WITHOUT_VALUES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+"""They make tensors that hold nothing yet, and may be large."""
 
 flops.register()
+
+
+class RealUnlessWeighted(TorchDispatchMode):
+    """Within a fake mode: what does not depend on fake tensors is computed, so that shapes may depend on it.
+
+    Masks, positions and the grids of images are small; models look at their values.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_known = not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        if is_known and func._overloadpacket not in WITHOUT_VALUES:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], _by_numbers(args[1]))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            # torch's fake one knows the one type alone, in which GPUs have the kernel.
+            narrow = [arg.to(torch.bfloat16) for arg in args[:2]]
+            return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
+        return func(*args, **kwargs)
+
+
+def _by_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Masks of which the values are known, as the numbers of what they select."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                found += index.nonzero(as_tuple=True)
+        else:
+            found.append(index)
+    return found
 
 
 class _Loss(nn.Module):
@@ -51,6 +89,7 @@ def trace_model(
     tensors = {**dict(wrapper.named_parameters()), **dict(wrapper.named_buffers())}
     with mode:
         fakes = {name: _fake(tensor, compute_dtype) for name, tensor in tensors.items()}
+    with mode, RealUnlessWeighted():
         trace.run(lambda: functional_call(wrapper, fakes, ()), [fake for fake in fakes.values() if fake.requires_grad])
     return trace
 
@@ -75,9 +114,8 @@ def traceable_experts(model: nn.Module) -> Iterator[None]:
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
     dtype = compute_dtype if tensor.requires_grad and tensor.ndim > 1 and compute_dtype is not None else tensor.dtype
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu").requires_grad_(
-        tensor.requires_grad
-    )
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+    fake.requires_grad_(tensor.requires_grad)
     for name in BITSANDBYTES:
         if hasattr(tensor, name):
             setattr(fake, name, getattr(tensor, name))

@@ -53,4 +53,5 @@ def _moved(stage: Stage, num_bytes: int, units: Mapping[int, int]) -> Stage:
         after=stage.after + num_bytes,
         forward_peak=stage.forward_peak + num_bytes,
         backward_peak=stage.backward_peak + num_bytes,
+        entering=stage.entering + num_bytes,
     )

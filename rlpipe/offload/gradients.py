@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,13 +28,14 @@ class Gradients:
         adams: Mapping[int, ChunkAdam],
         parameters: Mapping[str, nn.Parameter],
         *,
+        device: torch.device,
         ranks: Ranks,
         queues: Queues,
     ) -> None:
         self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
-        self._sent: dict[tuple[int, torch.dtype], list[tuple[Event, Tensor]]] = defaultdict(list)
-        self._staging = [Staging(pin=parameters[next(iter(parameters))].is_cuda) for _ in range(NUM_STAGED)]
+        self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
+        self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
         self._pending: list[Future[None]] = []
         self._handles = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, index, name))
@@ -58,7 +60,7 @@ class Gradients:
     @property
     def device_bytes(self) -> int:
         """Of the buffers on the device."""
-        sent = [flat for buffers in self._sent.values() for _, flat in buffers]
+        sent = [sent.flat for buffers in self._sent.values() for sent in buffers]
         return sum(flat.nbytes for flat in [*sent, *(flat for flat, _ in self._open.values())])
 
     def settle(self) -> None:
@@ -95,8 +97,9 @@ class Gradients:
         memory = self._adams[index].memory
         sent = self._sent[memory.room, memory.work_dtype]
         if len(sent) >= NUM_STAGED:
-            event, flat = sent.pop(0)
-            event.block_device()
+            oldest = sent.pop(0)
+            oldest.event.block_device()
+            flat = oldest.flat
         else:
             flat = torch.empty(memory.room // memory.work_dtype.itemsize, dtype=memory.work_dtype, device=memory.device)
         return flat, set()
@@ -109,7 +112,7 @@ class Gradients:
         part = self._ranks.reduce(flat[: memory.num_bytes // memory.work_dtype.itemsize])
         if memory.is_persistent:
             adam.add(part, seen)
-            self._sent[memory.room, memory.work_dtype].append((self._lane.submit(lambda: None), flat))
+            self._sent[memory.room, memory.work_dtype].append(Sent(self._lane.submit(lambda: None), flat, part))
             return
         staging = self._staging.pop(0)
         host = staging.take(part)
@@ -118,7 +121,7 @@ class Gradients:
             host.copy_(part, non_blocking=True)
 
         event = self._lane.submit(copy)
-        self._sent[memory.room, memory.work_dtype].append((event, flat))
+        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat, part))
 
         def add() -> None:
             event.block_host()
@@ -127,6 +130,15 @@ class Gradients:
         staging.user = self._worker.submit(add)
         self._pending.append(staging.user)
         self._staging.append(staging)
+
+
+@dataclass(slots=True)
+class Sent:
+    """A device's memory that is read until the event."""
+
+    event: Event
+    flat: Tensor
+    part: Tensor
 
 
 class Staging:

@@ -29,20 +29,20 @@ class ChunkOptimizer:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         *,
+        device: torch.device,
         gradient_dtype: torch.dtype,
         ranks: Ranks,
         queues: Queues,
         drop: Callable[[int], None],
     ) -> None:
         """``drop`` frees the slots of a chunk that is about to change."""
-        self._ranks, self._drop = ranks, drop
+        self._ranks, self._drop, self._device = ranks, drop, device
         self.adams = {
             index: ChunkAdam(memory, config, gradient_dtype=gradient_dtype) for index, memory in memories.items()
         }
         self._worker = queues.worker
         self._updates: dict[int, Future[None]] = {}
-        self.gradients = Gradients(self.adams, parameters, ranks=ranks, queues=queues)
-        self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self.gradients = Gradients(self.adams, parameters, device=device, ranks=ranks, queues=queues)
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part of the gradients (scalar, float32); what all ranks hold is counted by the first alone."""

@@ -37,8 +37,8 @@ class StageProfile:
     """The same where it is moved: what stages share counts in each."""
     input_bytes: int
     """What a checkpoint keeps of it."""
-    output_bytes: int = 0
-    """What the next stage is given; and so its gradient's."""
+    entering_bytes: int = 0
+    """Of the gradients that its backward pass begins with."""
     forward_peak: int
     """Bytes that it takes while it runs, beyond what it keeps."""
     backward_peak: int

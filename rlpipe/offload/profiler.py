@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -35,7 +35,7 @@ def make_profile(
     chunks = [
         _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_parts) for chunk in layout.chunks
     ]
-    on_the_way = _gradient_room(layout, inventory, num_ranks, num_parts) + _gather_room(layout, num_parts)
+    on_the_way = _gradient_room(layout, stages, trace.stages, num_ranks, num_parts) + _gather_room(layout, num_parts)
     return Profile(
         stages=trace.profiles(),
         chunks=chunks,
@@ -102,28 +102,28 @@ def _profile_chunk(
     )
 
 
-def _gradient_room(layout: Layout, inventory: Inventory, num_ranks: int, num_parts: int) -> int:
-    """The device's buffers for gradients that are collected and sent, which are used again."""
-    total = 0
-    for room, chunks in _by_room(layout):
-        uses = Counter(unit for chunk in chunks for place in chunk.places[:1] for unit in _units(chunk, inventory))
-        at_once = max(uses.values(), default=0)
-        total += min(len(chunks), at_once + NUM_STAGED - 1) * room
-        if num_ranks > 1:
-            total += room * FLOAT32_BYTES // 2 if num_parts == 1 else 0
-    return total
+def _gradient_room(
+    layout: Layout, uses: Sequence[dict[int, float]], stages: Sequence[Stage], num_ranks: int, num_parts: int
+) -> int:
+    """The device's buffers for gradients that are collected and sent, which are used again.
 
-
-def _by_room(layout: Layout) -> Iterator[tuple[int, list[Chunk]]]:
+    A chunk's is open from the backward pass of the last stage that uses it to that of the first, or to the end where
+    that one's is not noticed.
+    """
     rooms: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in layout.chunks:
         if chunk.is_trained:
             rooms[layout.slots_of(chunk) * layout.slot_bytes].append(chunk)
-    yield from rooms.items()
-
-
-def _units(chunk: Chunk, inventory: Inventory) -> set[int]:
-    return {unit for place in chunk.places for unit in inventory.uses[place.name]}
+    total = 0
+    for room, chunks in rooms.items():
+        at_once: Counter[int] = Counter()
+        for used in (uses[chunk.index] for chunk in chunks):
+            first = min(used)
+            at_once.update(range(first if stages[first].is_left else 0, max(used) + 1))
+        total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * room
+        if num_ranks > 1:
+            total += room * FLOAT32_BYTES // 2 if num_parts == 1 else 0
+    return total
 
 
 def _gather_room(layout: Layout, num_parts: int) -> int:

@@ -8,6 +8,7 @@ units (calls) ──enter──> residency ──load──> chunks: host bytes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -106,6 +107,7 @@ class OffloadedModel:
             {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
             self._parameters,
             optimizer or OptimizerConfig(),
+            device=device,
             gradient_dtype=precision.gradient,
             ranks=ranks,
             queues=queues,
@@ -178,6 +180,12 @@ class OffloadedModel:
         chunks = sum(memory.room for memory in self._memories if memory.is_resident)
         states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if adam.memory.is_persistent)
         return chunks + states + self.optimizer.gradients.device_bytes
+
+    def end_update(self) -> tuple[float, int]:
+        """Seconds since the update's first forward pass began, and how many there were; call it once for each."""
+        began_s, num_passes = self._calls.began_s, self._calls.num_passes
+        self._calls.began_s, self._calls.num_passes = None, 0
+        return 0.0 if began_s is None else time.perf_counter() - began_s, num_passes
 
     def read(self, module: nn.Module) -> None:
         """Has the weights of a unit there, for what reads them without calling it; within the model's ``forward``."""

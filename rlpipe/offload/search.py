@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +99,7 @@ class _Space:
 
     def check_slots(self) -> None:
         """Raises ``ValueError`` where no way has the fixed number of slots."""
-        least, most = self._slot_bounds()
+        least, most = self._slot_bounds
         wanted = self._fixed.get("num_slots")
         if wanted is not None and wanted < least.min():
             raise ValueError(f"num_slots={wanted}: what is used at one time needs at least {least.min()}")
@@ -108,7 +109,7 @@ class _Space:
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
         """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
         profile = self._profile
-        least, most = self._slot_bounds()
+        least, most = self._slot_bounds
         base = self._base_bytes()
         slot_bytes = max(profile.slot_bytes, 1)
         slots = np.floor((capacity.device_bytes / profile.alpha - base) / slot_bytes)
@@ -123,7 +124,7 @@ class _Space:
         return seconds, profile.alpha * (base + slots * profile.slot_bytes), slots
 
     def describe_smallest(self, capacity: Capacity) -> str:
-        least, most = self._slot_bounds()
+        least, most = self._slot_bounds
         possible = least <= most
         device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
         device_bytes = np.where(possible, device, np.inf).min()
@@ -184,11 +185,11 @@ class _Space:
 
     def _activation_peaks(self) -> Floats:
         """As ``activation_peak``, ``[K]``."""
-        saved, output = self._of_stages("saved_bytes"), self._of_stages("output_bytes")
+        saved, entering = self._of_stages("saved_bytes"), self._of_stages("entering_bytes")
         checkpoints, swaps = self._is(Mode.CHECKPOINT), self._is(Mode.SWAP)
         kept = np.where(checkpoints, self._of_stages("input_bytes"), np.where(swaps, 0, saved))
         live = np.cumsum(kept, 1) - kept
-        again = self._of_stages("forward_peak") + np.where(checkpoints, output, 0)
+        again = self._of_stages("forward_peak") + np.where(checkpoints, entering, 0)
         transient = np.maximum(again, self._of_stages("backward_peak"))
         own = np.where(swaps, np.maximum(saved, self._of_stages("swapped_bytes")), saved)
         return np.asarray((live + self._on_the_way() + own + transient).max(1, initial=0.0))
@@ -209,6 +210,7 @@ class _Space:
         """Of the first chunks, for each number of them ``[C + 1]``."""
         return _prefix(self._of_chunks("slots")).astype(np.int64)
 
+    @cached_property
     def _slot_bounds(self) -> tuple[Ints, Ints]:
         """The fewest and the most slots, ``[K, P]``: blocks that keep their weights need theirs to stay."""
         count, slots = len(self._profile.chunks), self._slots()

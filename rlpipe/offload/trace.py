@@ -40,9 +40,13 @@ class Stage:
     after: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
+    entering: int = 0
+    """Live as its backward pass begins."""
     forward_s: float = 0.0
     backward_s: float = 0.0
     has_work: bool = False
+    is_left: bool = False
+    """Its backward pass has an end that is noticed: its inputs have gradients."""
     swapped: dict[Hashable, int] = field(default_factory=dict)
     """Bytes of what autograd saves in it, each tensor once."""
 
@@ -72,7 +76,7 @@ class Trace:
         self._tracker = Tracker(self._observe)
         self.stages: list[Stage] = [Stage(None)]
         self._current = self.stages[0]
-        self._is_backward = False
+        self._is_backward = self._has_run = False
         self._inputs: dict[int, Input] = {}
         self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """To the last unit that was called."""
@@ -82,6 +86,9 @@ class Trace:
 
     def run(self, run: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Tracker:
         """Raises whatever ``run`` raises; gradients of the ``parameters``, which are trained, stay as they were."""
+        if self._has_run:
+            raise RuntimeError("a trace is of one run: make another one")
+        self._has_run = True
         handles = [
             handle
             for index, unit in enumerate(self._units)
@@ -123,7 +130,7 @@ class Trace:
                 swapped_bytes=sum(stage.swapped.values()),
                 saved_bytes=(stage.after - stage.flow_out) - (stage.before - stage.flow_in),
                 input_bytes=stage.flow_in,
-                output_bytes=stage.flow_out,
+                entering_bytes=max(0, stage.entering - (stage.after - stage.flow_out)),
                 forward_peak=stage.forward_peak - (stage.after - stage.flow_out),
                 backward_peak=max(0, stage.backward_peak - (stage.after - stage.flow_out)),
             )
@@ -161,7 +168,8 @@ class Trace:
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         swapped = self._current.swapped
-        if self._tracker.counts(tensor) and (saved := find_saved(tensor, swapped)) is not None:
+        if self._tracker.counts(tensor):
+            saved = find_saved(tensor, swapped)
             swapped[saved.key] = saved.num_elements * tensor.dtype.itemsize
         return tensor
 
@@ -205,8 +213,10 @@ class Trace:
 
     def _begin_backward(self, stage: Stage, _: Tensor) -> None:
         self._current = stage
+        stage.entering = max(stage.entering, self._tracker.live)
 
     def _end_backward(self, stage: Stage) -> None:
+        stage.is_left = True
         index = self.stages.index(stage)
         self._current = self.stages[max(0, index - 1)]
 

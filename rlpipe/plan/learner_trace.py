@@ -28,8 +28,7 @@ def trace_policy(
     outline: Outline, row: Row, config: Config, device: Device, *, compute_dtype: torch.dtype | None
 ) -> Trace:
     """Of a micro batch that is run as ``row``, with the device's seconds. Trained weights count as of
-    ``compute_dtype``, as where they are gathered in it; None: as they are kept, and cast on the way. With experts it is
-    always the model's, as products of groups know no other on fakes.
+    ``compute_dtype``, as where they are gathered in it; None: as they are kept, and cast on the way.
 
     Raises ``ModelError`` for models whose shapes depend on values, or that can't be run so.
     """
@@ -46,8 +45,6 @@ def trace_policy(
 
     stands_for = _stand_ins(outline)
     kept = sorted({*stands_for.values()})
-    if any(".experts." in name for name, _ in scorer.named_parameters()):
-        compute_dtype = scorer.compute_dtype
     places = {unit: place for place, unit in enumerate(stands_for)}
     try:
         with _only_layers(scorer.causal_model, [places[unit] for unit in kept]), traceable_experts(scorer):

@@ -140,10 +140,10 @@ def test_fsdp2_with_every_wrapping(
     check(groups, tiny, tmp_path, "fsdp2", adapter, model, fsdp=FsdpConfig(**WRAPS[wrap]))
 
 
-@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("options", [{"offload": "policy"}, {"fsdp": FsdpConfig(reshard_after_forward=False)}])
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_fsdp2_with_its_options(tiny: Path, groups: dict, tmp_path: Path, adapter: str, options: dict) -> None:
-    check(groups, tiny, tmp_path, "fsdp2", adapter, fsdp=FsdpConfig(**options))
+    check(groups, tiny, tmp_path, "fsdp2", adapter, **options)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -1,6 +1,7 @@
 """Two gloo ranks train as one does, write what one can read, and the other way round."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from learner_cases import assert_close, make_batches, make_learner, parameters_o
 from rank_cases import Ranks
 
 from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig, ReferenceConfig
-from rlpipe.configs.schema_learner import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema_learner import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.checkpoint import CheckpointStore
@@ -25,16 +26,21 @@ NUM_RANKS = 2
 LEARNING_RATES = {"lora": 1e-3, "none": 1e-4}
 WITH_REFERENCE = LossConfig(beta=0.1)
 BY_SEQUENCE = LossConfig(level="sequence", aggregate="sequence")
+CHUNKED = {"strategy": "fsdp2", "offload": "chunked", "max_tokens_per_microbatch": 256}
+CHUNKS = ChunkedConfig(chunk_mib=0.06, num_persistent=0, num_checkpointed=1, num_offloaded=1)
 CASES: dict[str, tuple[str, LossConfig, dict[str, Any]]] = {
     "fsdp2 lora": ("lora", WITH_REFERENCE, {"strategy": "fsdp2"}),
     "fsdp2 full": ("none", WITH_REFERENCE, {"strategy": "fsdp2"}),
     "fsdp2 sequence": ("none", BY_SEQUENCE, {"strategy": "fsdp2", "fsdp": FsdpConfig(reshard_after_forward=False)}),
     "fsdp2 offload": ("lora", LossConfig(), {"strategy": "fsdp2", "offload": "policy"}),
+    "chunked lora": ("lora", WITH_REFERENCE, CHUNKED | {"chunked": CHUNKS}),
+    "chunked full": ("none", WITH_REFERENCE, CHUNKED | {"chunked": replace(CHUNKS, sharing="sharded")}),
+    "chunked sequence": ("none", BY_SEQUENCE, CHUNKED | {"chunked": replace(CHUNKS, sharing="replicated")}),
     "zero3 lora": ("lora", WITH_REFERENCE, {"strategy": "zero3"}),
     "zero3 full": ("none", WITH_REFERENCE, {"strategy": "zero3"}),
     "zero3 sequence": ("none", BY_SEQUENCE, {"strategy": "zero3", "zero3": Zero3Config(offload_optimizer=True)}),
 }
-STRATEGIES = ["fsdp2", "zero3"]
+STRATEGIES = ["fsdp2", "zero3", "chunked"]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +157,10 @@ def train_with_idle_and_bad_rank(tiny: Path, strategy: str) -> None:
     rank = dist.get_rank()
     for kind, adapter in {"lora": "lora", "full": "none"}.items():
         model = ModelConfig(
-            path=str(tiny), dtype="bfloat16", gradient_checkpointing=True, adapter=AdapterConfig(kind=adapter, r=4)
+            path=str(tiny),
+            dtype="bfloat16",
+            gradient_checkpointing=strategy != "chunked",
+            adapter=AdapterConfig(kind=adapter, r=4),
         )
         learner = make(tiny, f"{strategy} {kind}", num_ranks=NUM_RANKS, model=model)
         assert {parameter.dtype for parameter in parameters_of(learner).values()} == {torch.float32}

@@ -27,7 +27,7 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 saved_bytes=int(rng.integers(1, 30)),
                 swapped_bytes=int(rng.integers(1, 35)),
                 input_bytes=int(rng.integers(1, 5)),
-                output_bytes=int(rng.integers(1, 5)),
+                entering_bytes=int(rng.integers(1, 5)),
                 forward_peak=int(rng.integers(0, 20)),
                 backward_peak=int(rng.integers(0, 20)),
             )
