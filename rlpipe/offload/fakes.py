@@ -25,7 +25,7 @@ TRACEABLE_EXPERTS = "grouped_mm"
 WITHOUT_VALUES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 """They make tensors that hold nothing yet, and may be large."""
 
-flops.register()
+flops.register_formulas()
 
 
 class RealUnlessWeighted(TorchDispatchMode):

@@ -6,6 +6,7 @@ causal mask hides. Shapes: batch b, heads h, queries q, keys k, channels d and e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,14 +48,15 @@ def grouped_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[-1]
 
 
-def register() -> None:
+def register_formulas() -> None:
     """Once; operators that a later torch knows itself keep its formula."""
     aten = torch.ops.aten
-    formulas = {
+    formulas: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
         aten._grouped_mm: grouped_flops,
     }
     for operator, formula in formulas.items():
         if operator not in flop_registry:
-            register_flop_formula(operator)(formula)
+            register: Any = register_flop_formula(operator)
+            register(formula)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
@@ -51,7 +49,11 @@ class Drafts:
         outline, learner = self.outline(config), config.learner
         is_plain = learner.strategy == "single" and learner.offload == "none"
         dtype: torch.dtype | None = None if is_plain else outline.scorer.compute_dtype
-        shape = (len(row.token_ids), len(row.predictors), tuple(map(_shape, row.attention.blocks if row.attention else ())))
+        shape = (
+            len(row.token_ids),
+            len(row.predictors),
+            tuple(map(_shape, row.attention.blocks if row.attention else ())),
+        )
         key = (repr(config.model), repr(config.algorithm.loss), learner.logprob_chunk_tokens, dtype, shape)
         if key not in self.traces:
             self.traces[key] = trace_policy(outline, row, config, self.device, compute_dtype=dtype)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from rlpipe.configs.contradictions import contradictions
 from rlpipe.configs.schema import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.devices import DEVICES
+from rlpipe.learner.chunked import GIB
 from rlpipe.plan.learner_case import Drafts, LearnerCase
+from rlpipe.plan.learner_room import HOST_BYTES
 from rlpipe.plan.learner_work import sequence_tokens
 
 RANKS = (2, 4, 8)
@@ -49,17 +53,31 @@ def _with_option(section: Any, path: list[str], value: Any) -> Any:
     return replace(section, **{name: _with_option(getattr(section, name), rest, value) if rest else value})
 
 
+def read_option(config: Config, name: str) -> Any:
+    return attrgetter(name)(config)
+
+
+def _beside_reference(case: LearnerCase) -> Iterator[Options]:
+    """The learner decides before it loads the reference, which takes no part in that."""
+    memory, room = case.memory, case.room
+    if memory is not None and case.has_reference:
+        left = (room.device_bytes - memory.device.reference, room.host_bytes - HOST_BYTES - memory.host.reference)
+        device, host = (math.floor(10 * num_bytes / GIB) / 10 for num_bytes in left)
+        if device > 0 and host > 0:
+            yield {"learner.chunked.device_memory_gib": device, "learner.chunked.host_memory_gib": host}
+
+
 def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     """Each kind from what changes least on."""
     config, learner = case.config, case.config.learner
     offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
     if learner.offload == "chunked":
+        yield [*_beside_reference(case)]
         yield [{"learner.chunked.state_dtype": "bfloat16"}]
     else:
         yield [{"model.gradient_checkpointing": True}]
         yield [{"learner.optimizer.name": "adamw_8bit"}]
-        yield [offload]
-        yield [{**offload, "learner.chunked.state_dtype": "bfloat16"}]
+        yield [offload, {**offload, "learner.chunked.state_dtype": "bfloat16"}]
     if learner.strategy == "zero3":
         yield [{"learner.zero3.offload_optimizer": True}]
         yield [{"learner.zero3.offload_optimizer": True, "learner.zero3.offload_parameters": True}]
@@ -85,10 +103,12 @@ def _shorter(config: Config) -> Iterator[int]:
 def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | None:
     allowed = {*contradictions(case.config)}
     for options in kind:
+        options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
         config = with_options(case.config, options)
-        if config == case.config or {*contradictions(config)} - allowed:
+        if not options or {*contradictions(config)} - allowed:
             continue
-        changed = _describe(" ".join(f"{name}={_text(value)}" for name, value in options.items()), replace(case, config=config))
+        text = " ".join(f"{name}={_text(value)}" for name, value in options.items())
+        changed = _describe(text, replace(case, config=config))
         if changed is not None:
             return changed
     return None

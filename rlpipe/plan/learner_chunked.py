@@ -27,6 +27,10 @@ FREE = Rates(host_to_device=math.inf, device_to_host=math.inf, both=math.inf, de
 """Nothing that is moved takes time."""
 
 
+MOST_WAYS = 1_800_000
+"""That a plan looks at: divisions of the layers among modes, times numbers of chunks that stay."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Chunks:
     """A model in chunks."""
@@ -77,12 +81,26 @@ def decide_chunks(chunks: Chunks, trace: Trace, device: Device, capacity: Capaci
         num_units=len(chunks.outline.units),
         rates=rates_of(device, num_ranks=learner.num_ranks),
         capacity=capacity,
-        fixed=fixed_knobs(learner.chunked),
+        fixed=searched_knobs(chunks, profiles[max(profiles)]),
     )
     return decision, profiles[decision.num_parts]
 
 
-def chunked_memory(chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Chunks | None) -> LearnerMemory:
+def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
+    """Those that are not searched for: the config's, and where there are too many ways, swapped and then offloaded
+    layers, which are rarely chosen."""
+    fixed = fixed_knobs(chunks.config.learner.chunked)
+    for name in ("num_swapped", "num_offloaded"):
+        free = sum(knob not in fixed for knob in ("num_swapped", "num_checkpointed", "num_offloaded"))
+        if math.comb(len(profile.blocks) + free, free) * (len(profile.chunks) + 1) <= MOST_WAYS:
+            break
+        fixed.setdefault(name, 0)
+    return fixed
+
+
+def chunked_memory(
+    chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Chunks | None
+) -> LearnerMemory:
     """The parts of what was predicted, and the frozen copy of the initial model beside it."""
     learner, knobs = chunks.config.learner, decision.knobs
     modes = arrange(profile, knobs, rates)
@@ -99,7 +117,8 @@ def chunked_memory(chunks: Chunks, profile: Profile, decision: Decision, rates: 
             weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * small,
             gradients=device_gradients + small + profile.resident_bytes - resident,
             optimizer=device_states + 2 * small,
-            activations=activation_peak(profile.stages, modes) + (profile.shared_bytes if knobs.num_checkpointed else 0),
+            activations=activation_peak(profile.stages, modes)
+            + (profile.shared_bytes if knobs.num_checkpointed else 0),
             slots=knobs.num_slots * profile.slot_bytes,
             reference=frozen[0],
         ),
@@ -111,7 +130,7 @@ def chunked_memory(chunks: Chunks, profile: Profile, decision: Decision, rates: 
                 stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
             ),
             reference=frozen[1],
-            loading=chunks.outline.stored_bytes(),
+            loading=0 if chunks.outline.is_mapped else chunks.outline.stored_bytes(),
         ),
     )
 
@@ -148,7 +167,8 @@ def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, refer
         backward_s=updates * whole.backward_s,
         optimizer_s=updates * (whole.device_adam_s + whole.exposed_adam_s),
         compute_s=updates * ((1 + policy) * compute.forward_s + compute.backward_s) + passes * frozen.compute_s,
-        transfer_s=updates * ((1 + policy) * transfer.forward_s + transfer.backward_s) + passes * frozen.transfer_s,
+        transfer_s=float(updates * ((1 + policy) * transfer.forward_s + transfer.backward_s))
+        + passes * frozen.transfer_s,
         exchange_s=updates * ((1 + policy) * exchange.forward_s + exchange.backward_s) + passes * frozen.exchange_s,
         device_adam_s=updates * whole.device_adam_s,
         host_adam_s=updates * whole.host_adam_s,
@@ -157,6 +177,4 @@ def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, refer
 
 def _reference_pass(profile: Profile, reference: Chunks | None, rates: Rates) -> PassTime:
     moved = 0 if reference is None else sum(chunk.num_bytes for chunk in reference.layout.chunks)
-    return PassTime(
-        compute_s=sum(stage.forward_s for stage in profile.stages), transfer_s=moved / rates.host_to_device
-    )
+    return PassTime(compute_s=sum(stage.forward_s for stage in profile.stages), transfer_s=moved / rates.host_to_device)

@@ -60,7 +60,7 @@ class HostBytes:
     activations: int = 0
     reference: int = 0
     loading: int = 0
-    """The model as it is loaded, before it goes to where it stays."""
+    """The model as it is loaded, in another type than its files have, before it goes to where it stays."""
 
     @property
     def total(self) -> int:
@@ -104,7 +104,7 @@ def plain_memory(
     activations = activation_bytes(stages, shared_bytes, config)
     spread = {"single": _single, "fsdp2": _fsdp2, "zero3": _zero3}[config.learner.strategy]
     memory = spread(outline, config, has_reference)
-    loading = outline.stored_bytes()
+    loading = 0 if outline.is_mapped else outline.stored_bytes()
     return LearnerMemory(
         device=replace(memory.device, activations=activations),
         host=replace(memory.host, loading=loading * (1 + has_reference)),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -38,6 +38,8 @@ class Outline:
     units: Sequence[Unit]
     kinds: Mapping[int, Hashable]
     """Of the units that are blocks: those of one kind are alike."""
+    is_mapped: bool
+    """Its files have the types in which it is loaded, so that it lies in the page cache until it is moved."""
 
     @property
     def nf4_sizes(self) -> list[list[int]]:
@@ -92,6 +94,7 @@ def outline_policy(described: PreTrainedConfig, model: ModelConfig) -> Outline:
         nf4={name: parameter.numel() for name, parameter in scorer.named_parameters() if id(parameter) in ids},
         units=units,
         kinds=_kinds(causal, units),
+        is_mapped=not nf4 and (described.dtype or compute_dtype) is causal.dtype,
     )
 
 
@@ -121,11 +124,11 @@ def _set_attention(causal: PreTrainedModel, implementation: str) -> Layout:
     return layout
 
 
-def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> nn.Module:
+def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the run itself says it
-            adapted = get_peft_model(causal, _lora_config(config))
+            adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config)))
     except (OSError, ValueError) as error:
         raise ModelError(f"model.adapter can't be outlined: {describe_error(error)}") from None
     for parameter in adapted.parameters():
@@ -156,6 +159,7 @@ def _kinds(causal: PreTrainedModel, units: Sequence[Unit]) -> dict[int, Hashable
 
 def _signature(block: nn.Module) -> Hashable:
     parameters = tuple(
-        (name, parameter.shape, parameter.dtype, parameter.requires_grad) for name, parameter in block.named_parameters()
+        (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters()
     )
     return parameters, tuple(type(module) for module in block.modules())

@@ -29,10 +29,8 @@ class Room:
     """On the rank's GPU."""
     engine_bytes: int
     """What these take of it."""
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(device_bytes=self.device_bytes, host_bytes=max(0, self.host_bytes - HOST_BYTES))
+    capacity: Capacity
+    """What chunked offload may take, as the config says, or of the same."""
 
 
 def read_room(config: Config, device: Device, setup: EngineSetup | None) -> Room:
@@ -47,11 +45,12 @@ def read_room(config: Config, device: Device, setup: EngineSetup | None) -> Room
         on_device = host = host // 2 if learner.offload != "none" else host
     else:
         on_device = int(SHARE_USED * max(0, device.memory_bytes - taken - BESIDE_TORCH_BYTES))
-    if learner.offload == "chunked":
-        own = learner.chunked
-        on_device = on_device if own.device_memory_gib is None else int(own.device_memory_gib * GIB)
-        host = host if own.host_memory_gib is None else int(own.host_memory_gib * GIB) + HOST_BYTES
-    return Room(device_bytes=on_device, host_bytes=host, engines=engines, engine_bytes=taken)
+    own = learner.chunked
+    chunked = Capacity(
+        device_bytes=on_device if own.device_memory_gib is None else int(own.device_memory_gib * GIB),
+        host_bytes=max(0, host - HOST_BYTES) if own.host_memory_gib is None else int(own.host_memory_gib * GIB),
+    )
+    return Room(device_bytes=on_device, host_bytes=host, engines=engines, engine_bytes=taken, capacity=chunked)
 
 
 def check_device(config: Config, device: Device) -> None:
@@ -59,7 +58,8 @@ def check_device(config: Config, device: Device) -> None:
     num_gpus = config.learner.num_gpus
     if device.kind == "cuda" and num_gpus == 0:
         raise ConfigError(
-            f"learner.num_gpus=0: the learner runs on the CPU, not on {device.name}; set 1, or give the --device of a CPU"
+            f"learner.num_gpus=0: the learner runs on the CPU, not on {device.name}; set 1, or learner=single_gpu, or "
+            "give the --device of a CPU"
         )
     if device.kind == "cpu" and num_gpus > 0:
         raise ConfigError(f"learner.num_gpus={num_gpus:g}: {device.name} has no GPU; give the GPU's --device, or set 0")

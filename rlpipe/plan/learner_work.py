@@ -99,7 +99,7 @@ def _rollouts(config: Config, length: int) -> Iterator[Rollout]:
     algorithm, is_rl = config.algorithm, config.algorithm.kind == "rl"
     prompt = config.data.max_prompt_tokens if is_rl else 1
     for group in range(algorithm.groups_per_step):
-        token_ids = np.full(length, group, np.int64)
+        token_ids = np.full(length, group, np.int32)
         for sample in range(algorithm.group_size if is_rl else 1):
             yield Rollout(
                 group_id=group,
