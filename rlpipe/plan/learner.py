@@ -69,8 +69,12 @@ def plan_learner(
     Raises ``ConfigError`` if the learner does not run on such a device, or if its options can't be, and ``ModelError``
     if the model can't be outlined or traced.
     """
-    case = LearnerCase(config=config, drafts=Drafts(described, device), engines=engines)
-    problem, learner = case.problem, config.learner
+    return plan_case(LearnerCase(config=config, drafts=Drafts(described, device), engines=engines))
+
+
+def plan_case(case: LearnerCase) -> LearnerPlan:
+    """As ``plan_learner``."""
+    problem, learner = case.problem, case.config.learner
     return LearnerPlan(
         strategy=learner.strategy,
         offload=learner.offload,

@@ -44,8 +44,9 @@ class Drafts:
             self.outlines[key] = outline_policy(self.described, config.model)
         return self.outlines[key]
 
-    def trace(self, config: Config, row: Row) -> Trace:
-        """Sharded weights, and those of chunks, are there in the type that is computed with."""
+    def trace(self, config: Config, row: Row, *, is_timed: bool = True) -> Trace:
+        """Sharded weights, and those of chunks, are there in the type that is computed with. Its seconds may be another
+        device's where they are not asked for."""
         outline, learner = self.outline(config), config.learner
         is_plain = learner.strategy == "single" and learner.offload == "none"
         dtype: torch.dtype | None = None if is_plain else outline.scorer.compute_dtype
@@ -54,7 +55,14 @@ class Drafts:
             len(row.predictors),
             tuple(map(_shape, row.attention.blocks if row.attention else ())),
         )
-        key = (repr(config.model), repr(config.algorithm.loss), learner.logprob_chunk_tokens, dtype, shape)
+        key = (
+            repr(config.model),
+            repr(config.algorithm.loss),
+            learner.logprob_chunk_tokens,
+            dtype,
+            shape,
+            self.device.name * is_timed,
+        )
         if key not in self.traces:
             self.traces[key] = trace_policy(outline, row, config, self.device, compute_dtype=dtype)
         return self.traces[key]
@@ -97,7 +105,7 @@ class LearnerCase:
     def longest(self) -> Trace:
         """Of a micro batch that is full, without common prompts: what takes most memory."""
         row = longest_row(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
-        return self.drafts.trace(self.config, row)
+        return self.drafts.trace(self.config, row, is_timed=self.config.learner.offload == "chunked")
 
     @cached_property
     def chunks(self) -> Chunks:

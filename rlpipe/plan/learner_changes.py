@@ -71,13 +71,14 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     """Each kind from what changes least on."""
     config, learner = case.config, case.config.learner
     offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
+    is_whole = config.model.adapter.kind == "none"
     if learner.offload == "chunked":
         yield [*_beside_reference(case)]
-        yield [{"learner.chunked.state_dtype": "bfloat16"}]
+        yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_whole else []
     else:
         yield [{"model.gradient_checkpointing": True}]
         yield [{"learner.optimizer.name": "adamw_8bit"}]
-        yield [offload, {**offload, "learner.chunked.state_dtype": "bfloat16"}]
+        yield [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_whole else [])]
     if learner.strategy == "zero3":
         yield [{"learner.zero3.offload_optimizer": True}]
         yield [{"learner.zero3.offload_optimizer": True, "learner.zero3.offload_parameters": True}]
@@ -86,7 +87,7 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     yield [{**strategy, "learner.num_ranks": count} for count in RANKS if count > learner.num_ranks]
     if config.model.adapter.kind == "lora":
         yield [{"model.adapter.kind": "qlora"}]
-    if config.model.adapter.kind == "none":
+    if is_whole:
         yield [{"model.adapter.kind": "lora"}]
 
 
@@ -130,7 +131,7 @@ def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
         return
     larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
     for device in reversed(larger):
-        drafts = Drafts(case.drafts.described, device, outlines=case.drafts.outlines)
+        drafts = Drafts(case.drafts.described, device, outlines=case.drafts.outlines, traces=case.drafts.traces)
         changed = _describe(f"--device {device.name}", replace(case, drafts=drafts))
         if changed is not None:
             yield changed
