@@ -102,27 +102,32 @@ def _shorter(config: Config) -> Iterator[int]:
 
 
 def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | None:
-    allowed = {*contradictions(case.config)}
-    for options in kind:
-        options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
-        config = with_options(case.config, options)
-        if not options or {*contradictions(config)} - allowed:
-            continue
-        text = " ".join(f"{name}={_text(value)}" for name, value in options.items())
-        changed = _describe(text, replace(case, config=config))
-        if changed is not None:
-            return changed
-    return None
-
-
-def _describe(text: str, case: LearnerCase) -> LearnerChange | None:
-    """None where it does not fit, or can't be planned."""
-    try:
-        if case.problem is not None or case.memory is None:
-            return None
-        return LearnerChange(change=text, seconds=case.time.seconds, device_bytes=case.memory.device.total)
-    except RlpipeError:
+    """None of a kind fits where its last, which takes least, does not."""
+    tried = [changed for options in kind if (changed := _change(case, options)) is not None]
+    if not tried or not _fits(tried[-1][1]):
         return None
+    return _describe(*next(entry for entry in tried if _fits(entry[1])))
+
+
+def _change(case: LearnerCase, options: Options) -> tuple[str, LearnerCase] | None:
+    """None where it would change nothing, or where options would contradict each other."""
+    options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
+    config = with_options(case.config, options)
+    if not options or {*contradictions(config)} - {*contradictions(case.config)}:
+        return None
+    return " ".join(f"{name}={_text(value)}" for name, value in options.items()), replace(case, config=config)
+
+
+def _fits(case: LearnerCase) -> bool:
+    try:
+        return case.problem is None
+    except RlpipeError:
+        return False
+
+
+def _describe(text: str, case: LearnerCase) -> LearnerChange:
+    assert case.memory is not None, "what fits has a memory"
+    return LearnerChange(change=text, seconds=case.time.seconds, device_bytes=case.memory.device.total)
 
 
 def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
@@ -132,9 +137,9 @@ def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
     larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
     for device in reversed(larger):
         drafts = Drafts(case.drafts.described, device, outlines=case.drafts.outlines, traces=case.drafts.traces)
-        changed = _describe(f"--device {device.name}", replace(case, drafts=drafts))
-        if changed is not None:
-            yield changed
+        changed = replace(case, drafts=drafts)
+        if _fits(changed):
+            yield _describe(f"--device {device.name}", changed)
             return
 
 

@@ -74,12 +74,15 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B"]
+    short = "learner.max_tokens_per_microbatch=1536"
+    arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B", short]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "fits            NO: without any sequence it needs " in text
     assert "fits with       rollout.tensor_parallel_size=2 rollout.num_gpus=2 (" in text
     assert "--device l40s-48g (" in text
+    assert "fits            NO: a rank needs " in text
+    assert "fits with       learner.offload=chunked model.gradient_checkpointing=false (" in text
     assert cli.main([*arguments, "--json"]) == 0
     engine = json.loads(capsys.readouterr().out)["engine"]
     assert (engine["fits"], engine["speed"]) == (False, None)
