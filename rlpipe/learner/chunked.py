@@ -52,14 +52,14 @@ class Chunked:
         self.notes: list[str] = []
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
-        precision = self._precision(scorer)
+        precision = precision_of(self._config, scorer.compute_dtype)
         if trained:
             decision = self._decision = self._decide(scorer, precision)
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
             num_parts = self._offloaded[0].ranks.num_parts
-            arrangement = least_arrangement(scorer, sizes=self._sizes)
+            arrangement = least_arrangement(scorer, sizes=chunk_sizes(self._config))
         offloaded = OffloadedModel(
             scorer,
             arrangement,
@@ -67,7 +67,7 @@ class Chunked:
             optimizer=self._learner.optimizer if trained else None,
             precision=precision,
             ranks=self._ranks(num_parts),
-            sizes=self._sizes,
+            sizes=chunk_sizes(self._config),
         )
         scorer.announce = offloaded.read
         self._offloaded.append(offloaded)
@@ -76,18 +76,6 @@ class Chunked:
         if self.num_ranks == 1:
             return chunk_ranks.Alone()
         return chunk_ranks.Replicated() if num_parts == 1 else chunk_ranks.Sharded()
-
-    def _precision(self, scorer: TokenScorer) -> Precision:
-        return Precision(
-            compute=scorer.compute_dtype,
-            state=getattr(torch, self._config.state_dtype),
-            gradient=getattr(torch, self._config.gradient_dtype),
-        )
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        chunk_mib = self._config.chunk_mib
-        return CHUNK_SIZES if chunk_mib is None else (int(chunk_mib * MIB),)
 
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
         """That of the first rank, which all follow."""
@@ -118,9 +106,9 @@ class Chunked:
             knobs=fixed_knobs(self._config),
             capacity=capacity(self._config, self.device),
             precision=precision,
-            sizes=self._sizes,
+            sizes=chunk_sizes(self._config),
             num_ranks=self.num_ranks,
-            parts={"auto": (1, self.num_ranks), "replicated": (1,), "sharded": (self.num_ranks,)}[self._config.sharing],
+            parts=sharing_choices(self._config, self.num_ranks),
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
@@ -274,6 +262,24 @@ def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
         group_ids=np.zeros(1, np.int32),
     )
     return plan_row(micro_batch, layout=scorer.layout, device=torch.device("cpu"))
+
+
+def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
+    return Precision(
+        compute=compute_dtype,
+        state=getattr(torch, config.state_dtype),
+        gradient=getattr(torch, config.gradient_dtype),
+    )
+
+
+def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
+    """Those to choose from, in bytes."""
+    return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
+
+
+def sharing_choices(config: ChunkedConfig, num_ranks: int) -> tuple[int, ...]:
+    """Into how many parts ranks may cut every chunk."""
+    return {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}[config.sharing]
 
 
 def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:

@@ -18,7 +18,7 @@ from rlpipe.imports import describe_error
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.cost import Knobs
 from rlpipe.offload.decide import Decision, decide, given_decision
-from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.fakes import trace_model, traceable_experts
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.profiler import make_profile
@@ -97,7 +97,8 @@ def plan(
     if knobs.keys() == {entry.name for entry in fields(Knobs)}:
         return given_decision(units, layout, Knobs(**knobs), num_parts=parts[-1])
     try:
-        trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
+        with traceable_experts(model):
+            trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
     except RuntimeError as error:
         raise ValueError(
             f"{type(model).__name__} can't be traced without its values ({describe_error(error)}): "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,16 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from rlpipe.offload import flops
 from rlpipe.offload.trace import Seconds, Trace
 from rlpipe.offload.units import Unit
 
 BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "compress_statistics", "quant_storage")
 """What its parameters carry beside their values."""
-
-
+TRACEABLE_EXPERTS = "grouped_mm"
+"""transformers' way to run experts that depends on no values; its own choice where torch has the operator."""
 WITHOUT_VALUES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 """They make tensors that hold nothing yet, and may be large."""
+
+flops.register_formulas()
 
 
 class RealUnlessWeighted(TorchDispatchMode):
@@ -87,6 +92,24 @@ def trace_model(
     with mode, RealUnlessWeighted():
         trace.run(lambda: functional_call(wrapper, fakes, ()), [fake for fake in fakes.values() if fake.requires_grad])
     return trace
+
+
+@contextmanager
+def traceable_experts(model: nn.Module) -> Iterator[None]:
+    """Within it, experts of transformers' models run in a way that fakes can be led through.
+
+    The loop of the eager way asks which experts have tokens. Models whose code knows no other keep it.
+    """
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    own = {} if found is None else found.get_experts_implementation()
+    if found is None or "eager" not in own.values():
+        yield
+        return
+    found.config._experts_implementation = TRACEABLE_EXPERTS  # and those of its parts
+    try:
+        yield
+    finally:
+        found.config._experts_implementation = own
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:

@@ -11,25 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 Observe = Callable[["Operator"], None]
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
-
-
-FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""Those that torch counts, and its attention on CPUs, as which fake tensors have it; causal or not, as torch counts."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +81,7 @@ class Tracker(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, is_view: bool
     ) -> Operator:
         packet = func._overloadpacket
-        flops = int(FLOPS[packet](*args, **kwargs, out_val=result)) if packet in FLOPS else 0
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
         touched = [] if is_view else [*_tensors((args, kwargs)), *outputs]
         return Operator(
             name=str(packet),

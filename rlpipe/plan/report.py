@@ -14,6 +14,9 @@ from rlpipe.plan.device_section import device_section
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.engine_section import engine_section
 from rlpipe.plan.known_models import describe_offline
+from rlpipe.plan.learner import plan_learner
+from rlpipe.plan.learner_section import learner_section, unplanned_section
+from rlpipe.plan.loop_section import loop_section, read_loop
 from rlpipe.plan.section import Section, to_text
 from rlpipe.plan.shape import read_shape
 from rlpipe.plan.units import count
@@ -43,8 +46,17 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
     """In the order in which they are shown; each kind of actor has one."""
     yield device_section(device, [config.model.dtype])
     yield model_section(config, described)
-    if config.algorithm.kind == "rl":
-        yield engine_section(plan_engine(config, described, device), device)
+    if config.algorithm.kind == "ebft_strided":
+        yield unplanned_section(config.algorithm.kind)
+    elif config.algorithm.kind != "rl":
+        yield learner_section(plan_learner(config, described, device), device)
+    else:
+        engine = plan_engine(config, described, device)
+        yield engine_section(engine, device)
+        learner = plan_learner(config, described, device, engine.setup)
+        yield learner_section(learner, device)
+        if (loop := read_loop(config, engine, learner)) is not None:
+            yield loop_section(loop)
 
 
 def model_section(config: Config, described: PreTrainedConfig) -> Section:

@@ -16,6 +16,7 @@ from rlpipe.hardware.devices import find_device
 from rlpipe.hardware.machines import path_of, stored_names
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.known_models import describe_offline
+from rlpipe.plan.learner import plan_learner
 
 EXPERIMENT = "experiment=gsm8k_qwen3_8b_lora"
 RUN = ("plan", EXPERIMENT, "--device", "h100-80g")
@@ -53,33 +54,60 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
     config = load_config([EXPERIMENT], need_files=False)
     described = describe_offline(config.model.path, config.model)
     plan = plan_engine(config, described, find_device("h100-80g"))
-    assert [*found] == ["device", "model", "engine"]
+    assert [*found] == ["device", "model", "engine", "learner", "step"]
     assert found["engine"]["fits"] is True
     assert found["engine"]["memory"]["weights_bytes"] == plan.memory.weights_bytes
     assert plan.speed is not None
     assert found["engine"]["speed"]["seconds"] == plan.speed.seconds
     assert found["engine"]["speed"]["decode"]["weights_s"] == plan.speed.decode.weights_s
     assert found["engine"]["changes"] == [{"change": entry.change, "seconds": entry.seconds} for entry in plan.changes]
+    learner = plan_learner(config, described, find_device("h100-80g"), plan.setup)
+    assert learner.memory is not None
+    assert learner.time is not None
+    assert found["learner"]["fits"] is True
+    assert found["learner"]["memory"]["device"]["total"] == learner.memory.device.total
+    assert found["learner"]["time"]["seconds"] == learner.time.seconds
+    assert found["learner"]["tokens_per_s"] == learner.tokens_per_s
+    assert found["step"]["seconds"] == max(plan.speed.seconds, learner.time.seconds)
     assert found["model"]["num_parameters"] == 8_190_735_360
     assert found["device"]["matmul_flops"]["bfloat16"] == pytest.approx(544e12, rel=1e-3)
 
 
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B"]
+    short = "learner.max_tokens_per_microbatch=1536"
+    arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B", short]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "fits            NO: without any sequence it needs " in text
     assert "fits with       rollout.tensor_parallel_size=2 rollout.num_gpus=2 (" in text
     assert "--device l40s-48g (" in text
+    assert "fits            NO: a rank needs " in text
+    assert "fits with       learner.offload=chunked model.gradient_checkpointing=false (" in text
     assert cli.main([*arguments, "--json"]) == 0
     engine = json.loads(capsys.readouterr().out)["engine"]
     assert (engine["fits"], engine["speed"]) == (False, None)
 
 
 def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    sft = ["algorithm=sft", "data=jsonl", "data.path=rows.jsonl", "model.path=Qwen/Qwen3-0.6B"]
+    sft = ["algorithm=sft", "data=jsonl", "data.path=rows.jsonl", "model.path=Qwen/Qwen3-0.6B", "learner=single_gpu"]
     assert cli.main(["plan", *sft, "--device", "h100-80g", "--json"]) == 0
-    assert [*json.loads(capsys.readouterr().out)] == ["device", "model"]
+    assert [*json.loads(capsys.readouterr().out)] == ["device", "model", "learner"]
+
+
+def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*RUN, "model.gradient_checkpointing=false", "learner.offload=chunked"]) == 0
+    text = capsys.readouterr().out
+    assert "\nlearner\n  fits            yes\n" in text
+    assert "chunks stay" in text
+    assert "  parameters      8.28B, 87.3M trained\n" in text
+    assert "a step's work   256 sequences of 1,536 tokens: 1 x 26 micro batches a rank\n" in text
+    assert "\na step\n  time " in text
+
+
+def test_a_learner_that_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    strided = ["experiment=ebft_strided", "model.path=Qwen/Qwen3-0.6B"]
+    assert cli.main(["plan", *strided, "--device", "h100-80g"]) == 0
+    assert "no: algorithm.kind=ebft_strided" in capsys.readouterr().out
 
 
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

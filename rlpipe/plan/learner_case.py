@@ -1,0 +1,176 @@
+"""A config's learner on a device: what a rank takes, how fast it is, and why it may not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedConfig
+
+from rlpipe.configs.schema import Config
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.device import Device
+from rlpipe.learner.chunked import longest_row
+from rlpipe.learner.rows import Row
+from rlpipe.offload.decide import Decision
+from rlpipe.offload.profile import Profile
+from rlpipe.offload.rates import rates_of
+from rlpipe.offload.search import DoesNotFit
+from rlpipe.offload.trace import Trace
+from rlpipe.plan.engine_setup import EngineSetup
+from rlpipe.plan.learner_chunked import Chunks, chunked_memory, chunked_time, decide_chunks, make_chunks
+from rlpipe.plan.learner_memory import LearnerMemory, plain_memory
+from rlpipe.plan.learner_outline import Outline, outline_policy
+from rlpipe.plan.learner_room import Room, read_room
+from rlpipe.plan.learner_time import StepTime, plain_time
+from rlpipe.plan.learner_trace import trace_policy
+from rlpipe.plan.learner_work import Work, read_work
+from rlpipe.plan.units import gib
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Outlines and traces that cases have in common."""
+
+    described: PreTrainedConfig
+    device: Device
+    outlines: dict[str, Outline] = field(default_factory=dict)
+    traces: dict[tuple[object, ...], Trace] = field(default_factory=dict)
+
+    def outline(self, config: Config) -> Outline:
+        key = repr(config.model)
+        if key not in self.outlines:
+            self.outlines[key] = outline_policy(self.described, config.model)
+        return self.outlines[key]
+
+    def trace(self, config: Config, row: Row, *, is_timed: bool = True) -> Trace:
+        """Sharded weights, and those of chunks, are there in the type that is computed with. Its seconds may be another
+        device's where they are not asked for."""
+        outline, learner = self.outline(config), config.learner
+        is_plain = learner.strategy == "single" and learner.offload == "none"
+        dtype: torch.dtype | None = None if is_plain else outline.scorer.compute_dtype
+        shape = (
+            len(row.token_ids),
+            len(row.predictors),
+            tuple(map(_shape, row.attention.blocks if row.attention else ())),
+        )
+        key = (
+            repr(config.model),
+            repr(config.algorithm.loss),
+            learner.logprob_chunk_tokens,
+            dtype,
+            shape,
+            self.device.name * is_timed,
+        )
+        if key not in self.traces:
+            self.traces[key] = trace_policy(outline, row, config, self.device, compute_dtype=dtype)
+        return self.traces[key]
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+@dataclass(kw_only=True, frozen=True)
+class LearnerCase:
+    """A config on a device; changes are tried on others of them. Properties raise as ``plan_learner`` does."""
+
+    config: Config
+    drafts: Drafts
+    engines: EngineSetup | None
+
+    @property
+    def device(self) -> Device:
+        return self.drafts.device
+
+    @cached_property
+    def room(self) -> Room:
+        return read_room(self.config, self.device, self.engines)
+
+    @cached_property
+    def outline(self) -> Outline:
+        return self.drafts.outline(self.config)
+
+    @cached_property
+    def work(self) -> Work:
+        return read_work(self.config, self.outline.scorer.layout)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether ranks hold a frozen copy; with an adapter it is the model below that."""
+        return self.config.model.adapter.kind == "none" and self.work.num_reference_passes > 0
+
+    @cached_property
+    def longest(self) -> Trace:
+        """Of a micro batch that is full, without common prompts: what takes most memory."""
+        row = longest_row(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
+        return self.drafts.trace(self.config, row, is_timed=self.config.learner.offload == "chunked")
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        return make_chunks(self.outline, self.config)
+
+    @cached_property
+    def reference_chunks(self) -> Chunks | None:
+        return make_chunks(self.outline, self.config, trained=False) if self.has_reference else None
+
+    @cached_property
+    def decision(self) -> tuple[Decision, Profile] | DoesNotFit | None:
+        """With chunked offload: what is decided, or why nothing can be."""
+        if self.config.learner.offload != "chunked":
+            return None
+        try:
+            return decide_chunks(self.chunks, self.longest, self.device, self.room.capacity)
+        except DoesNotFit as failure:
+            return failure
+        except ValueError as error:
+            raise ConfigError(f"learner.offload=chunked: {error}") from None
+
+    @property
+    def description(self) -> str | None:
+        """As the learner logs its decision, which is of one micro batch."""
+        return self.decision[0].describe() if isinstance(self.decision, tuple) else None
+
+    @cached_property
+    def memory(self) -> LearnerMemory | None:
+        """None where no way to offload fits."""
+        decision = self.decision
+        if isinstance(decision, DoesNotFit):
+            return None
+        if decision is None:
+            profiles, shared = self.longest.profiles(), self.longest.shared_bytes
+            return plain_memory(self.outline, profiles, shared, self.config, has_reference=self.has_reference)
+        rates = rates_of(self.device, num_ranks=self.config.learner.num_ranks)
+        return chunked_memory(self.chunks, decision[1], decision[0], rates, self.reference_chunks)
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why it does not fit."""
+        if isinstance(self.decision, DoesNotFit):
+            return str(self.decision)
+        assert self.memory is not None
+        device, host, room = self.memory.device.total, self.memory.host.total, self.room
+        if device > room.device_bytes:
+            beside = f", {gib(room.engine_bytes)} of which engines take" if room.engines else ""
+            return (
+                f"a rank needs {gib(device)}, and may take {gib(room.device_bytes)} of the "
+                f"{gib(self.device.memory_bytes)} of its device{beside}"
+            )
+        if self.device.kind == "cuda" and host > room.host_bytes:
+            return f"a rank needs {gib(host)} of the host's memory, and its part of that is {gib(room.host_bytes)}"
+        return None
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Where it fits."""
+        trace = self.drafts.trace(self.config, self.work.row)
+        decision = self.decision
+        assert not isinstance(decision, DoesNotFit), "what does not fit has no time"
+        if decision is None:
+            return plain_time(self.outline, trace.profiles(), self.config, self.work, self.device)
+        profile = self.chunks.profile(
+            trace, num_parts=decision[0].num_parts, num_micro_batches=self.work.num_micro_batches
+        )
+        rates = rates_of(self.device, num_ranks=self.config.learner.num_ranks)
+        return chunked_time(profile, decision[0].knobs, rates, self.work, self.reference_chunks)

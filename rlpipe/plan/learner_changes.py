@@ -1,0 +1,147 @@
+"""What to change in a learner's config so that it fits; each change is planned before it is proposed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from rlpipe.configs.contradictions import contradictions
+from rlpipe.configs.schema import Config
+from rlpipe.errors import RlpipeError
+from rlpipe.hardware.devices import DEVICES
+from rlpipe.learner.chunked import GIB
+from rlpipe.plan.learner_case import Drafts, LearnerCase
+from rlpipe.plan.learner_room import HOST_BYTES
+from rlpipe.plan.learner_work import sequence_tokens
+
+RANKS = (2, 4, 8)
+"""That are proposed."""
+
+Options = Mapping[str, Any]
+"""By their names, as on the command line."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LearnerChange:
+    """What could be changed, and what it does."""
+
+    change: str
+    seconds: float
+    """Of a step with it."""
+    device_bytes: int
+    """Of a rank with it."""
+
+
+def remedies(case: LearnerCase) -> list[LearnerChange]:
+    """The changes with which the learner fits, each alone; of a kind, the smallest."""
+    found = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
+    return [*found, *_larger_device(case)]
+
+
+def with_options(config: Config, options: Options) -> Config:
+    """A copy with other values of some options, by their dotted names."""
+    for name, value in options.items():
+        config = _with_option(config, name.split("."), value)
+    return config
+
+
+def _with_option(section: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    return replace(section, **{name: _with_option(getattr(section, name), rest, value) if rest else value})
+
+
+def read_option(config: Config, name: str) -> Any:
+    return attrgetter(name)(config)
+
+
+def _beside_reference(case: LearnerCase) -> Iterator[Options]:
+    """The learner decides before it loads the reference, which takes no part in that."""
+    memory, room = case.memory, case.room
+    if memory is not None and case.has_reference:
+        left = (room.device_bytes - memory.device.reference, room.host_bytes - HOST_BYTES - memory.host.reference)
+        device, host = (math.floor(10 * num_bytes / GIB) / 10 for num_bytes in left)
+        if device > 0 and host > 0:
+            yield {"learner.chunked.device_memory_gib": device, "learner.chunked.host_memory_gib": host}
+
+
+def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
+    """Each kind from what changes least on."""
+    config, learner = case.config, case.config.learner
+    offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
+    is_whole = config.model.adapter.kind == "none"
+    if learner.offload == "chunked":
+        yield [*_beside_reference(case)]
+        yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_whole else []
+    else:
+        yield [{"model.gradient_checkpointing": True}]
+        yield [{"learner.optimizer.name": "adamw_8bit"}]
+        yield [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_whole else [])]
+    if learner.strategy == "zero3":
+        yield [{"learner.zero3.offload_optimizer": True}]
+        yield [{"learner.zero3.offload_optimizer": True, "learner.zero3.offload_parameters": True}]
+    yield [{"learner.max_tokens_per_microbatch": tokens} for tokens in _shorter(config)]
+    strategy = {} if learner.strategy != "single" else {"learner.strategy": "fsdp2"}
+    yield [{**strategy, "learner.num_ranks": count} for count in RANKS if count > learner.num_ranks]
+    if config.model.adapter.kind == "lora":
+        yield [{"model.adapter.kind": "qlora"}]
+    if is_whole:
+        yield [{"model.adapter.kind": "lora"}]
+
+
+def _shorter(config: Config) -> Iterator[int]:
+    """Halves, as long as a sequence of full length fits in."""
+    tokens, least = config.learner.max_tokens_per_microbatch, sequence_tokens(config)
+    if config.algorithm.kind != "rl":  # rows may be as long as a micro batch: shorter ones would be cut
+        return
+    while tokens > least:
+        tokens = max(least, tokens // 2)
+        yield tokens
+
+
+def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | None:
+    """None of a kind fits where its last, which takes least, does not."""
+    tried = [changed for options in kind if (changed := _change(case, options)) is not None]
+    if not tried or not _fits(tried[-1][1]):
+        return None
+    return _describe(*next(entry for entry in tried if _fits(entry[1])))
+
+
+def _change(case: LearnerCase, options: Options) -> tuple[str, LearnerCase] | None:
+    """None where it would change nothing, or where options would contradict each other."""
+    options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
+    config = with_options(case.config, options)
+    if not options or {*contradictions(config)} - {*contradictions(case.config)}:
+        return None
+    return " ".join(f"{name}={_text(value)}" for name, value in options.items()), replace(case, config=config)
+
+
+def _fits(case: LearnerCase) -> bool:
+    try:
+        return case.problem is None
+    except RlpipeError:
+        return False
+
+
+def _describe(text: str, case: LearnerCase) -> LearnerChange:
+    assert case.memory is not None, "what fits has a memory"
+    return LearnerChange(change=text, seconds=case.time.seconds, device_bytes=case.memory.device.total)
+
+
+def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
+    """The smallest of the table that is large enough."""
+    if case.device.kind != "cuda":
+        return
+    larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
+    for device in reversed(larger):
+        drafts = Drafts(case.drafts.described, device, outlines=case.drafts.outlines, traces=case.drafts.traces)
+        changed = replace(case, drafts=drafts)
+        if _fits(changed):
+            yield _describe(f"--device {device.name}", changed)
+            return
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,180 @@
+"""The learner with chunked offload: what it will decide, and what that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlpipe.configs.schema import Config
+from rlpipe.hardware.device import Device
+from rlpipe.learner.chunked import chunk_sizes, fixed_knobs, precision_of, sharing_choices
+from rlpipe.offload.cost import Knobs, activation_peak, arrange, predict
+from rlpipe.offload.decide import Decision, decide
+from rlpipe.offload.layout import Layout, make_layout
+from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates
+from rlpipe.offload.profiler import make_profile, resident_bytes
+from rlpipe.offload.rates import rates_of
+from rlpipe.offload.runtime import chunks_of_units, least_slots
+from rlpipe.offload.trace import Trace
+from rlpipe.offload.units import Inventory, take_inventory
+from rlpipe.plan.learner_memory import DeviceBytes, HostBytes, LearnerMemory
+from rlpipe.plan.learner_outline import Outline, nf4_bytes
+from rlpipe.plan.learner_time import PassTime, StepTime
+from rlpipe.plan.learner_work import Work
+
+FREE = Rates(host_to_device=math.inf, device_to_host=math.inf, both=math.inf, device_adam=math.inf, host_adam=math.inf)
+"""Nothing that is moved takes time."""
+
+
+MOST_WAYS = 1_800_000
+"""That a plan looks at: divisions of the layers among modes, times numbers of chunks that stay."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Chunks:
+    """A model in chunks."""
+
+    outline: Outline
+    inventory: Inventory
+    layout: Layout
+    config: Config
+
+    def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int = 1) -> Profile:
+        return make_profile(
+            self.outline.scorer,
+            self.inventory,
+            self.layout,
+            trace,
+            precision=precision_of(self.config.learner.chunked, self.outline.scorer.compute_dtype),
+            num_ranks=self.config.learner.num_ranks,
+            num_parts=num_parts,
+            num_micro_batches=num_micro_batches,
+        )
+
+
+def make_chunks(outline: Outline, config: Config, *, trained: bool = True) -> Chunks:
+    """As the learner makes them; those of weights in 4 bit with their scales."""
+    dtype = outline.scorer.compute_dtype if trained else None
+    inventory = take_inventory(outline.scorer, outline.units, trained=trained, compute_dtype=dtype)
+    inventory.tensors = [
+        replace(tensor, num_bytes=nf4_bytes(outline.nf4[tensor.name])) if tensor.name in outline.nf4 else tensor
+        for tensor in inventory.tensors
+    ]
+    layout = make_layout(inventory.tensors, sizes=chunk_sizes(config.learner.chunked))
+    return Chunks(outline=outline, inventory=inventory, layout=layout, config=config)
+
+
+def decide_chunks(chunks: Chunks, trace: Trace, device: Device, capacity: Capacity) -> tuple[Decision, Profile]:
+    """As the learner does when it starts, of a micro batch of full length; with the profile that was decided on.
+
+    Raises ``DoesNotFit``, and ``ValueError`` where nothing has the fixed knobs.
+    """
+    learner = chunks.config.learner
+    profiles = {
+        num_parts: chunks.profile(trace, num_parts=num_parts)
+        for num_parts in sharing_choices(learner.chunked, learner.num_ranks)
+    }
+    decision = decide(
+        trace,
+        profiles,
+        num_units=len(chunks.outline.units),
+        rates=rates_of(device, num_ranks=learner.num_ranks),
+        capacity=capacity,
+        fixed=searched_knobs(chunks, profiles[max(profiles)]),
+    )
+    return decision, profiles[decision.num_parts]
+
+
+def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
+    """Those that are not searched for: the config's, and where there are too many ways, swapped and then offloaded
+    layers, which are rarely chosen."""
+    fixed = fixed_knobs(chunks.config.learner.chunked)
+    for name in ("num_swapped", "num_offloaded"):
+        free = sum(knob not in fixed for knob in ("num_swapped", "num_checkpointed", "num_offloaded"))
+        if math.comb(len(profile.blocks) + free, free) * (len(profile.chunks) + 1) <= MOST_WAYS:
+            break
+        fixed.setdefault(name, 0)
+    return fixed
+
+
+def chunked_memory(
+    chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Chunks | None
+) -> LearnerMemory:
+    """The parts of what was predicted, and the frozen copy of the initial model beside it."""
+    learner, knobs = chunks.config.learner, decision.knobs
+    modes = arrange(profile, knobs, rates)
+    persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
+    gradient = precision_of(learner.chunked, chunks.outline.scorer.compute_dtype).gradient.itemsize
+    model = chunks.outline.scorer
+    resident = resident_bytes(model, chunks.inventory)
+    small = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
+    device_gradients, device_states = _states(persistent, gradient)
+    host_gradients, host_states = _states(others, gradient)
+    frozen = (0, 0) if reference is None else _reference_bytes(reference, decision.num_parts)
+    return LearnerMemory(
+        device=DeviceBytes(
+            weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * small,
+            gradients=device_gradients + small + profile.resident_bytes - resident,
+            optimizer=device_states + 2 * small,
+            activations=activation_peak(profile.stages, modes)
+            + (profile.shared_bytes if knobs.num_checkpointed else 0),
+            slots=knobs.num_slots * profile.slot_bytes,
+            reference=frozen[0],
+        ),
+        host=HostBytes(
+            weights=sum(chunk.num_bytes for chunk in others),
+            gradients=host_gradients + profile.staging_bytes,
+            optimizer=host_states,
+            activations=sum(
+                stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
+            ),
+            reference=frozen[1],
+            loading=0 if chunks.outline.is_mapped else chunks.outline.stored_bytes(),
+        ),
+    )
+
+
+def _states(chunks: Sequence[ChunkProfile], gradient_itemsize: int) -> tuple[int, int]:
+    """Bytes of summed gradients, and of the optimizer's weights and moments."""
+    gradients = sum(chunk.num_trained for chunk in chunks) * gradient_itemsize
+    return gradients, sum(chunk.state_bytes for chunk in chunks) - gradients
+
+
+def _reference_bytes(chunks: Chunks, num_parts: int) -> tuple[int, int]:
+    """On the device, where all of it comes and goes, and on the host."""
+    slots = least_slots(chunks.layout, chunks_of_units(chunks.layout, chunks.inventory), 0) + 1
+    resident = sum(entry.nbytes for entry in chunks.inventory.resident.values())
+    held = sum(chunk.num_bytes for chunk in chunks.layout.chunks) // num_parts
+    return slots * chunks.layout.slot_bytes + resident, held
+
+
+def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, reference: Chunks | None) -> StepTime:
+    """Of a step; ``profile`` is that of ``work``'s row and micro batches."""
+    whole = predict(profile, knobs, rates)
+    still = replace(profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages])
+    compute = predict(profile, knobs, FREE)
+    transfer = predict(still, knobs, replace(rates, gather=math.inf, reduce=math.inf))
+    exchange = predict(still, knobs, replace(FREE, gather=rates.gather, reduce=rates.reduce))
+    updates, policy = work.num_updates, work.num_logprob_passes
+    passes = updates * work.num_micro_batches * work.num_reference_passes
+    frozen = _reference_pass(profile, reference, rates)
+    if reference is None:  # the policy without its adapter
+        policy, passes = policy + work.num_reference_passes, 0
+    return StepTime(
+        logprob_s=updates * policy * whole.forward_s + passes * frozen.seconds,
+        forward_s=updates * whole.forward_s,
+        backward_s=updates * whole.backward_s,
+        optimizer_s=updates * (whole.device_adam_s + whole.exposed_adam_s),
+        compute_s=updates * ((1 + policy) * compute.forward_s + compute.backward_s) + passes * frozen.compute_s,
+        transfer_s=float(updates * ((1 + policy) * transfer.forward_s + transfer.backward_s))
+        + passes * frozen.transfer_s,
+        exchange_s=updates * ((1 + policy) * exchange.forward_s + exchange.backward_s) + passes * frozen.exchange_s,
+        device_adam_s=updates * whole.device_adam_s,
+        host_adam_s=updates * whole.host_adam_s,
+    )
+
+
+def _reference_pass(profile: Profile, reference: Chunks | None, rates: Rates) -> PassTime:
+    moved = 0 if reference is None else sum(chunk.num_bytes for chunk in reference.layout.chunks)
+    return PassTime(compute_s=sum(stage.forward_s for stage in profile.stages), transfer_s=moved / rates.host_to_device)

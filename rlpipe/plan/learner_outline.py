@@ -1,0 +1,165 @@
+"""The policy without weights, on the meta device, as the learner would load it; and what its tensors take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.imports import describe_error
+from rlpipe.learner import attention
+from rlpipe.learner.policy import lora_config
+from rlpipe.learner.rows import Layout
+from rlpipe.learner.scorer import TokenScorer
+from rlpipe.models import outline_model
+from rlpipe.nf4 import BLOCK as NF4_BLOCK
+from rlpipe.nf4 import nf4_parameters
+from rlpipe.offload.units import Unit, find_units
+
+NF4_SCALES = 256
+"""Scales of 8 bit that share one of 32 (arXiv:2305.14314)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Outline:
+    """``nf4`` are the elements of each parameter that the learner would hold in 4 bit, by its name in ``scorer``."""
+
+    scorer: TokenScorer
+    nf4: Mapping[str, int]
+    units: Sequence[Unit]
+    kinds: Mapping[int, Hashable]
+    """Of the units that are blocks: those of one kind are alike."""
+    is_mapped: bool
+    """Its files have the types in which it is loaded, so that it lies in the page cache until it is moved."""
+
+    @property
+    def nf4_sizes(self) -> list[list[int]]:
+        """By unit."""
+        names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
+        inside = ([names[id(entry)] for entry in unit.module.parameters()] for unit in self.units)
+        return [[self.nf4[name] for name in own if name in self.nf4] for own in inside]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.scorer.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        return sum(parameter.numel() for parameter in self.trained)
+
+    def stored_bytes(self, module: nn.Module | None = None, *, trained_dtype: torch.dtype | None = None) -> int:
+        """Of a module's parameters as they are loaded; or with those that are trained in another type."""
+        names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
+        total = 0
+        for parameter in (module or self.scorer).parameters():
+            itemsize = parameter.itemsize
+            if parameter.requires_grad and trained_dtype is not None:
+                itemsize = trained_dtype.itemsize
+            elements = self.nf4.get(names[id(parameter)])
+            total += parameter.numel() * itemsize if elements is None else nf4_bytes(elements)
+        return total
+
+
+def outline_policy(described: PreTrainedConfig, model: ModelConfig) -> Outline:
+    """``described`` is transformers' config of the model. Raises ``ModelError`` where the model or its adapter can't be
+    outlined, ``ConfigError`` for a type that the model can't have."""
+    whole = model.adapter.kind == "none"
+    compute_dtype: torch.dtype = getattr(torch, model.dtype)
+    causal = _outline(described, model)
+    cast(nn.Module, causal).to(torch.float32 if whole else compute_dtype)
+    layout = _set_attention(causal, model.attention)
+    quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
+    nf4 = [parameter for name, parameter in causal.named_parameters() if name in quantized]
+    scorer = TokenScorer(causal, compute_dtype=compute_dtype, layout=layout)
+    if not whole:
+        scorer.model = _add_adapter(causal, model.adapter)
+    scorer.train()
+    ids = {id(parameter) for parameter in nf4}
+    units = find_units(scorer)
+    return Outline(
+        scorer=scorer,
+        nf4={name: parameter.numel() for name, parameter in scorer.named_parameters() if id(parameter) in ids},
+        units=units,
+        kinds=_kinds(causal, units),
+        is_mapped=not nf4 and (described.dtype or compute_dtype) is causal.dtype,
+    )
+
+
+def nf4_bytes(num_elements: int) -> int:
+    """Codes, and scales that are quantised themselves."""
+    scales = -(-num_elements // NF4_BLOCK)
+    return -(-num_elements // 2) + scales + 4 * -(-scales // NF4_SCALES)
+
+
+def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    try:
+        causal = outline_model(described, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
+    if causal.base_model is causal or causal.get_output_embeddings() is None:
+        raise ModelError(f"model.path={model.path}: {type(causal).__name__} has no lm_head of its own")
+    return causal
+
+
+def _set_attention(causal: PreTrainedModel, implementation: str) -> Layout:
+    """Kernels of a GPU are outlined by torch's own, which keep as much."""
+    layout = attention.find_layout(causal, "eager" if implementation == "eager" else "sdpa")
+    if layout is Layout.SHARED:
+        causal.set_attn_implementation(attention.NAME)
+    elif implementation == "eager":
+        causal.set_attn_implementation("eager")
+    return layout
+
+
+def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the run itself says it
+            adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config)))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.adapter can't be outlined: {describe_error(error)}") from None
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # as the learner trains it
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def _lora_config(config: AdapterConfig) -> LoraConfig:
+    """That of ``adapter.path`` where it is a folder that is there."""
+    folder = Path(config.path).expanduser() if config.path is not None else None
+    if folder is None or not folder.exists():
+        return lora_config(config)
+    found = LoraConfig.from_pretrained(str(folder))
+    if not isinstance(found, LoraConfig):
+        raise ConfigError(f"model.adapter.path={config.path} holds no LoRA adapter; give another folder, or null")
+    found.inference_mode = False
+    return found
+
+
+def _kinds(causal: PreTrainedModel, units: Sequence[Unit]) -> dict[int, Hashable]:
+    """By their parameters, and by the kind of their attention where the model names kinds."""
+    blocks = [index for index, unit in enumerate(units) if unit.is_block]
+    types = getattr(causal.config.get_text_config(), "layer_types", None) or []
+    named = types if len(types) == len(blocks) else [None] * len(blocks)
+    return {index: (kind, _signature(units[index].module)) for index, kind in zip(blocks, named, strict=True)}
+
+
+def _signature(block: nn.Module) -> Hashable:
+    parameters = tuple(
+        (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters()
+    )
+    return parameters, tuple(type(module) for module in block.modules())

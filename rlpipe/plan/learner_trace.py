@@ -1,0 +1,108 @@
+"""Traces the policy's forward and backward pass over a row, through as few of its layers as stand for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlpipe.configs.schema import Config
+from rlpipe.errors import ModelError
+from rlpipe.hardware.device import Device
+from rlpipe.imports import describe_error
+from rlpipe.learner.rows import Row
+from rlpipe.learner.scorer import find_layers
+from rlpipe.offload.fakes import trace_model, traceable_experts
+from rlpipe.offload.fold import choose_blocks, unfold
+from rlpipe.offload.rates import roofline
+from rlpipe.offload.trace import Stage, Trace
+from rlpipe.plan.learner_outline import Outline, nf4_bytes
+
+
+def trace_policy(
+    outline: Outline, row: Row, config: Config, device: Device, *, compute_dtype: torch.dtype | None
+) -> Trace:
+    """Of a micro batch that is run as ``row``, with the device's seconds. Trained weights count as of
+    ``compute_dtype``, as where they are gathered in it; None: as they are kept, and cast on the way.
+
+    Raises ``ModelError`` for models whose shapes depend on values, or that can't be run so.
+    """
+    scorer, algorithm = outline.scorer, config.algorithm
+    temperature = config.rollout.sampling.temperature if algorithm.kind == "rl" else 1.0
+
+    def loss_of(trace: Trace) -> Tensor:
+        scorer.announce = trace.read
+        chunk_tokens = config.learner.logprob_chunk_tokens
+        logprobs, entropy = scorer.logprobs(row, temperature, chunk_tokens, with_entropy=algorithm.kind == "rl")
+        if entropy is not None and algorithm.loss.entropy_coef:
+            logprobs = logprobs + entropy
+        return logprobs.sum()
+
+    stands_for = _stand_ins(outline)
+    kept = sorted({*stands_for.values()})
+    places = {unit: place for place, unit in enumerate(stands_for)}
+    try:
+        with _only_layers(scorer.causal_model, [places[unit] for unit in kept]), traceable_experts(scorer):
+            trace = trace_model(scorer, outline.units, loss_of, roofline(device), compute_dtype=compute_dtype)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+        raise ModelError(
+            f"model.path={config.model.path}: a plan can't trace {type(scorer.causal_model).__name__} without its "
+            f"values, and says nothing of its learner ({describe_error(error)})"
+        ) from None
+    trace.stages = unfold(trace.stages, stands_for)
+    if outline.nf4:
+        sizes = outline.nf4_sizes
+        trace.stages = [
+            stage if stage.unit is None else _with_nf4(stage, sizes[stage.unit], scorer.compute_dtype, device)
+            for stage in trace.stages
+        ]
+    return trace
+
+
+def _stand_ins(outline: Outline) -> dict[int, int]:
+    """For each unit that is a layer, the one that is traced in its place."""
+    units = {id(unit.module): index for index, unit in enumerate(outline.units)}
+    layers = [units[id(layer)] for layer in find_layers(outline.scorer.causal_model)]
+    chosen = choose_blocks([outline.kinds.get(unit) for unit in layers])
+    return {unit: layers[chosen[place]] for place, unit in enumerate(layers)}
+
+
+@contextmanager
+def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
+    """Within it, the model has only these of its layers, and its config says so."""
+    layers, text = find_layers(causal), causal.config.get_text_config()
+    whole, own = [*layers], {"num_hidden_layers": text.num_hidden_layers}
+    fewer: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    if len(getattr(text, "layer_types", None) or ()) == len(whole):
+        own["layer_types"] = text.layer_types
+        fewer["layer_types"] = [text.layer_types[place] for place in kept]
+
+    def take(entries: Sequence[Any], options: dict[str, Any]) -> None:
+        del layers[:]
+        layers.extend(entries)
+        for name, value in options.items():
+            setattr(text, name, value)
+
+    take([whole[place] for place in kept], fewer)
+    try:
+        yield
+    finally:
+        take(whole, own)
+
+
+def _with_nf4(stage: Stage, sizes: Sequence[int], dtype: torch.dtype, device: Device) -> Stage:
+    """With each weight that a unit has in 4 bit written out before it is used, in both passes, and dropped after."""
+    moved_s = sum(nf4_bytes(size) + size * dtype.itemsize for size in sizes) / device.memory_bandwidth
+    largest = max(sizes, default=0) * dtype.itemsize
+    return replace(
+        stage,
+        forward_s=stage.forward_s + moved_s,
+        backward_s=stage.backward_s + moved_s,
+        forward_peak=stage.forward_peak + largest,
+        backward_peak=stage.backward_peak + largest,
+    )

@@ -1,0 +1,265 @@
+"""The plan of a learner: memory and time against numbers by hand, what fits, and what is proposed."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema import Config
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.devices import DEVICES
+from rlpipe.plan.engine import plan_engine
+from rlpipe.plan.known_models import describe_offline
+from rlpipe.plan.learner import LearnerPlan, plan_case, plan_learner
+from rlpipe.plan.learner_case import Drafts, LearnerCase
+from rlpipe.plan.learner_changes import with_options
+from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
+from rlpipe.plan.learner_outline import nf4_bytes, outline_policy
+from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, HOST_BYTES
+from rlpipe.plan.learner_work import read_work
+from rlpipe.plan.loop_section import read_loop
+
+H100 = DEVICES["h100-80g"]
+BIG_HOST = replace(H100, host_memory_bytes=2**41)
+SMALL, QWEN_8B, LLAMA_70B = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-70B"
+NUM_SMALL, NUM_8B = 596_049_920, 8_190_735_360
+CHUNKED = ("learner.offload=chunked", "model.gradient_checkpointing=false")
+GIB = 2**30
+
+
+@cache
+def config_of(model: str, *overrides: str) -> Config:
+    """32 groups of 8, of 1,536 tokens; LoRA of rank 32, gradient checkpointing, one GPU."""
+    options = [f"model.path={model}", "learner.max_tokens_per_microbatch=3072", *overrides]
+    return load_config(["experiment=gsm8k", *options], need_files=False)
+
+
+@cache
+def drafts_of(model: str, device: Device) -> Drafts:
+    """What tests trace, they have in common."""
+    return Drafts(describe_offline(model, config_of(model).model), device)
+
+
+def case_of(config: Config, device: Device = H100) -> LearnerCase:
+    return LearnerCase(config=config, drafts=drafts_of(config.model.path, device), engines=None)
+
+
+def plan(model: str, *overrides: str, device: Device = H100) -> LearnerPlan:
+    return plan_case(case_of(config_of(model, *overrides), device))
+
+
+def memory(*overrides: str, device: Device = H100) -> tuple[DeviceBytes, HostBytes]:
+    """Of the small model."""
+    found = case_of(config_of(SMALL, *overrides), device).memory
+    assert found is not None
+    return found.device, found.host
+
+
+def test_full_training_holds_four_numbers_in_float32() -> None:
+    found = plan(SMALL, "model=full")
+    device, host = memory("model=full")
+    assert found.num_parameters == found.num_trained == NUM_SMALL
+    assert device.weights == device.gradients == 4 * NUM_SMALL
+    assert device.optimizer == 8 * NUM_SMALL
+    assert device.reference == device.slots == device.gathered == 0
+    assert host.total == HOST_BYTES + 4 * NUM_SMALL  # while the files' bfloat16 is read as float32
+    assert found.time is not None
+    assert found.time.device_adam_s == pytest.approx(NUM_SMALL / H100.device_adam)
+
+
+def test_an_adapter_is_trained_over_a_base_in_its_own_type() -> None:
+    found = plan(SMALL)
+    adapter = 32 * 28 * ((1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024) + 3 * (1024 + 3072))
+    device, host = memory()
+    assert found.num_trained == adapter
+    assert device.weights == 2 * NUM_SMALL + 4 * adapter
+    assert (device.gradients, device.optimizer) == (4 * adapter, 8 * adapter)
+    assert host.loading == 0
+
+
+def test_qlora_holds_linear_layers_in_four_bits() -> None:
+    config = config_of(SMALL, "model=qlora", "rollout.engine_args.quantization=bitsandbytes")
+    outline = outline_policy(describe_offline(SMALL, config.model), config.model)
+    linear = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    assert sum(outline.nf4.values()) == linear
+    assert nf4_bytes(64 * 256) == 32 * 256 + 256 + 4
+    assert outline.stored_bytes() == 2 * (NUM_SMALL - linear) + nf4_bytes(linear) + 4 * outline.num_trained
+    found = plan(SMALL, "model=qlora", "rollout.engine_args.quantization=bitsandbytes")
+    assert found.memory is not None
+    assert found.memory.device.weights == outline.stored_bytes()
+    assert found.time is not None
+    plain = plan(SMALL).time
+    assert plain is not None
+    assert found.time.forward_s > plain.forward_s
+
+
+def test_moments_in_eight_bits_have_a_scale_for_each_block() -> None:
+    device, _ = memory("model=full", "learner.optimizer.name=adamw_8bit")
+    assert device.optimizer == pytest.approx(2 * NUM_SMALL * (1 + 4 / 256), rel=1e-3)
+    device, host = memory("model=full", "learner.optimizer.name=paged_adamw_8bit")
+    assert device.optimizer == 0
+    assert host.optimizer > 2 * NUM_SMALL
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_ranks_share_what_is_stored(strategy: str) -> None:
+    options = ("model=full", f"learner.strategy={strategy}", "learner.num_ranks=4")
+    device, _ = memory(*options, device=BIG_HOST)
+    stored = 4 if strategy == "fsdp2" else 2  # DeepSpeed's optimizer has the float32 ones
+    assert device.weights == stored * NUM_SMALL // 4
+    assert device.optimizer == (8 if strategy == "fsdp2" else 12) * NUM_SMALL // 4
+    assert device.gathered > 0
+
+
+def test_offload_of_fsdp2_holds_all_states_on_the_host() -> None:
+    options = ("model=full", "learner.strategy=fsdp2", "learner.offload=policy")
+    device, host = memory(*options)
+    assert device.weights == device.optimizer == 0
+    assert (host.weights, host.gradients, host.optimizer) == (4 * NUM_SMALL, 4 * NUM_SMALL, 8 * NUM_SMALL)
+    found = plan(SMALL, *options)
+    assert found.time is not None
+    assert found.time.optimizer_s == pytest.approx(NUM_SMALL / H100.host_adam)
+    assert found.time.transfer_s > 0
+
+
+def test_a_frozen_copy_is_held_for_the_kl_of_full_training_alone() -> None:
+    device, _ = memory("model=full", "algorithm.loss.beta=0.1")
+    assert device.reference == 4 * NUM_SMALL
+    device, _ = memory("algorithm.loss.beta=0.1")
+    assert device.reference == 0
+    found = plan(SMALL, "algorithm.loss.beta=0.1")
+    assert found.time is not None
+    assert found.time.logprob_s == found.time.forward_s
+
+
+def test_minibatches_need_the_log_probs_of_the_start() -> None:
+    found = plan(SMALL, "algorithm.num_minibatches=4")
+    assert (found.work.num_updates, found.work.num_micro_batches) == (4, 32)
+    assert found.time is not None
+    assert found.time.logprob_s == pytest.approx(3 / 4 * found.time.forward_s)
+
+
+def test_work_is_packed_as_in_a_run() -> None:
+    config = config_of(SMALL, "learner.max_tokens_per_microbatch=16384")
+    outline = outline_policy(describe_offline(SMALL, config.model), config.model)
+    work = read_work(config, outline.scorer.layout)
+    assert (work.num_sequences, work.sequence_tokens, work.step_tokens) == (256, 1536, 256 * 1536)
+    assert (work.num_updates, work.num_micro_batches) == (1, 26)  # of 10 sequences each
+    assert len(work.row.predictors) == 10 * 1024
+    assert len(work.row.token_ids) < 10 * 1536  # siblings have their prompt once
+
+
+def test_more_tokens_and_more_layers_take_more() -> None:
+    tokens = [plan(SMALL, f"learner.max_tokens_per_microbatch={count}") for count in (2048, 3072)]
+    models = [plan(f"Qwen/Qwen3-{size}B") for size in ("0.6", "8")]
+    for entries in (tokens, models):
+        peaks = [entry.memory.device.total for entry in entries if entry.memory is not None]
+        assert len(peaks) == len(entries)
+        assert all(less < more for less, more in pairwise(peaks))
+    seconds = [entry.time.seconds for entry in models if entry.time is not None]
+    assert seconds[0] < seconds[1] / 4
+
+
+def test_checkpointing_trades_memory_for_time() -> None:
+    again, kept = plan(SMALL), plan(SMALL, "model.gradient_checkpointing=false")
+    assert again.memory is not None
+    assert kept.memory is not None
+    assert again.memory.device.activations < kept.memory.device.activations / 3
+    assert again.time is not None
+    assert again.time.backward_s > again.time.forward_s
+
+
+def test_chunks_fit_where_the_plain_learner_does_not() -> None:
+    assert "a rank needs 12" in (case_of(config_of(QWEN_8B, "model=full")).problem or "")
+    found = plan(QWEN_8B, "model=full", *CHUNKED)
+    assert found.fits
+    assert found.memory is not None
+    assert found.decision is not None
+    held = found.memory.device.total + found.memory.host.total
+    assert held > 18 * NUM_8B  # weights in two bytes; gradients, and three numbers of the optimizer, in four
+    assert found.memory.device.total <= 0.9 * (H100.memory_bytes - BESIDE_TORCH_BYTES)
+    assert f"predicted {found.memory.device.total / GIB:.2f} GiB on the device" in found.decision
+
+
+def test_a_large_model_with_an_adapter_fits_in_chunks() -> None:
+    found = plan(LLAMA_70B, "learner.max_tokens_per_microbatch=4096", *CHUNKED)
+    assert found.fits
+    assert found.memory is not None
+    assert found.memory.host.weights > 60 * GIB
+    assert found.time is not None
+    assert found.time.transfer_s > 0
+
+
+def test_changes_fit_when_they_are_made() -> None:
+    config = config_of(SMALL, "model.gradient_checkpointing=false")
+    device = replace(H100, memory_bytes=10 * 10**9)
+    found = plan_case(case_of(config, device))
+    assert not found.fits
+    changes = {entry.change: entry for entry in found.changes}
+    assert "learner.offload=chunked" in changes
+    assert "model.gradient_checkpointing=true" in changes
+    assert "learner.max_tokens_per_microbatch=1536" in changes
+    for options in ({"learner.offload": "chunked"}, {"model.gradient_checkpointing": True}):
+        again = case_of(with_options(config, options), device)
+        text = " ".join(f"{name}={str(value).lower()}" for name, value in options.items())
+        assert again.problem is None
+        assert again.memory is not None
+        assert changes[text].device_bytes == again.memory.device.total
+        assert changes[text].seconds == again.time.seconds
+
+
+def test_engines_on_the_same_gpu_leave_less() -> None:
+    options = (
+        "rollout.num_gpus=0.5",
+        "learner.num_gpus=0.5",
+        "rollout.engine_args.gpu_memory_utilization=0.4",
+    )
+    config = config_of(SMALL, *options)
+    described = describe_offline(SMALL, config.model)
+    engine = plan_engine(config, described, H100)
+    found = plan_learner(config, described, H100, engine.setup)
+    assert found.room.engines == 1
+    assert found.room.engine_bytes == int(0.4 * H100.memory_bytes)
+    assert found.room.device_bytes == int(0.9 * (H100.memory_bytes - found.room.engine_bytes - BESIDE_TORCH_BYTES))
+    loop = read_loop(config, engine, found)
+    assert loop is not None
+    assert loop.takes_turns
+    assert loop.seconds == loop.sampling_s + loop.training_s
+
+
+def test_a_run_that_samples_ahead_takes_the_longer_of_both() -> None:
+    config = config_of(SMALL)
+    described = describe_offline(SMALL, config.model)
+    engine = plan_engine(config, described, H100)
+    loop = read_loop(config, engine, plan_learner(config, described, H100, engine.setup))
+    assert loop is not None
+    assert not loop.takes_turns
+    assert loop.seconds == max(loop.sampling_s, loop.training_s)
+    assert loop.bottleneck == ("sampling" if loop.sampling_s > loop.training_s else "training")
+
+
+def test_few_sequences_are_noted() -> None:
+    few = plan(SMALL, "algorithm.groups_per_step=1", "algorithm.group_size=2")
+    assert "an update has 2 sequences" in few.notes[0]
+    assert plan(SMALL).notes == []
+
+
+def test_experts_are_planned() -> None:
+    found = plan("Qwen/Qwen3-30B-A3B", "model.adapter.target_modules=[q_proj,v_proj]")
+    assert found.fits
+    assert found.time is not None
+    assert found.num_parameters > 30e9
+    products = 2 * 3e9 * found.work.step_tokens / H100.flops("bfloat16")  # with a tenth of the parameters
+    assert products / 2 < found.time.forward_s < 10 * products
+
+
+def test_what_can_not_be_planned_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner.num_gpus=0: the learner runs on the CPU"):
+        plan(SMALL, "learner.num_gpus=0")
+    with pytest.raises(ConfigError, match=r"learner.offload=chunked: no way has num_persistent=9999"):
+        plan(SMALL, *CHUNKED, "learner.chunked.num_persistent=9999")
+    with pytest.raises(ModelError, match=r"model.adapter can't be outlined: .*no_such_proj"):
+        plan(SMALL, "model.adapter.target_modules=[no_such_proj]")
