@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlpipe.offload import flops
 from rlpipe.offload.trace import Seconds, Trace
-from rlpipe.offload.units import Unit
+from rlpipe.offload.units import Unit, is_adapted
 
 BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "compress_statistics", "quant_storage")
 """What its parameters carry beside their values."""
@@ -80,15 +80,16 @@ def trace_model(
 ) -> Trace:
     """Of ``loss_of``, which calls the model for a loss; the model and its gradients stay as they are.
 
-    Weights that are trained count as of ``compute_dtype``, if it is given. The model may be on the meta device. Raises
+    Weights in chunks that are trained count as of ``compute_dtype``, if it is given. The model may be on the meta device. Raises
     what torch raises where shapes depend on values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     trace = Trace(units, seconds)
     wrapper = _Loss(model, lambda: loss_of(trace))
     tensors = {**dict(wrapper.named_parameters()), **dict(wrapper.named_buffers())}
+    dtype = None if is_adapted(model) else compute_dtype
     with mode:
-        fakes = {name: _fake(tensor, compute_dtype) for name, tensor in tensors.items()}
+        fakes = {name: _fake(tensor, dtype) for name, tensor in tensors.items()}
     with mode, RealUnlessWeighted():
         trace.run(lambda: functional_call(wrapper, fakes, ()), [fake for fake in fakes.values() if fake.requires_grad])
     return trace

@@ -79,15 +79,15 @@ def take_inventory(
     given, and are updated in their own.
     """
     found = Inventory(units=units)
-    is_adapted = hasattr(model, "peft_config") or any(hasattr(module, "peft_config") for module in model.modules())
+    adapted = is_adapted(model)
     users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for parameter in unit.module.parameters():
             users.setdefault(id(parameter), set()).add(index)
     for name, parameter in model.named_parameters():
         is_trained = trained and parameter.requires_grad
-        is_adapter = is_adapted and any(mark in name for mark in ADAPTER_MARKS)
-        if id(parameter) not in users or is_adapter or (is_trained and (is_adapted or parameter.ndim < 2)):
+        is_adapter = adapted and any(mark in name for mark in ADAPTER_MARKS)
+        if id(parameter) not in users or is_adapter or (is_trained and (adapted or parameter.ndim < 2)):
             found.resident[name] = parameter
             continue
         used_by = users[id(parameter)]
@@ -98,6 +98,11 @@ def take_inventory(
         for member in _scales(name, parameter):
             _add(found, member, block, used_by, is_trained=False)
     return found
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether PEFT has put an adapter on it; nothing that is trained is in chunks then."""
+    return any(hasattr(module, "peft_config") for module in model.modules())
 
 
 def _add(found: Inventory, member: Member, block: int | None, uses: set[int], *, is_trained: bool) -> None:
