@@ -80,8 +80,8 @@ def trace_model(
 ) -> Trace:
     """Of ``loss_of``, which calls the model for a loss; the model and its gradients stay as they are.
 
-    Weights in chunks that are trained count as of ``compute_dtype``, if it is given. The model may be on the meta device. Raises
-    what torch raises where shapes depend on values.
+    Weights in chunks that are trained count as of ``compute_dtype``, if it is given. The model may be on the meta
+    device. Raises what torch raises where shapes depend on values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     trace = Trace(units, seconds)
