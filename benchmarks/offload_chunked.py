@@ -15,7 +15,7 @@ from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_row, m
 from benchmarks.updates import measure_updates
 from rlpipe.configs.schema_learner import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import BYTES_PER_ADAM_STEP, Device
-from rlpipe.learner.chunked import capacity
+from rlpipe.learner.chunk_options import capacity
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.offload.cost import Knobs, arrange, first_cached
 from rlpipe.offload.decide import Decision, decide

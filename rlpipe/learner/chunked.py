@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.errors import ModelError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.own import own_device
-from rlpipe.learner.moments import MOMENTS, STEPS
+from rlpipe.learner.chunk_options import (
+    capacity,
+    chunk_sizes,
+    fixed_knobs,
+    longest_row,
+    precision_of,
+    sharing_choices,
+)
+from rlpipe.learner.chunked_updates import ChunkedUpdates
 from rlpipe.learner.ranks import Ranks
-from rlpipe.learner.rows import Row, plan_row
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Read, Reduce, Updates
 from rlpipe.learner.single import SingleRank
-from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload import ranks as chunk_ranks
-from rlpipe.offload.auto import free_memory, plan
-from rlpipe.offload.cost import Knobs
+from rlpipe.offload.auto import plan
 from rlpipe.offload.decide import Decision
-from rlpipe.offload.layout import CHUNK_SIZES, MIB
-from rlpipe.offload.profile import Capacity
 from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement
 from rlpipe.offload.trace import Trace
-from rlpipe.types import MicroBatch
-
-GIB = 2**30
-COMPARED_UPDATE = 3
-"""The update that is compared with its prediction: buffers have grown, and kernels are compiled."""
 
 
 class Chunked:
@@ -161,138 +156,3 @@ class Chunked:
 
     def _owner(self, tensor: Tensor) -> OffloadedModel:
         return next((model for model in self._offloaded if model.place_of(tensor)), self._offloaded[0])
-
-
-class ChunkedUpdates:
-    """Of what is resident by torch's optimizers, of the rest by the chunks' own."""
-
-    def __init__(
-        self,
-        offloaded: OffloadedModel,
-        parameters: Mapping[str, nn.Parameter],
-        config: OptimizerConfig,
-        *,
-        measured: Callable[[float, int], None],
-    ) -> None:
-        """``measured`` is told, once, of an update's seconds and micro batches."""
-        self._measured, self._num_updates = measured, 0
-        self._offloaded, self._chunks = offloaded, offloaded.optimizer
-        places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
-        self._names = {place: name for name, place in places.items() if place is not None}
-        """Of the parameters in chunks, by chunk and name there."""
-        resident = {name: parameters[name] for name, place in places.items() if place is None}
-        self._resident = TorchUpdates(resident, config, local=lambda tensor: tensor) if resident else None
-        self._learning_rate = config.lr
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self._learning_rate = learning_rate
-        if self._resident is not None:
-            self._resident.set_learning_rate(learning_rate)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
-
-    def squared_norm(self) -> Tensor:
-        return self._chunks.squared_norm() + self._offloaded.resident_squared_norm()
-
-    def apply(self, scale: float) -> None:
-        seconds, num_micro_batches = self._offloaded.end_update()
-        self._num_updates += 1
-        if self._num_updates == COMPARED_UPDATE:
-            self._measured(seconds, num_micro_batches)
-        if self._resident is not None:
-            self._resident.apply(scale)
-        self._chunks.apply(self._learning_rate, scale)
-
-    def drop(self) -> None:
-        self._offloaded.end_update()
-        if self._resident is not None:
-            self._resident.drop()
-        self._chunks.drop()
-
-    def state(self) -> dict[str, Tensor]:
-        """Of chunks that ranks share, each tensor whole, on the rank whose turn it is."""
-        held = {} if self._resident is None else self._resident.state()
-        ranks = self._offloaded.ranks
-        for index, adam in self._chunks.adams.items():
-            self._chunks.await_update(index)
-            weights, states = adam.memory.values(), adam.state()
-            for turn, local in enumerate(weights):
-                if turn % ranks.num_ranks != ranks.rank:
-                    continue
-                name = self._names[index, local]
-                held[f"policy.{name}"] = weights[local].cpu().float()
-                for key, moment in states.get(local, {}).items():
-                    held[f"optimizer.{name}.{key}"] = moment.cpu().float()
-        return held
-
-    def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
-        if self._resident is not None:
-            self._resident.load_state(stored, read)
-        self._chunks.flush()
-        for index, adam in self._chunks.adams.items():
-            self._offloaded.drop_chunk(index)
-            tensors: dict[str, Tensor] = {}
-            for local in adam.pieces:
-                name = self._names[index, local]
-                keys = [f"policy.{name}", *(f"optimizer.{name}.{key}" for key in (*MOMENTS, STEPS))]
-                tensors |= {key: torch.zeros(stored[key]) for key in keys if key in stored}
-            read(tensors)
-            names = {local: self._names[index, local] for local in adam.pieces}
-            adam.load(
-                {local: tensors[f"policy.{name}"] for local, name in names.items()},
-                {
-                    local: {key: tensors[f"optimizer.{name}.{key}"] for key in (*MOMENTS, STEPS)}
-                    for local, name in names.items()
-                    if f"optimizer.{name}.{STEPS}" in tensors
-                },
-            )
-
-
-def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
-    """One sequence that fills a micro batch, of which all but the first token count."""
-    micro_batch = MicroBatch(
-        token_ids=np.zeros(num_tokens, np.int64),
-        position_ids=np.arange(num_tokens),
-        sequence_starts=np.array([0, num_tokens], np.int32),
-        loss_mask=np.arange(num_tokens) > 0,
-        logprobs=np.zeros(num_tokens, np.float32),
-        advantages=np.zeros(num_tokens, np.float32),
-        policy_versions=np.zeros(num_tokens, np.int32),
-        group_ids=np.zeros(1, np.int32),
-    )
-    return plan_row(micro_batch, layout=scorer.layout, device=torch.device("cpu"))
-
-
-def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
-    return Precision(
-        compute=compute_dtype,
-        state=getattr(torch, config.state_dtype),
-        gradient=getattr(torch, config.gradient_dtype),
-    )
-
-
-def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
-    """Those to choose from, in bytes."""
-    return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
-
-
-def sharing_choices(config: ChunkedConfig, num_ranks: int) -> tuple[int, ...]:
-    """Into how many parts ranks may cut every chunk."""
-    return {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}[config.sharing]
-
-
-def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
-    """Those that are not left to the search."""
-    given = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def capacity(config: ChunkedConfig, device: torch.device) -> Capacity:
-    """What a rank may take: as the config says, or of what is free."""
-    free = free_memory(device, num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    on_device, on_host = config.device_memory_gib, config.host_memory_gib
-    return Capacity(
-        device_bytes=free.device_bytes if on_device is None else int(on_device * GIB),
-        host_bytes=free.host_bytes if on_host is None else int(on_host * GIB),
-    )

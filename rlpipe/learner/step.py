@@ -24,6 +24,7 @@ from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss")
 """Totals of an update, of which a step reports the mean."""
+AMORTISING_SEQUENCES = 4
 MAX_GROUPS_NAMED = 8
 """In the error that ends a run whose steps are not finite."""
 
@@ -55,6 +56,17 @@ class Learner:
         self.updates = policy.sharding.make_updates(policy.trainable_parameters(), learner.optimizer)
         self.reference = make_reference(policy, algorithm)
         self._objective = self._make_objective(temperature, max_completion_tokens, seed)
+        self._note_small_updates()
+
+    def _note_small_updates(self) -> None:
+        algorithm = self._algorithm
+        per_group = algorithm.group_size if algorithm.kind == "rl" else 1
+        sequences = algorithm.groups_per_step * per_group // algorithm.num_minibatches
+        if self._config.offload == "chunked" and sequences < AMORTISING_SEQUENCES:
+            self.policy.sharding.notes.append(
+                f"learner.offload=chunked: an update of {sequences} sequences does not make up for what its transfers "
+                f"cost whatever it trains; {AMORTISING_SEQUENCES} and more do (algorithm.groups_per_step)"
+            )
 
     def _make_objective(self, temperature: float, max_completion_tokens: int, seed: int) -> Objective[Any]:
         policy, learner, algorithm, reference = self.policy, self._config, self._algorithm, self.reference

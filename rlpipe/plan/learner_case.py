@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunked import longest_row
+from rlpipe.learner.chunk_options import longest_row
 from rlpipe.learner.rows import Row
 from rlpipe.offload.decide import Decision
 from rlpipe.offload.profile import Profile

@@ -12,7 +12,7 @@ from rlpipe.configs.contradictions import contradictions
 from rlpipe.configs.schema import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.chunked import GIB
+from rlpipe.learner.chunk_options import GIB
 from rlpipe.plan.learner_case import Drafts, LearnerCase
 from rlpipe.plan.learner_room import HOST_BYTES
 from rlpipe.plan.learner_work import sequence_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rlpipe.configs.schema import Config
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunked import chunk_sizes, fixed_knobs, precision_of, sharing_choices
+from rlpipe.learner.chunk_options import chunk_sizes, fixed_knobs, precision_of, sharing_choices
 from rlpipe.offload.cost import Knobs, activation_peak, arrange, predict
 from rlpipe.offload.decide import Decision, decide
 from rlpipe.offload.layout import Layout, make_layout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunked import GIB
+from rlpipe.learner.chunk_options import GIB
 from rlpipe.offload.auto import SHARE_USED
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.rates import DEVICES_PER_MACHINE

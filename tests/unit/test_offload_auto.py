@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from learner_cases import make_learner
 from offload_cases import (
     CPU,
     make_image_text,
@@ -32,11 +34,13 @@ from transformers import (
     T5ForSequenceClassification,
 )
 
-from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.offload.auto import offload
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.search import DoesNotFit
+from rlpipe.tiny import make_tiny_policy
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SIZES = [100 * 1024]
@@ -169,3 +173,13 @@ def test_a_model_that_looks_at_its_values_needs_all_knobs() -> None:
     model.model.layers[1].register_forward_pre_hook(lambda _, args: print(float(args[0].sum())))
     with pytest.raises(ValueError, match=r"can't be traced without its values .* set all of num_persistent, num_slots"):
         offload(model, device=CPU, optimizer=CONFIG, num_tokens=16, sizes=SIZES)
+
+
+@pytest.mark.parametrize(("groups", "is_noted"), [(1, True), (4, False)])
+def test_updates_of_few_sequences_are_noted(tmp_path: Path, groups: int, is_noted: bool) -> None:
+    path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=2, intermediate_size=96)
+    algorithm = AlgorithmConfig(num_steps=2, groups_per_step=groups, group_size=2)
+    learner = make_learner(
+        path, learner=LearnerConfig(offload="chunked", max_tokens_per_microbatch=64), algorithm=algorithm
+    )
+    assert any("an update of 2 sequences" in note for note in learner.policy.notes) == is_noted

@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.chunked import longest_row
+from rlpipe.learner.chunk_options import longest_row
 from rlpipe.offload.fakes import trace_model, traceable_experts
 from rlpipe.offload.fold import choose_blocks, unfold
 from rlpipe.offload.rates import roofline

@@ -13,6 +13,7 @@ from rlpipe.configs.validate import require_rewards, validate
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 
 MENDED = {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}}
+CHUNKED = {"learner.offload": "chunked"}
 NCCL = {"weights.transport": "nccl", "model.adapter.kind": "none"}
 FEATURES = {"algorithm.ebft.reward": True}
 SERVE = "algorithm.ebft.features.serve"
@@ -126,6 +127,18 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (NCCL | {"learner.num_gpus": 0.5, "rollout.num_gpus": 0.5}, "weights.transport", "or num_gpus=1"),
         (NCCL | {"learner.num_gpus": 1.0}, "weights.transport", "num_gpus of both"),
         ({"learner.zero3.offload_optimizer": True}, "learner.zero3", "learner.strategy=zero3"),
+        ({"learner.offload": "policy"}, "learner.offload", "set fsdp2 there, or learner.offload=chunked"),
+        ({"learner.chunked.num_slots": 3}, "learner.chunked", "set learner.offload=chunked"),
+        (CHUNKED | {"learner.strategy": "zero3"}, "learner.offload", "learner.strategy=single or fsdp2"),
+        (
+            CHUNKED | {"learner.strategy": "fsdp2", "learner.fsdp.reshard_after_forward": False},
+            "learner.fsdp",
+            "leave it out",
+        ),
+        (CHUNKED | {"learner.optimizer.name": "adamw_8bit"}, "learner.optimizer.name", "set adamw"),
+        (CHUNKED | {"learner.chunked.sharing": "sharded"}, "learner.chunked.sharing", "set auto, or more ranks"),
+        (CHUNKED | {"model.gradient_checkpointing": True}, "model.gradient_checkpointing", "set false"),
+        (CHUNKED | {"model.attention": "flex_attention"}, "model.attention", "learner.chunked.num_checkpointed=0"),
         ({"learner.strategy": "fsdp2", "learner.fsdp.wrap": ()}, "learner.fsdp.wrap", "set blocks, size, none or [Qw"),
         ({"learner.strategy": "fsdp2", "learner.fsdp.wrap": 3}, "learner.fsdp.wrap", "set blocks, size, none or [Qw"),
         (

@@ -1,0 +1,70 @@
+"""What the options under ``learner.chunked`` mean to chunked offload, in a run and in its plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from rlpipe.configs.schema_learner import ChunkedConfig
+from rlpipe.learner.rows import Row, plan_row
+from rlpipe.learner.scorer import TokenScorer
+from rlpipe.offload.auto import free_memory
+from rlpipe.offload.cost import Knobs
+from rlpipe.offload.layout import CHUNK_SIZES, MIB
+from rlpipe.offload.profile import Capacity
+from rlpipe.offload.runtime import Precision
+from rlpipe.types import MicroBatch
+
+GIB = 2**30
+
+
+def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
+    """One sequence that fills a micro batch, of which all but the first token count."""
+    micro_batch = MicroBatch(
+        token_ids=np.zeros(num_tokens, np.int64),
+        position_ids=np.arange(num_tokens),
+        sequence_starts=np.array([0, num_tokens], np.int32),
+        loss_mask=np.arange(num_tokens) > 0,
+        logprobs=np.zeros(num_tokens, np.float32),
+        advantages=np.zeros(num_tokens, np.float32),
+        policy_versions=np.zeros(num_tokens, np.int32),
+        group_ids=np.zeros(1, np.int32),
+    )
+    return plan_row(micro_batch, layout=scorer.layout, device=torch.device("cpu"))
+
+
+def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
+    return Precision(
+        compute=compute_dtype,
+        state=getattr(torch, config.state_dtype),
+        gradient=getattr(torch, config.gradient_dtype),
+    )
+
+
+def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
+    """Those to choose from, in bytes."""
+    return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
+
+
+def sharing_choices(config: ChunkedConfig, num_ranks: int) -> tuple[int, ...]:
+    """Into how many parts ranks may cut every chunk."""
+    return {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}[config.sharing]
+
+
+def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
+    """Those that are not left to the search."""
+    given = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def capacity(config: ChunkedConfig, device: torch.device) -> Capacity:
+    """What a rank may take: as the config says, or of what is free."""
+    free = free_memory(device, num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    on_device, on_host = config.device_memory_gib, config.host_memory_gib
+    return Capacity(
+        device_bytes=free.device_bytes if on_device is None else int(on_device * GIB),
+        host_bytes=free.host_bytes if on_host is None else int(on_host * GIB),
+    )
