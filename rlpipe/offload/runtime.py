@@ -28,7 +28,7 @@ from rlpipe.offload.optimizer import ChunkOptimizer
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.ranks import Alone, Ranks
 from rlpipe.offload.residency import Residency
-from rlpipe.offload.units import Inventory, find_units, move_rest, take_inventory
+from rlpipe.offload.units import Inventory, Unit, find_units, move_rest, take_inventory
 
 _offloaded: WeakKeyDictionary[nn.Module, OffloadedModel] = WeakKeyDictionary()
 
@@ -89,19 +89,7 @@ class OffloadedModel:
         self.unit_chunks = chunks_of_units(self.layout, self.inventory)
         _check(arrangement, self.layout, self.unit_chunks, self.inventory)
         self._parameters = dict(model.named_parameters())
-        self._memories = [
-            ChunkMemory(
-                chunk,
-                [self.inventory.members[place.name] for place in chunk.places],
-                device=device,
-                ranks=ranks,
-                is_persistent=chunk.index < arrangement.num_persistent,
-                room=self.layout.slots_of(chunk) * self.layout.slot_bytes,
-                state_dtype=precision.state,
-                fill=fill,
-            )
-            for chunk in self.layout.chunks
-        ]
+        self._memories = self._take_chunks(precision, fill)
         move_rest(model, self.inventory, device, fill)
         self.optimizer = ChunkOptimizer(
             {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
@@ -122,32 +110,48 @@ class OffloadedModel:
             # Ranks that gather must do so in one order, whatever their hosts are up to.
             is_updated=self.optimizer.is_updated if ranks.num_parts == 1 else None,
         )
-        weights = WeightHooks(
-            {memory.storage_key: memory.chunk.index for memory in self._memories}, self._residency.ensure
-        )
         self._arena = HostArena(pin=device.type == "cuda")
-        resident = [*self.inventory.resident.values(), *model.buffers()]
-        keys = {tensor.untyped_storage()._cdata for tensor in resident}
-        self._calls = UnitCalls(
-            model,
-            units,
-            self.unit_chunks,
-            arrangement.modes,
-            residency=self._residency,
-            weights=weights,
-            arena=self._arena,
-            lane=queues.copies_out,
-            stays=lambda tensor: tensor.untyped_storage()._cdata in keys,
-            finish=self.optimizer.gradients.finish,
-        )
+        self._calls = self._watch_calls(units, queues)
         self._places = {
-            id(self._parameters[name]): (chunk.index, name)
-            for chunk in self.layout.chunks
-            for place in chunk.places
-            if (name := place.name) in self._parameters
+            id(self._parameters[name]): (memory.chunk.index, name)
+            for memory in self._memories
+            for name in memory.names
+            if name in self._parameters
         }
         self.is_closed = False
         _offloaded[model] = self
+
+    def _take_chunks(self, precision: Precision, fill: Fill | None) -> list[ChunkMemory]:
+        return [
+            ChunkMemory(
+                chunk,
+                [self.inventory.members[place.name] for place in chunk.places],
+                device=self.device,
+                ranks=self.ranks,
+                is_persistent=chunk.index < self.arrangement.num_persistent,
+                room=self.layout.slots_of(chunk) * self.layout.slot_bytes,
+                state_dtype=precision.state,
+                fill=fill,
+            )
+            for chunk in self.layout.chunks
+        ]
+
+    def _watch_calls(self, units: Sequence[Unit], queues: Queues) -> UnitCalls:
+        keys = {memory.storage_key: memory.chunk.index for memory in self._memories}
+        resident = [*self.inventory.resident.values(), *self.model.buffers()]
+        staying = {tensor.untyped_storage()._cdata for tensor in resident}
+        return UnitCalls(
+            self.model,
+            units,
+            self.unit_chunks,
+            self.arrangement.modes,
+            residency=self._residency,
+            weights=WeightHooks(keys, self._residency.ensure),
+            arena=self._arena,
+            lane=queues.copies_out,
+            stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
+            finish=self.optimizer.gradients.finish,
+        )
 
     @property
     def resident(self) -> dict[str, nn.Parameter]:
