@@ -23,6 +23,7 @@ from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
+from rlpipe.learner.reference import needs_copy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.database import NAME as LEDGER
@@ -61,7 +62,13 @@ class LearnerLoop:
         threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True).start()
         torch.set_num_threads(setup.learner.num_threads or max(1, int(setup.learner.num_cpus)))
         torch.manual_seed(setup.seed)
-        self._policy = load_policy(setup.model, setup.learner, _device(), seed=setup.seed)
+        self._policy = load_policy(
+            setup.model,
+            setup.learner,
+            _device(),
+            seed=setup.seed,
+            leaves_room=needs_copy(setup.model, setup.algorithm),
+        )
         self._learner = Learner(
             self._policy,
             setup.learner,

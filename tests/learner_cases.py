@@ -13,6 +13,7 @@ from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy
+from rlpipe.learner.reference import needs_copy
 from rlpipe.learner.step import Learner
 from rlpipe.types import NO_VERSION, Rollout, TrainBatch
 
@@ -99,10 +100,9 @@ def make_learner(
     model: ModelConfig | None = None,
 ) -> Learner:
     learner = learner or LearnerConfig(optimizer=OptimizerConfig(lr=1e-2 if adapter == "lora" else 1e-3))
-    policy = load_policy(model or make_model_config(path, adapter=adapter), learner, torch.device("cpu"))
-    return Learner(
-        policy, learner, algorithm or AlgorithmConfig(num_steps=10), temperature=0.9, max_completion_tokens=16
-    )
+    model, algorithm = model or make_model_config(path, adapter=adapter), algorithm or AlgorithmConfig(num_steps=10)
+    policy = load_policy(model, learner, torch.device("cpu"), leaves_room=needs_copy(model, algorithm))
+    return Learner(policy, learner, algorithm, temperature=0.9, max_completion_tokens=16)
 
 
 def train_steps(learner: Learner, first: int, last: int, *, max_tokens: int = 4096) -> list[dict[str, float]]:

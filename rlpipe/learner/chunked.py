@@ -28,7 +28,8 @@ from rlpipe.learner.single import SingleRank
 from rlpipe.offload import ranks as chunk_ranks
 from rlpipe.offload.auto import plan
 from rlpipe.offload.decide import Decision
-from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement
+from rlpipe.offload.profile import Capacity
+from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement, least_memory
 from rlpipe.offload.trace import Trace
 
 
@@ -37,19 +38,20 @@ class Chunked:
 
     loads_on_cpu = True
 
-    def __init__(self, learner: LearnerConfig, device: torch.device) -> None:
+    def __init__(self, learner: LearnerConfig, device: torch.device, *, leaves_room: bool = False) -> None:
+        """``leaves_room`` is for a frozen copy of the policy, which is spread after it."""
         self._group = Ranks(device) if learner.strategy == "fsdp2" else SingleRank()
         self.rank, self.num_ranks = self._group.rank, self._group.num_ranks
         self.device = device
-        self._learner, self._config = learner, learner.chunked
+        self._learner, self._config, self._leaves_room = learner, learner.chunked, leaves_room
         self._offloaded: list[OffloadedModel] = []
-        self._decision: Decision | None = None
+        self.decision: Decision | None = None
         self.notes: list[str] = []
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
         precision = precision_of(self._config, scorer.compute_dtype)
         if trained:
-            decision = self._decision = self._decide(scorer, precision)
+            decision = self.decision = self._decide(scorer, precision)
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
@@ -88,6 +90,12 @@ class Chunked:
         return found[0]
 
     def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device) -> Decision:
+        free = capacity(self._config, self.device)
+        if self._leaves_room:
+            copy = least_memory(scorer, sizes=chunk_sizes(self._config))
+            free = Capacity(
+                device_bytes=free.device_bytes - copy.device_bytes, host_bytes=free.host_bytes - copy.host_bytes
+            )
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
 
         def loss_of(trace: Trace) -> Tensor:
@@ -99,7 +107,7 @@ class Chunked:
             loss_of,
             hardware,
             knobs=fixed_knobs(self._config),
-            capacity=capacity(self._config, self.device),
+            capacity=free,
             precision=precision,
             sizes=chunk_sizes(self._config),
             num_ranks=self.num_ranks,
@@ -110,12 +118,10 @@ class Chunked:
         return ChunkedUpdates(self._offloaded[0], parameters, config, measured=self._compare)
 
     def _compare(self, seconds: float, num_micro_batches: int) -> None:
-        if self._decision is None or self._decision.prediction is None:
+        if self.decision is None or self.decision.prediction is None:
             return
         device_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-        self.notes.append(
-            f"learner.offload=chunked: {self._decision.compare(seconds, num_micro_batches, device_bytes)}"
-        )
+        self.notes.append(f"learner.offload=chunked: {self.decision.compare(seconds, num_micro_batches, device_bytes)}")
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         held = {}

@@ -116,13 +116,16 @@ class Policy:
             yield
 
 
-def load_policy(model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0) -> Policy:
+def load_policy(
+    model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0, leaves_room: bool = False
+) -> Policy:
     """Loads model and adapter, and spreads them over the ranks; a new adapter is drawn from ``seed`` on every rank.
 
+    ``leaves_room`` is for a frozen copy of the whole model, where what is free is shared out (chunked offload).
     What is trained is kept in float32 and computed with in ``model.dtype``. Raises ``ModelError``, in one line, where
     the model or adapter can't be found, loaded, or trained.
     """
-    sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none")
+    sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none", leaves_room=leaves_room)
     scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
     if model.gradient_checkpointing:
         _enable_checkpointing(scorer.causal_model, reentrant=reentrant_checkpointing(model, learner))
@@ -147,11 +150,13 @@ def outline_policy(model: ModelConfig) -> Policy:
     return Policy(scorer, model, torch.device("cpu"))
 
 
-def make_sharding(learner: LearnerConfig, device: torch.device, *, trains_all: bool) -> Sharding:
+def make_sharding(
+    learner: LearnerConfig, device: torch.device, *, trains_all: bool, leaves_room: bool = False
+) -> Sharding:
     if learner.offload == "chunked":
         from rlpipe.learner.chunked import Chunked
 
-        return Chunked(learner, device)
+        return Chunked(learner, device, leaves_room=leaves_room)
     if learner.strategy == "fsdp2":
         from rlpipe.learner.fsdp2 import Fsdp2
 

@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_algorithm import AlgorithmConfig, ReferenceConfig
+from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.errors import ConfigError
 from rlpipe.learner.policy import Policy, load_scorer
 from rlpipe.learner.rows import Row
@@ -92,10 +93,19 @@ class FrozenCopy:
         return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
 
 
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    reads_features = algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
+    return algorithm.kind == "ebft_strided" or (algorithm.kind == "rl" and bool(algorithm.loss.beta or reads_features))
+
+
+def needs_copy(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
+    """Whether the reference is a copy of the whole model, which lies beside it."""
+    return model.adapter.kind == "none" and needs_reference(algorithm)
+
+
 def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:
     """The reference that the config needs, or None; raises ``ConfigError`` where it asks a LoRA's to move."""
-    reads_features = algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
-    if algorithm.kind == "sft" or (algorithm.kind == "rl" and not algorithm.loss.beta and not reads_features):
+    if not needs_reference(algorithm):
         return None
     if not isinstance(policy.model, PeftModel):
         copy = FrozenCopy(policy, algorithm.reference)

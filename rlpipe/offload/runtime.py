@@ -25,7 +25,7 @@ from rlpipe.offload.chunk import ChunkMemory, Fill
 from rlpipe.offload.lanes import Queues, make_queues
 from rlpipe.offload.layout import CHUNK_SIZES, Layout, make_layout
 from rlpipe.offload.optimizer import ChunkOptimizer
-from rlpipe.offload.profile import Mode
+from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.ranks import Alone, Ranks
 from rlpipe.offload.residency import Residency
 from rlpipe.offload.units import Inventory, Unit, find_units, move_rest, take_inventory
@@ -267,6 +267,18 @@ def least_arrangement(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -
     layout = make_layout(inventory.tensors, sizes=sizes)
     slots = least_slots(layout, chunks_of_units(layout, inventory), 0)
     return Arrangement(num_persistent=0, num_slots=slots + 1, modes=[Mode.KEEP] * len(units))
+
+
+def least_memory(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Capacity:
+    """What the model takes as it is arranged so, with all of it on this rank's host."""
+    inventory = take_inventory(model, find_units(model), trained=False)
+    layout = make_layout(inventory.tensors, sizes=sizes)
+    resident = [*inventory.resident.values(), *model.buffers()]
+    num_slots = least_arrangement(model, sizes=sizes).num_slots
+    return Capacity(
+        device_bytes=num_slots * layout.slot_bytes + sum(tensor.nbytes for tensor in resident),
+        host_bytes=sum(chunk.num_bytes for chunk in layout.chunks),
+    )
 
 
 def chunks_of_units(layout: Layout, inventory: Inventory) -> list[frozenset[int]]:

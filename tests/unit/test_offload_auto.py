@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import make_learner
+from learner_cases import make_learner, make_model_config
 from offload_cases import (
     CPU,
     make_image_text,
@@ -34,11 +34,14 @@ from transformers import (
     T5ForSequenceClassification,
 )
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.learner.chunked import Chunked
+from rlpipe.learner.policy import load_scorer
 from rlpipe.offload.auto import offload
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.profile import Capacity, Mode
+from rlpipe.offload.runtime import least_memory
 from rlpipe.offload.search import DoesNotFit
 from rlpipe.tiny import make_tiny_policy
 
@@ -183,3 +186,19 @@ def test_updates_of_few_sequences_are_noted(tmp_path: Path, groups: int, is_note
         path, learner=LearnerConfig(offload="chunked", max_tokens_per_microbatch=64), algorithm=algorithm
     )
     assert any("an update of 2 sequences" in note for note in learner.policy.notes) == is_noted
+
+
+def test_room_is_left_for_a_frozen_copy(tmp_path: Path) -> None:
+    path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)
+    chunks = ChunkedConfig(chunk_mib=0.06, device_memory_gib=2 / 1024, host_memory_gib=1.0)
+    config = LearnerConfig(offload="chunked", chunked=chunks, max_tokens_per_microbatch=64)
+    taken = []
+    for beta in (0.0, 0.1):
+        algorithm = AlgorithmConfig(num_steps=2, loss=LossConfig(beta=beta))
+        sharding = make_learner(path, adapter="none", learner=config, algorithm=algorithm).policy.sharding
+        assert isinstance(sharding, Chunked)
+        taken.append(sharding.decision.prediction.device_bytes)
+    copy = load_scorer(make_model_config(path, adapter="none"), CPU)
+    room = least_memory(copy, sizes=[int(0.06 * 2**20)]).device_bytes
+    assert 2 * 2**20 - room < taken[0] <= 2 * 2**20
+    assert taken[1] <= 2 * 2**20 - room
