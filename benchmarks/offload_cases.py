@@ -81,7 +81,7 @@ LLAMA_70B = Shape(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads
 
 CASES = {
     "tiny": Case(shape=TINY, tokens=128, micro_batches=2, device_gib=0.006, chunk_mib=0.5, compared=True),
-    "tiny-lora": Case(shape=TINY, kind="lora", tokens=128, device_gib=0.0045, chunk_mib=0.25),
+    "tiny-lora": Case(shape=TINY, kind="lora", tokens=128, micro_batches=2, device_gib=0.0045, chunk_mib=0.25),
     # The others keep all weights and states on the host: the cap has rlpipe offload in earnest, too.
     "1b-8k": Case(shape=LLAMA_1B, device_gib=12, compared=True),
     "4b-8k": Case(shape=QWEN_4B, compared=True),
