@@ -95,7 +95,8 @@ class ServedScorer:
         try:
             async with self._scoring:
                 scoring = asyncio.get_running_loop().run_in_executor(None, self._scorer.score, groups)
-                return await asyncio.wait_for(asyncio.shield(scoring), limit)
+                async with asyncio.timeout(limit):
+                    return await asyncio.shield(scoring)
         except TimeoutError:
             # Its thread can't be ended; Serve puts another replica in the place of this one.
             asyncio.get_running_loop().call_later(DRAIN_S, os._exit, 1)

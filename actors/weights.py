@@ -136,8 +136,8 @@ class WeightsActor:
         """
         self._followed.set()
         try:
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._has_news(after)), timeout_s)
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._has_news(after))
         except TimeoutError:
             return None
         if self._error is not None:
@@ -163,7 +163,9 @@ class WeightsActor:
         """The digest of what the engine serves once it has loaded the version, or why it has not."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
-            return await asyncio.wait_for(call, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                digest: str = await call
+                return digest
         except TimeoutError:
             return NotLoaded(
                 Cause.ENGINE,

@@ -218,7 +218,8 @@ class EnginePool:
         if death.process_lives:
             ray.kill(self._engines[name], no_restart=False)
         try:
-            await asyncio.wait_for(self._start(name), limit)
+            async with asyncio.timeout(limit):
+                await self._start(name)
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
         except RayTaskError as error:

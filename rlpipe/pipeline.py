@@ -190,7 +190,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                     await start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
                         with suppress(TimeoutError):  # ranks that began again behind the last step have none to report
-                            await asyncio.wait_for(follower.ended.wait(), config.cluster.call_timeout_s)
+                            async with asyncio.timeout(config.cluster.call_timeout_s):
+                                await follower.ended.wait()
                 for task in endless:
                     task.cancel()
             if stopped:

@@ -210,7 +210,8 @@ async def until_ready(
     for starts_left in reversed(range(MAX_STARTS)):
         try:
             with _failures_at_start(name, timeout_s):
-                await asyncio.wait_for(start, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await start
         except DiedAtStart as death:
             if not starts_left:
                 raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None

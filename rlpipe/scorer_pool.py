@@ -120,7 +120,9 @@ class ScorerPool(ScoringPool):
         limit = self._timeout_s * len(indices)
         reason = None
         try:
-            return await asyncio.wait_for(process.actor.score.remote(groups, list(indices)), limit)
+            async with asyncio.timeout(limit):
+                scores: list[GroupScores] = await process.actor.score.remote(groups, list(indices))
+                return scores
         except TimeoutError:
             reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
         except (RayActorError, OutOfMemoryError):

@@ -46,7 +46,8 @@ class ServedPool(ScoringPool):
     async def start(self) -> None:
         """Deploys the replicas; raises ``WaitTimeout`` where they are late, ``RunError`` where they can't start."""
         try:
-            self._handle = await asyncio.wait_for(asyncio.to_thread(self._deploy), self._start_timeout_s)
+            async with asyncio.timeout(self._start_timeout_s):
+                self._handle = await asyncio.to_thread(self._deploy)
         except TimeoutError:
             raise WaitTimeout(
                 f"the replicas of {self._name} have not started within "
@@ -77,8 +78,9 @@ class ServedPool(ScoringPool):
             async with self._places:
                 try:
                     request: Any = self._handle.score.remote(groups, index, alone)
-                    scores: list[GroupScores] = await asyncio.wait_for(request, self._answer_timeout_s)
-                    return scores
+                    async with asyncio.timeout(self._answer_timeout_s):
+                        scores: list[GroupScores] = await request
+                        return scores
                 except TimeoutError:
                     return f"no replica of {self._name} answered within {self._answer_timeout_s:g} seconds"
                 except RayTaskError as error:

@@ -30,7 +30,8 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
     actor is gone for good; ``ObjectsLost`` if it was given something that is lost.
     """
     try:
-        return await asyncio.wait_for(call, within)
+        async with asyncio.timeout(within):
+            return await call
     except asyncio.CancelledError:
         if isinstance(call, ObjectRef):
             ray.cancel(call, recursive=False)  # else Ray would repeat it on a new process once the actor is ended

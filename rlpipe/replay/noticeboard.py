@@ -15,8 +15,8 @@ class Noticeboard:
     async def wait_for(self, condition: Callable[[], object], timeout_s: float | None = None) -> bool:
         """Waits until something has changed such that ``condition`` holds; False after ``timeout_s``."""
         try:
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(condition), timeout_s)
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
         except TimeoutError:
             return False
         return True

@@ -122,7 +122,8 @@ class EngineChat:
             name = min(self._asked, key=lambda name: (self._avoided_until[name] > time.monotonic(), self._asked[name]))
             self._asked[name] += 1
             try:
-                return await asyncio.wait_for(self._ask(name, request, left_s), left_s + GRACE_S)
+                async with asyncio.timeout(left_s + GRACE_S):
+                    return await self._ask(name, request, left_s)
             except (EngineSilent, TimeoutError) as error:
                 reason = str(error) or f"engine {name} does not answer"
                 self._avoided_until[name] = time.monotonic() + AVOIDED_S

@@ -61,8 +61,8 @@ class JsonClient:
         for attempt in range(self._retries + 1):
             pause_s: float | None = None
             try:
-                async with self._places:
-                    response = await asyncio.wait_for(self._client.post(url, json=body), self._timeout_s)
+                async with self._places, asyncio.timeout(self._timeout_s):
+                    response = await self._client.post(url, json=body)
                 if response.is_success:
                     return read(_json_of(response))
                 reason = f"it answered {response.status_code} ({_shown(response.text)})"

@@ -413,7 +413,8 @@ def test_async_functions_run_concurrently() -> None:
         arrived.append(name)
         if len(arrived) == 2:
             both_there.set()
-        await asyncio.wait_for(both_there.wait(), 5)
+        async with asyncio.timeout(5):
+            await both_there.wait()
 
     async def first(completions: list[str]) -> list[float]:
         await meet("first")

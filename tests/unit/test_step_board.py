@@ -110,7 +110,8 @@ def test_the_next_step_is_due_once_ranks_have_one() -> None:
         await board.put(5, batches(5, 1))
         assert board.due is None, "ranks have not begun it"
         assert not board.want(5)
-        assert (await asyncio.wait_for(board.batch(5, 0), 60)) is not None
+        async with asyncio.timeout(60):
+            assert await board.batch(5, 0) is not None
         assert board.due == 6
 
     asyncio.run(scenario())
