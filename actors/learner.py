@@ -23,7 +23,6 @@ from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
-from rlpipe.learner.reference import needs_copy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
 from rlpipe.replay.database import NAME as LEDGER
@@ -67,7 +66,7 @@ class LearnerLoop:
             setup.learner,
             _device(),
             seed=setup.seed,
-            leaves_room=needs_copy(setup.model, setup.algorithm),
+            workload=setup.workload,
         )
         self._learner = Learner(
             self._policy,

@@ -33,6 +33,7 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.configs.schema_rollout import SamplingConfig
+from rlpipe.learner.workload import Workload
 from rlpipe.waiting import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
@@ -51,6 +52,7 @@ class LearnerSetup:
     model: ModelConfig
     algorithm: AlgorithmConfig
     learner: LearnerConfig
+    workload: Workload
     sampling: SamplingConfig
     weights: WeightsConfig
     checkpoint: CheckpointConfig

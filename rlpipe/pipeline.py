@@ -30,6 +30,7 @@ from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
 from rlpipe.learner.checkpoint_files import list_checkpoints
+from rlpipe.learner.workload import read_workload
 from rlpipe.learner_group import end_learner, start_learner
 from rlpipe.news import Follower
 from rlpipe.parts import Parts
@@ -296,6 +297,7 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
         model=run.model,
         algorithm=config.algorithm,
         learner=config.learner,
+        workload=read_workload(config),
         sampling=config.rollout.sampling,
         weights=config.weights,
         checkpoint=config.checkpoint,

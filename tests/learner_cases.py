@@ -13,8 +13,8 @@ from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy
-from rlpipe.learner.reference import needs_copy
 from rlpipe.learner.step import Learner
+from rlpipe.learner.workload import Workload, needs_copy
 from rlpipe.types import NO_VERSION, Rollout, TrainBatch
 
 
@@ -101,7 +101,8 @@ def make_learner(
 ) -> Learner:
     learner = learner or LearnerConfig(optimizer=OptimizerConfig(lr=1e-2 if adapter == "lora" else 1e-3))
     model, algorithm = model or make_model_config(path, adapter=adapter), algorithm or AlgorithmConfig(num_steps=10)
-    policy = load_policy(model, learner, torch.device("cpu"), leaves_room=needs_copy(model, algorithm))
+    workload = Workload(has_copy=needs_copy(model, algorithm))
+    policy = load_policy(model, learner, torch.device("cpu"), workload=workload)
     return Learner(policy, learner, algorithm, temperature=0.9, max_completion_tokens=16)
 
 

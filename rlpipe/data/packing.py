@@ -5,7 +5,7 @@ Shapes: N packed tokens of a micro batch, S sequences in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -56,19 +56,37 @@ def pack_step(
     there are no rollouts, if one is empty or lacks advantages, or if only some have ``ref_logprobs``.
     """
     _check(rollouts, step, max_tokens)
-    shuffle = num_epochs > 1 or num_minibatches > 1
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    for share in _deal(rollouts, [seed, step], num_minibatches, num_epochs):
+        for rank, part in zip(ranks, _pack_minibatch(share, num_ranks, max_tokens, skip_zero_advantage), strict=True):
+            rank.append(part)
+    return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
+
+
+def pack_fullest(
+    rollouts: Sequence[Rollout], *, num_ranks: int, max_tokens: int, num_minibatches: int = 1, num_epochs: int = 1
+) -> tuple[int, MicroBatch]:
+    """Of ``pack_step``, alone the costliest micro batch of the mini batch that has the most, and how many it has."""
+    _check(rollouts, 0, max_tokens)
+    most, found = 0, None
+    for share in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
+        bins = _fill_ranks(share, num_ranks, max_tokens)
+        if (count := max(map(len, bins))) > most:
+            most, found = count, _join([share[index] for index in bins[0][0]])
+    assert found is not None, "there are rollouts"
+    return most, found
+
+
+def _deal(
+    rollouts: Sequence[Rollout], seed: Sequence[int], num_minibatches: int, num_epochs: int
+) -> Iterator[list[Rollout]]:
+    """The mini batches of all epochs."""
     for epoch in range(num_epochs):
         order = np.arange(len(rollouts))
-        if shuffle:
-            order = np.random.default_rng([seed, step, epoch]).permutation(order)
+        if num_epochs > 1 or num_minibatches > 1:
+            order = np.random.default_rng([*seed, epoch]).permutation(order)
         for share in np.array_split(order, min(num_minibatches, len(rollouts))):
-            minibatch = _pack_minibatch(
-                [rollouts[index] for index in share], num_ranks, max_tokens, skip_zero_advantage
-            )
-            for rank, part in zip(ranks, minibatch, strict=True):
-                rank.append(part)
-    return [TrainBatch(step=step, mini_batches=mini_batches) for mini_batches in ranks]
+            yield [rollouts[index] for index in share]
 
 
 def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
@@ -101,8 +119,7 @@ def _pack_minibatch(
     with_reference = rollouts[0].ref_logprobs is not None
     if skip_zero_advantage:
         rollouts = [rollout for rollout in rollouts if _has_gradient(rollout)]
-    units = _make_units(rollouts, num_ranks, max_tokens)
-    bins = [_fill_bins(share, max_tokens) for share in _share_out(units, num_ranks)]
+    bins = _fill_ranks(rollouts, num_ranks, max_tokens)
     num_micro_batches = max(len(rank) for rank in bins)
     parts = []
     for rank in bins:
@@ -114,6 +131,12 @@ def _pack_minibatch(
             MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
         )
     return parts
+
+
+def _fill_ranks(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """For every rank the members of its micro batches, the costliest first."""
+    units = _make_units(rollouts, num_ranks, max_tokens)
+    return [_fill_bins(share, max_tokens) for share in _share_out(units, num_ranks)]
 
 
 def _has_gradient(rollout: Rollout) -> bool:

@@ -25,10 +25,10 @@ from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Read, Reduce, Updates
 from rlpipe.learner.single import SingleRank
+from rlpipe.learner.workload import Workload
 from rlpipe.offload import ranks as chunk_ranks
 from rlpipe.offload.auto import plan
 from rlpipe.offload.decide import Decision
-from rlpipe.offload.profile import Capacity
 from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement, least_memory
 from rlpipe.offload.trace import Trace
 
@@ -38,12 +38,11 @@ class Chunked:
 
     loads_on_cpu = True
 
-    def __init__(self, learner: LearnerConfig, device: torch.device, *, leaves_room: bool = False) -> None:
-        """``leaves_room`` is for a frozen copy of the policy, which is spread after it."""
+    def __init__(self, learner: LearnerConfig, device: torch.device, workload: Workload) -> None:
         self._group = Ranks(device) if learner.strategy == "fsdp2" else SingleRank()
         self.rank, self.num_ranks = self._group.rank, self._group.num_ranks
         self.device = device
-        self._learner, self._config, self._leaves_room = learner, learner.chunked, leaves_room
+        self._learner, self._config, self._workload = learner, learner.chunked, workload
         self._offloaded: list[OffloadedModel] = []
         self.decision: Decision | None = None
         self.notes: list[str] = []
@@ -91,16 +90,13 @@ class Chunked:
 
     def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device) -> Decision:
         free = capacity(self._config, self.device)
-        if self._leaves_room:
-            copy = least_memory(scorer, sizes=chunk_sizes(self._config))
-            free = Capacity(
-                device_bytes=free.device_bytes - copy.device_bytes, host_bytes=free.host_bytes - copy.host_bytes
-            )
+        if self._workload.has_copy:  # which is spread after the policy
+            free = free.less(least_memory(scorer, sizes=chunk_sizes(self._config)))
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
 
         def loss_of(trace: Trace) -> Tensor:
             scorer.announce = trace.read
-            return scorer.logprobs(row, 1.0, self._learner.logprob_chunk_tokens)[0].sum()
+            return self._workload.loss_of(scorer, row, self._learner.logprob_chunk_tokens)
 
         return plan(
             scorer,
@@ -110,6 +106,7 @@ class Chunked:
             capacity=free,
             precision=precision,
             sizes=chunk_sizes(self._config),
+            num_micro_batches=self._workload.num_micro_batches,
             num_ranks=self.num_ranks,
             parts=sharing_choices(self._config, self.num_ranks),
         )

@@ -27,6 +27,7 @@ from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Sharding
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.weight_scales import normalize_weight_scales
+from rlpipe.learner.workload import Workload
 from rlpipe.models import describe_model, hollow_model, open_model
 from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.types import MicroBatch, WeightsKind
@@ -117,15 +118,15 @@ class Policy:
 
 
 def load_policy(
-    model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0, leaves_room: bool = False
+    model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0, workload: Workload | None = None
 ) -> Policy:
     """Loads model and adapter, and spreads them over the ranks; a new adapter is drawn from ``seed`` on every rank.
 
-    ``leaves_room`` is for a frozen copy of the whole model, where what is free is shared out (chunked offload).
+    ``workload`` is what chunked offload decides by.
     What is trained is kept in float32 and computed with in ``model.dtype``. Raises ``ModelError``, in one line, where
     the model or adapter can't be found, loaded, or trained.
     """
-    sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none", leaves_room=leaves_room)
+    sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none", workload=workload)
     scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
     if model.gradient_checkpointing:
         _enable_checkpointing(scorer.causal_model, reentrant=reentrant_checkpointing(model, learner))
@@ -151,12 +152,12 @@ def outline_policy(model: ModelConfig) -> Policy:
 
 
 def make_sharding(
-    learner: LearnerConfig, device: torch.device, *, trains_all: bool, leaves_room: bool = False
+    learner: LearnerConfig, device: torch.device, *, trains_all: bool, workload: Workload | None = None
 ) -> Sharding:
     if learner.offload == "chunked":
         from rlpipe.learner.chunked import Chunked
 
-        return Chunked(learner, device, leaves_room=leaves_room)
+        return Chunked(learner, device, workload or Workload())
     if learner.strategy == "fsdp2":
         from rlpipe.learner.fsdp2 import Fsdp2
 

@@ -13,10 +13,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_algorithm import AlgorithmConfig, ReferenceConfig
-from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.errors import ConfigError
 from rlpipe.learner.policy import Policy, load_scorer
 from rlpipe.learner.rows import Row
+from rlpipe.learner.workload import needs_reference
 
 
 class Reference(Protocol):
@@ -91,16 +91,6 @@ class FrozenCopy:
     def moving(self) -> dict[str, nn.Parameter]:
         """Nothing where the copy stays: it is then what ``model.path`` holds."""
         return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    reads_features = algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
-    return algorithm.kind == "ebft_strided" or (algorithm.kind == "rl" and bool(algorithm.loss.beta or reads_features))
-
-
-def needs_copy(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
-    """Whether the reference is a copy of the whole model, which lies beside it."""
-    return model.adapter.kind == "none" and needs_reference(algorithm)
 
 
 def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:

@@ -117,7 +117,8 @@ def decide(
 
 def _describe_prediction(prediction: Prediction) -> str:
     on_device, on_host = prediction.device_bytes / 2**30, prediction.host_bytes / 2**30
+    count = prediction.num_micro_batches
     return (
         f"predicted {on_device:.2f} GiB on the device, {on_host:.2f} GiB on the host, "
-        f"{prediction.seconds:.3g} s an update"
+        f"{prediction.seconds:.3g} s an update of {count} micro batch{'es' if count > 1 else ''}"
     )

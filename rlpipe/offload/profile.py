@@ -127,3 +127,8 @@ class Profile:
 class Capacity:
     device_bytes: int
     host_bytes: int
+
+    def less(self, taken: Capacity) -> Capacity:
+        return Capacity(
+            device_bytes=self.device_bytes - taken.device_bytes, host_bytes=self.host_bytes - taken.host_bytes
+        )

@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import longest_row
+from rlpipe.learner.chunk_options import chunk_sizes, longest_row
 from rlpipe.learner.rows import Row
+from rlpipe.learner.workload import needs_copy
 from rlpipe.offload.decide import Decision
-from rlpipe.offload.profile import Profile
+from rlpipe.offload.profile import Capacity, Profile
 from rlpipe.offload.rates import rates_of
+from rlpipe.offload.runtime import least_memory
 from rlpipe.offload.search import DoesNotFit
 from rlpipe.offload.trace import Trace
 from rlpipe.plan.engine_setup import EngineSetup
@@ -99,7 +101,7 @@ class LearnerCase:
     @property
     def has_reference(self) -> bool:
         """Whether ranks hold a frozen copy; with an adapter it is the model below that."""
-        return self.config.model.adapter.kind == "none" and self.work.num_reference_passes > 0
+        return needs_copy(self.config.model, self.config.algorithm)
 
     @cached_property
     def longest(self) -> Trace:
@@ -112,8 +114,10 @@ class LearnerCase:
         return make_chunks(self.outline, self.config)
 
     @cached_property
-    def reference_chunks(self) -> Chunks | None:
-        return make_chunks(self.outline, self.config, trained=False) if self.has_reference else None
+    def reference(self) -> Capacity | None:
+        """What a frozen copy takes that comes in chunks, too."""
+        sizes = chunk_sizes(self.config.learner.chunked)
+        return least_memory(self.outline.scorer, sizes=sizes) if self.has_reference else None
 
     @cached_property
     def decision(self) -> tuple[Decision, Profile] | DoesNotFit | None:
@@ -121,7 +125,8 @@ class LearnerCase:
         if self.config.learner.offload != "chunked":
             return None
         try:
-            return decide_chunks(self.chunks, self.longest, self.device, self.room.capacity)
+            room = self.room.capacity if self.reference is None else self.room.capacity.less(self.reference)
+            return decide_chunks(self.chunks, self.longest, self.device, room, self.work.num_micro_batches)
         except DoesNotFit as failure:
             return failure
         except ValueError as error:
@@ -129,7 +134,7 @@ class LearnerCase:
 
     @property
     def description(self) -> str | None:
-        """As the learner logs its decision, which is of one micro batch."""
+        """As the learner logs its decision."""
         return self.decision[0].describe() if isinstance(self.decision, tuple) else None
 
     @cached_property
@@ -142,7 +147,7 @@ class LearnerCase:
             profiles, shared = self.longest.profiles(), self.longest.shared_bytes
             return plain_memory(self.outline, profiles, shared, self.config, has_reference=self.has_reference)
         rates = rates_of(self.device, num_ranks=self.config.learner.num_ranks)
-        return chunked_memory(self.chunks, decision[1], decision[0], rates, self.reference_chunks)
+        return chunked_memory(self.chunks, decision[1], decision[0], rates, self.reference)
 
     @cached_property
     def problem(self) -> str | None:
@@ -173,4 +178,4 @@ class LearnerCase:
             trace, num_parts=decision[0].num_parts, num_micro_batches=self.work.num_micro_batches
         )
         rates = rates_of(self.device, num_ranks=self.config.learner.num_ranks)
-        return chunked_time(profile, decision[0].knobs, rates, self.work, self.reference_chunks)
+        return chunked_time(profile, decision[0].knobs, rates, self.work, self.reference)

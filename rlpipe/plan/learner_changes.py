@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -12,10 +11,8 @@ from rlpipe.configs.contradictions import contradictions
 from rlpipe.configs.schema import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.chunk_options import GIB
+from rlpipe.learner.workload import sequence_tokens
 from rlpipe.plan.learner_case import Drafts, LearnerCase
-from rlpipe.plan.learner_room import HOST_BYTES
-from rlpipe.plan.learner_work import sequence_tokens
 
 RANKS = (2, 4, 8)
 """That are proposed."""
@@ -57,23 +54,12 @@ def read_option(config: Config, name: str) -> Any:
     return attrgetter(name)(config)
 
 
-def _beside_reference(case: LearnerCase) -> Iterator[Options]:
-    """The learner decides before it loads the reference, which takes no part in that."""
-    memory, room = case.memory, case.room
-    if memory is not None and case.has_reference:
-        left = (room.device_bytes - memory.device.reference, room.host_bytes - HOST_BYTES - memory.host.reference)
-        device, host = (math.floor(10 * num_bytes / GIB) / 10 for num_bytes in left)
-        if device > 0 and host > 0:
-            yield {"learner.chunked.device_memory_gib": device, "learner.chunked.host_memory_gib": host}
-
-
 def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     """Each kind from what changes least on."""
     config, learner = case.config, case.config.learner
     offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
     is_whole = config.model.adapter.kind == "none"
     if learner.offload == "chunked":
-        yield [*_beside_reference(case)]
         yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_whole else []
     else:
         yield [{"model.gradient_checkpointing": True}]

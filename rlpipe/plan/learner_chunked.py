@@ -15,7 +15,6 @@ from rlpipe.offload.layout import Layout, make_layout
 from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates
 from rlpipe.offload.profiler import make_profile, resident_bytes
 from rlpipe.offload.rates import rates_of
-from rlpipe.offload.runtime import chunks_of_units, least_slots
 from rlpipe.offload.trace import Trace
 from rlpipe.offload.units import Inventory, take_inventory
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes, LearnerMemory
@@ -40,7 +39,7 @@ class Chunks:
     layout: Layout
     config: Config
 
-    def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int = 1) -> Profile:
+    def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int) -> Profile:
         return make_profile(
             self.outline.scorer,
             self.inventory,
@@ -53,10 +52,9 @@ class Chunks:
         )
 
 
-def make_chunks(outline: Outline, config: Config, *, trained: bool = True) -> Chunks:
+def make_chunks(outline: Outline, config: Config) -> Chunks:
     """As the learner makes them; those of weights in 4 bit with their scales."""
-    dtype = outline.scorer.compute_dtype if trained else None
-    inventory = take_inventory(outline.scorer, outline.units, trained=trained, compute_dtype=dtype)
+    inventory = take_inventory(outline.scorer, outline.units, compute_dtype=outline.scorer.compute_dtype)
     inventory.tensors = [
         replace(tensor, num_bytes=nf4_bytes(outline.nf4[tensor.name])) if tensor.name in outline.nf4 else tensor
         for tensor in inventory.tensors
@@ -65,14 +63,16 @@ def make_chunks(outline: Outline, config: Config, *, trained: bool = True) -> Ch
     return Chunks(outline=outline, inventory=inventory, layout=layout, config=config)
 
 
-def decide_chunks(chunks: Chunks, trace: Trace, device: Device, capacity: Capacity) -> tuple[Decision, Profile]:
-    """As the learner does when it starts, of a micro batch of full length; with the profile that was decided on.
+def decide_chunks(
+    chunks: Chunks, trace: Trace, device: Device, capacity: Capacity, num_micro_batches: int
+) -> tuple[Decision, Profile]:
+    """As the learner does when it starts, of micro batches of full length; with the profile that was decided on.
 
     Raises ``DoesNotFit``, and ``ValueError`` where nothing has the fixed knobs.
     """
     learner = chunks.config.learner
     profiles = {
-        num_parts: chunks.profile(trace, num_parts=num_parts)
+        num_parts: chunks.profile(trace, num_parts=num_parts, num_micro_batches=num_micro_batches)
         for num_parts in sharing_choices(learner.chunked, learner.num_ranks)
     }
     decision = decide(
@@ -99,7 +99,7 @@ def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
 
 
 def chunked_memory(
-    chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Chunks | None
+    chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Capacity | None
 ) -> LearnerMemory:
     """The parts of what was predicted, and the frozen copy of the initial model beside it."""
     learner, knobs = chunks.config.learner, decision.knobs
@@ -111,7 +111,6 @@ def chunked_memory(
     small = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
     device_gradients, device_states = _states(persistent, gradient)
     host_gradients, host_states = _states(others, gradient)
-    frozen = (0, 0) if reference is None else _reference_bytes(reference, decision.num_parts)
     return LearnerMemory(
         device=DeviceBytes(
             weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * small,
@@ -120,7 +119,7 @@ def chunked_memory(
             activations=activation_peak(profile.stages, modes)
             + (profile.shared_bytes if knobs.num_checkpointed else 0),
             slots=knobs.num_slots * profile.slot_bytes,
-            reference=frozen[0],
+            reference=reference.device_bytes if reference is not None else 0,
         ),
         host=HostBytes(
             weights=sum(chunk.num_bytes for chunk in others),
@@ -129,7 +128,7 @@ def chunked_memory(
             activations=sum(
                 stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
             ),
-            reference=frozen[1],
+            reference=reference.host_bytes // decision.num_parts if reference is not None else 0,
             loading=0 if chunks.outline.is_mapped else chunks.outline.stored_bytes(),
         ),
     )
@@ -141,15 +140,7 @@ def _states(chunks: Sequence[ChunkProfile], gradient_itemsize: int) -> tuple[int
     return gradients, sum(chunk.state_bytes for chunk in chunks) - gradients
 
 
-def _reference_bytes(chunks: Chunks, num_parts: int) -> tuple[int, int]:
-    """On the device, where all of it comes and goes, and on the host."""
-    slots = least_slots(chunks.layout, chunks_of_units(chunks.layout, chunks.inventory), 0) + 1
-    resident = sum(entry.nbytes for entry in chunks.inventory.resident.values())
-    held = sum(chunk.num_bytes for chunk in chunks.layout.chunks) // num_parts
-    return slots * chunks.layout.slot_bytes + resident, held
-
-
-def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, reference: Chunks | None) -> StepTime:
+def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, reference: Capacity | None) -> StepTime:
     """Of a step; ``profile`` is that of ``work``'s row and micro batches."""
     whole = predict(profile, knobs, rates)
     still = replace(profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages])
@@ -175,6 +166,6 @@ def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, refer
     )
 
 
-def _reference_pass(profile: Profile, reference: Chunks | None, rates: Rates) -> PassTime:
-    moved = 0 if reference is None else sum(chunk.num_bytes for chunk in reference.layout.chunks)
+def _reference_pass(profile: Profile, reference: Capacity | None, rates: Rates) -> PassTime:
+    moved = 0 if reference is None else reference.host_bytes
     return PassTime(compute_s=sum(stage.forward_s for stage in profile.stages), transfer_s=moved / rates.host_to_device)

@@ -17,6 +17,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.imports import describe_error
 from rlpipe.learner.rows import Row
 from rlpipe.learner.scorer import find_layers
+from rlpipe.learner.workload import read_workload
 from rlpipe.offload.fakes import trace_model, traceable_experts
 from rlpipe.offload.fold import choose_blocks, unfold
 from rlpipe.offload.rates import roofline
@@ -32,16 +33,11 @@ def trace_policy(
 
     Raises ``ModelError`` for models whose shapes depend on values, or that can't be run so.
     """
-    scorer, algorithm = outline.scorer, config.algorithm
-    temperature = config.rollout.sampling.temperature if algorithm.kind == "rl" else 1.0
+    scorer, workload = outline.scorer, read_workload(config)
 
     def loss_of(trace: Trace) -> Tensor:
         scorer.announce = trace.read
-        chunk_tokens = config.learner.logprob_chunk_tokens
-        logprobs, entropy = scorer.logprobs(row, temperature, chunk_tokens, with_entropy=algorithm.kind == "rl")
-        if entropy is not None and algorithm.loss.entropy_coef:
-            logprobs = logprobs + entropy
-        return logprobs.sum()
+        return workload.loss_of(scorer, row, config.learner.logprob_chunk_tokens)
 
     stands_for = _stand_ins(outline)
     kept = sorted({*stands_for.values()})
