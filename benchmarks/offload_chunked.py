@@ -134,7 +134,7 @@ def make_plan(scorer: TokenScorer, case: Case, machine: Device, device: torch.de
     layout = make_layout(inventory.tensors, sizes=sizes_of(case))
     profile = make_profile(scorer, inventory, layout, trace, precision=precision, num_micro_batches=case.micro_batches)
     rates = rates_of(machine)
-    limits = capacity(ChunkedConfig(device_memory_gib=case.device_gib), device)
+    limits = capacity(ChunkedConfig(device_memory_gib=case.device_gib), device, replaced=scorer)
     decision = decide(trace, {1: profile}, num_units=len(units), rates=rates, capacity=limits, fixed={})
     block = next(unit.module for unit in units if unit.is_block)
     block_elements = sum(parameter.numel() for parameter in block.parameters() if parameter.ndim > 1)

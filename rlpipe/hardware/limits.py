@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -21,6 +23,19 @@ def host_memory_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     return min([physical, *(int(limit) for limit, *_ in limits if limit.isdecimal())])
 
 
+def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """What may still be taken of the machine's memory; files that are kept in it count as free."""
+    left = [psutil.virtual_memory().available]
+    for limit, used, controller, kept in (
+        ("memory.max", "memory.current", "", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", "total_inactive_file"),
+    ):
+        for folder in _folders(groups, own, controller):
+            if (most := _read_number(folder / limit)) is not None:
+                left.append(most - (_read_number(folder / used) or 0) + _read_entry(folder / "memory.stat", kept))
+    return max(0, min(left))
+
+
 def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """Cores that the process may run on, or as many as the control groups give it the time of."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -30,7 +45,24 @@ def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 
 
 def _read_limits(groups: Path, own: Path, file: str, *, controller: str) -> Iterator[list[str]]:
-    """The words of a file in the process's control group and all above it; ``controller`` is empty for version 2."""
+    """The words of a file in the process's control group and all above it."""
+    for folder in _folders(groups, own, controller):
+        if (folder / file).is_file():
+            yield (folder / file).read_text().split()
+
+
+def _read_number(file: Path) -> int | None:
+    word = file.read_text().strip() if file.is_file() else ""
+    return int(word) if word.isdecimal() else None
+
+
+def _read_entry(file: Path, name: str) -> int:
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+
+
+def _folders(groups: Path, own: Path, controller: str) -> Iterator[Path]:
+    """Of the process's control group and all above it; ``controller`` is empty for version 2."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # no Linux
@@ -40,6 +72,4 @@ def _read_limits(groups: Path, own: Path, file: str, *, controller: str) -> Iter
         if controller in controllers.split(","):
             top = groups / controller
             folder = top / path.lstrip("/")
-            for place in (folder, *folder.parents):
-                if place.is_relative_to(top) and (place / file).is_file():
-                    yield (place / file).read_text().split()
+            yield from (place for place in (folder, *folder.parents) if place.is_relative_to(top))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 
 import numpy as np
 import torch
+from torch import nn
 
 from rlpipe.configs.schema_learner import ChunkedConfig
 from rlpipe.learner.rows import Row, plan_row
@@ -49,20 +49,15 @@ def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
     return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
 
 
-def sharing_choices(config: ChunkedConfig, num_ranks: int) -> tuple[int, ...]:
-    """Into how many parts ranks may cut every chunk."""
-    return {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}[config.sharing]
-
-
 def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
     """Those that are not left to the search."""
     given = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def capacity(config: ChunkedConfig, device: torch.device) -> Capacity:
-    """What a rank may take: as the config says, or of what is free."""
-    free = free_memory(device, num_neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def capacity(config: ChunkedConfig, device: torch.device, *, replaced: nn.Module) -> Capacity:
+    """What a rank may take: as the config says, or of what is free once chunks have replaced the model."""
+    free = free_memory(device, replaced=replaced)
     on_device, on_host = config.device_memory_gib, config.host_memory_gib
     return Capacity(
         device_bytes=free.device_bytes if on_device is None else int(on_device * GIB),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
@@ -18,7 +17,6 @@ from rlpipe.learner.chunk_options import (
     fixed_knobs,
     longest_row,
     precision_of,
-    sharing_choices,
 )
 from rlpipe.learner.chunked_updates import ChunkedUpdates
 from rlpipe.learner.ranks import Ranks
@@ -26,9 +24,11 @@ from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Read, Reduce, Updates
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.workload import Workload
-from rlpipe.offload import ranks as chunk_ranks
-from rlpipe.offload.auto import plan
+from rlpipe.offload.agreement import agree, ranks_of
+from rlpipe.offload.auto import choices_of, plan
+from rlpipe.offload.comparison import Comparison
 from rlpipe.offload.decide import Decision
+from rlpipe.offload.profile import Capacity
 from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement, least_memory
 from rlpipe.offload.trace import Trace
 
@@ -62,36 +62,23 @@ class Chunked:
             device=self.device,
             optimizer=self._learner.optimizer if trained else None,
             precision=precision,
-            ranks=self._ranks(num_parts),
+            ranks=ranks_of(num_parts),
             sizes=chunk_sizes(self._config),
         )
         scorer.announce = offloaded.read
         self._offloaded.append(offloaded)
 
-    def _ranks(self, num_parts: int) -> chunk_ranks.Ranks:
-        if self.num_ranks == 1:
-            return chunk_ranks.Alone()
-        return chunk_ranks.Replicated() if num_parts == 1 else chunk_ranks.Sharded()
-
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
-        """That of the first rank, which all follow."""
         hardware = own_device(self.device)
-        found: list[Decision | str | None] = [None]
-        if self.rank == 0:
-            try:
-                found = [self._search(scorer, precision, hardware)]
-            except ValueError as error:
-                found = [f"learner.offload=chunked: {error}"]
-        if self.num_ranks > 1:
-            dist.broadcast_object_list(found)
-        if not isinstance(found[0], Decision):
-            raise ModelError(str(found[0]))
-        return found[0]
-
-    def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device) -> Decision:
-        free = capacity(self._config, self.device)
+        free = capacity(self._config, self.device, replaced=scorer)
         if self._workload.has_copy:  # which is spread after the policy
             free = free.less(least_memory(scorer, sizes=chunk_sizes(self._config)))
+        try:
+            return agree(free, lambda least: self._search(scorer, precision, hardware, least))
+        except ValueError as error:
+            raise ModelError(f"learner.offload=chunked: {error}") from error
+
+    def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device, free: Capacity) -> Decision:
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
 
         def loss_of(trace: Trace) -> Tensor:
@@ -108,17 +95,18 @@ class Chunked:
             sizes=chunk_sizes(self._config),
             num_micro_batches=self._workload.num_micro_batches,
             num_ranks=self.num_ranks,
-            parts=sharing_choices(self._config, self.num_ranks),
+            parts=choices_of(self._config.sharing, self.num_ranks),
         )
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
-        return ChunkedUpdates(self._offloaded[0], parameters, config, measured=self._compare)
+        assert self.decision is not None, "the policy is spread before it is trained"
+        comparison = Comparison(self.decision, self.device, resets_peak=True)
 
-    def _compare(self, seconds: float, num_micro_batches: int) -> None:
-        if self.decision is None or self.decision.prediction is None:
-            return
-        device_bytes = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-        self.notes.append(f"learner.offload=chunked: {self.decision.compare(seconds, num_micro_batches, device_bytes)}")
+        def compare(seconds: float, num_micro_batches: int) -> None:
+            if found := comparison.updated(seconds, num_micro_batches):
+                self.notes.append(f"learner.offload=chunked: {found}")
+
+        return ChunkedUpdates(self._offloaded[0], parameters, config, measured=compare)
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         held = {}

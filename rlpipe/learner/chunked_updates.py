@@ -13,13 +13,8 @@ from rlpipe.learner.sharding import Read
 from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload.runtime import OffloadedModel
 
-COMPARED_UPDATE = 3
-"""The update that is compared with its prediction: buffers have grown, and kernels are compiled."""
-
 
 class ChunkedUpdates:
-    """Of what is resident by torch's optimizers, of the rest by the chunks' own."""
-
     def __init__(
         self,
         offloaded: OffloadedModel,
@@ -28,8 +23,8 @@ class ChunkedUpdates:
         *,
         measured: Callable[[float, int], None],
     ) -> None:
-        """``measured`` is told, once, of an update's seconds and micro batches."""
-        self._measured, self._num_updates = measured, 0
+        """``measured`` is told of every update's seconds and micro batches."""
+        self._measured = measured
         self._offloaded, self._chunks = offloaded, offloaded.optimizer
         places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
         self._names = {place: name for name, place in places.items() if place is not None}
@@ -50,10 +45,7 @@ class ChunkedUpdates:
         return self._chunks.squared_norm() + self._offloaded.resident_squared_norm()
 
     def apply(self, scale: float) -> None:
-        seconds, num_micro_batches = self._offloaded.end_update()
-        self._num_updates += 1
-        if self._num_updates == COMPARED_UPDATE:
-            self._measured(seconds, num_micro_batches)
+        self._measured(*self._offloaded.end_update())
         if self._resident is not None:
             self._resident.apply(scale)
         self._chunks.apply(self._learning_rate, scale)
@@ -65,7 +57,10 @@ class ChunkedUpdates:
         self._chunks.drop()
 
     def state(self) -> dict[str, Tensor]:
-        """Of chunks that ranks share, each tensor whole, on the rank whose turn it is."""
+        """Of chunks that ranks share, each tensor whole, on the rank whose turn it is.
+
+        What one rank has on the host is not copied; whole tensors are, so that what they were gathered in can go.
+        """
         held = {} if self._resident is None else self._resident.state()
         ranks = self._offloaded.ranks
         for index, adam in self._chunks.adams.items():
@@ -75,9 +70,9 @@ class ChunkedUpdates:
                 if turn % ranks.num_ranks != ranks.rank:
                     continue
                 name = self._names[index, local]
-                held[f"policy.{name}"] = weights[local].cpu().float()
+                held[f"policy.{name}"] = weights[local].to("cpu", copy=ranks.num_parts > 1)
                 for key, moment in states.get(local, {}).items():
-                    held[f"optimizer.{name}.{key}"] = moment.cpu().float()
+                    held[f"optimizer.{name}.{key}"] = moment.to("cpu", copy=ranks.num_parts > 1)
         return held
 
     def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:

@@ -20,11 +20,11 @@ from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import make_reference
 from rlpipe.learner.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
+from rlpipe.offload.decide import AMORTISING_SEQUENCES, describe_small_update
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss")
 """Totals of an update, of which a step reports the mean."""
-AMORTISING_SEQUENCES = 4
 MAX_GROUPS_NAMED = 8
 """In the error that ends a run whose steps are not finite."""
 
@@ -64,8 +64,7 @@ class Learner:
         sequences = algorithm.groups_per_step * per_group // algorithm.num_minibatches
         if self._config.offload == "chunked" and sequences < AMORTISING_SEQUENCES:
             self.policy.sharding.notes.append(
-                f"learner.offload=chunked: an update of {sequences} sequences does not make up for what its transfers "
-                f"cost whatever it trains; {AMORTISING_SEQUENCES} and more do (algorithm.groups_per_step)"
+                f"learner.offload=chunked: {describe_small_update(sequences)} (algorithm.groups_per_step)"
             )
 
     def _make_objective(self, temperature: float, max_completion_tokens: int, seed: int) -> Objective[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.limits import host_memory_bytes
+from rlpipe.hardware.limits import free_host_bytes
 from rlpipe.hardware.own import own_device
 from rlpipe.imports import describe_error
+from rlpipe.offload.agreement import agree, num_ranks, ranks_of
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.cost import Knobs
-from rlpipe.offload.decide import Decision, decide, given_decision
+from rlpipe.offload.decide import AMORTISING_SEQUENCES, Decision, decide, describe_small_update, given_decision
 from rlpipe.offload.fakes import trace_model, traceable_experts
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.profile import Capacity
@@ -45,31 +47,69 @@ def offload(
     precision: Precision | None = None,
     num_micro_batches: int = 1,
     sizes: Sequence[int] = CHUNK_SIZES,
+    sharing: str = "auto",
 ) -> OffloadedModel:
-    """Any model of transformers or PEFT, on the CPU, to be trained on one device.
+    """Any model of transformers or PEFT, on the CPU, to be trained on a device of each rank.
 
     ``batch`` is a micro batch of the largest size; without one, it is made of the model's kind, of one row of
     ``num_tokens``. ``loss_of`` is how the model is called for a loss, if not with the batch as arguments. ``knobs``
-    fixes some of ``cost.Knobs``, the others are searched. Raises ``DoesNotFit``, and ``ValueError`` for a model that
-    no batch is known for, or knobs that can't be.
+    fixes some of ``cost.Knobs``, the others are searched; so is, where torch has a process group, whether its ranks
+    share the chunks, which ``sharing`` fixes (``replicated``, ``sharded``). All ranks must call it with the same model.
+
+    Raises ``DoesNotFit``, and ``ValueError`` for a model that no batch is known for, one that gives no loss, or options
+    that can't be; the model is then as it was.
     """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device}: torch finds no GPU here")
     precision = precision or Precision()
     given = dict(batch) if batch is not None else representative_batch(model, num_tokens)
-    decision = plan(
+    hardware, parts = own_device(device), choices_of(sharing, num_ranks())
+
+    def loss(_: Trace) -> Tensor:
+        found = loss_of(model, given) if loss_of is not None else model(**given).loss
+        if not isinstance(found, Tensor):
+            raise ValueError(f"{type(model).__name__} gives no loss for the batch: add labels to it, or give loss_of")
+        return found
+
+    def decide_within(free: Capacity) -> Decision:
+        return plan(
+            model,
+            loss,
+            hardware,
+            knobs=knobs or {},
+            capacity=free,
+            precision=precision,
+            num_micro_batches=num_micro_batches,
+            sizes=sizes,
+            num_ranks=num_ranks(),
+            parts=parts,
+            is_trained=optimizer is not None,
+        )
+
+    decision = agree(capacity or free_memory(device, replaced=model), decide_within)
+    offloaded = OffloadedModel(
         model,
-        lambda _: loss_of(model, given) if loss_of is not None else model(**given).loss,
-        own_device(device),
-        knobs=knobs or {},
-        capacity=capacity or free_memory(device),
+        decision.arrangement,
+        device=device,
+        optimizer=optimizer,
         precision=precision,
-        num_micro_batches=num_micro_batches,
+        ranks=ranks_of(decision.num_parts),
         sizes=sizes,
-        is_trained=optimizer is not None,
     )
+    offloaded.decision = decision
     logger.info("offload: %s", decision.describe())
-    return OffloadedModel(
-        model, decision.arrangement, device=device, optimizer=optimizer, precision=precision, sizes=sizes
-    )
+    num_sequences = next(iter(given.values())).shape[0] * num_micro_batches * num_ranks()
+    if optimizer is not None and num_sequences < AMORTISING_SEQUENCES:
+        logger.info("offload: %s", describe_small_update(num_sequences))
+    return offloaded
+
+
+def choices_of(sharing: str, num_ranks: int) -> tuple[int, ...]:
+    """Into how many parts ranks may cut every chunk, by ``auto``, ``replicated`` or ``sharded``."""
+    choices = {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}
+    if sharing not in choices:
+        raise ValueError(f"sharing={sharing}: give one of {', '.join(choices)}")
+    return choices[sharing] if num_ranks > 1 else (1,)
 
 
 def plan(
@@ -121,10 +161,20 @@ def plan(
     return decide(trace, profiles, num_units=len(units), rates=rates, capacity=capacity, fixed=knobs)
 
 
-def free_memory(device: torch.device, *, num_neighbours: int = 1) -> Capacity:
-    """Nine tenths of what is free, of the host for each of some ranks; on a CPU half of it counts as the device's."""
-    available = min(psutil.virtual_memory().available, host_memory_bytes())
-    host = int(SHARE_USED * available / num_neighbours)
+def free_memory(device: torch.device, *, replaced: nn.Module) -> Capacity:
+    """Nine tenths of what a rank finds free once chunks have taken the place of the model's weights.
+
+    The ranks of a machine share what its host has; on a CPU half of that counts as the device's.
+    """
+    num_neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = int(SHARE_USED * (free_host_bytes() / num_neighbours + _own_bytes(replaced)))
     if device.type == "cpu":
         return Capacity(device_bytes=host // 2, host_bytes=host // 2)
     return Capacity(device_bytes=int(SHARE_USED * torch.cuda.mem_get_info(device)[0]), host_bytes=host)
+
+
+def _own_bytes(model: nn.Module) -> int:
+    """What the model's weights take of the host, but for files that are mapped, which count as free."""
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
+    process = psutil.Process().memory_info()
+    return min(sum(sizes.values()), process.rss - getattr(process, "shared", 0))

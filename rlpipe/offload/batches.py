@@ -21,7 +21,7 @@ def representative_batch(model: nn.Module, num_tokens: int, *, num_rows: int = 1
     decoder is a classifier. Raises ``ValueError`` where no class is known: the caller then needs a batch of its own.
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    name, config = type(base).__name__, base.config
+    name, config = type(base).__name__, getattr(base, "config", None)
     tokens = torch.zeros(num_rows, num_tokens, dtype=torch.long)
     if "ForSequenceClassification" in name:
         is_regression = getattr(config, "num_labels", 2) == 1

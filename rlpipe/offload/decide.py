@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlpipe.offload.cost import Knobs, Prediction, arrange, interleave
+from rlpipe.offload.cost import Knobs, Prediction, arrange, interleave, predict
 from rlpipe.offload.layout import Layout
 from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
 from rlpipe.offload.runtime import Arrangement
 from rlpipe.offload.search import Choice, DoesNotFit, search
 from rlpipe.offload.trace import Trace
 from rlpipe.offload.units import Unit
+
+AMORTISING_SEQUENCES = 4
+"""In an update: with fewer, what it costs whatever it trains, such as transfers and the optimizer, is most of it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -24,24 +27,32 @@ class Decision:
     """Into which the ranks cut every chunk; 1 where each holds all of it."""
     num_chunks: int
     num_blocks: int
+    why_not_all: str = ""
+    """Why some chunks come and go."""
+    why_shared: str = ""
+    """What the other way of sharing chunks among ranks would take."""
 
     def describe(self) -> str:
         """In one line."""
         knobs, prediction = self.knobs, self.prediction
         kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
         if knobs.num_persistent == self.num_chunks:
-            where = f"all {self.num_chunks} chunks stay on the device"
+            where = f"all {self.num_chunks} chunks stay on the device{self._describe_sharing()}"
         else:
-            sharing = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
-            where = f"{knobs.num_persistent} of {self.num_chunks} chunks stay, {knobs.num_slots} slots{sharing}"
+            stay = f"{knobs.num_persistent} of {self.num_chunks} chunks stay{self.why_not_all}"
+            where = f"{stay}, {knobs.num_slots} slots{self._describe_sharing()}"
         predicted = "as the config says" if prediction is None else _describe_prediction(prediction)
         return (
             f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
             f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; {predicted}"
         )
 
-    def compare(self, seconds: float, num_micro_batches: int, device_bytes: int | None) -> str:
-        """What was predicted, and what an update took; in one line."""
+    def _describe_sharing(self) -> str:
+        shared = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
+        return f"{shared or ', replicated'}{self.why_shared}" if self.why_shared else shared
+
+    def compare(self, seconds: float, num_micro_batches: int, device_bytes: int | None, host_bytes: int) -> str:
+        """What was predicted, and what an update took; in one line. ``host_bytes`` are those of the whole process."""
         prediction = self.prediction
         assert prediction is not None, "without a prediction there is nothing to compare"
         passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
@@ -50,10 +61,20 @@ class Decision:
             f"an update of {num_micro_batches} micro batches took {seconds:.3g} s; {predicted_s:.3g} s were predicted, "
             "for full ones"
         )
-        if device_bytes is None:
-            return took
-        peak = f"{device_bytes / 2**30:.2f} GiB on the device; {prediction.device_bytes / 2**30:.2f} GiB were predicted"
-        return f"{took}; it took {peak}"
+        if device_bytes is not None:
+            took += f"; it took {device_bytes / 2**30:.2f} GiB on the device; "
+            took += f"{prediction.device_bytes / 2**30:.2f} GiB were predicted"
+        return (
+            f"{took}; the process takes {host_bytes / 2**30:.2f} GiB on the host; "
+            f"{prediction.host_bytes / 2**30:.2f} GiB were predicted, without code and libraries"
+        )
+
+
+def describe_small_update(num_sequences: int) -> str:
+    return (
+        f"an update of {num_sequences} sequences does not make up for what its transfers cost whatever it trains; "
+        f"{AMORTISING_SEQUENCES} and more do"
+    )
 
 
 def given_decision(units: Sequence[Unit], layout: Layout, knobs: Knobs, *, num_parts: int) -> Decision:
@@ -88,16 +109,16 @@ def decide(
 ) -> Decision:
     """The fastest way that fits; ``profiles`` by the number of parts. Raises ``DoesNotFit``, and ``ValueError`` where
     nothing has the ``fixed`` knobs."""
-    found: list[tuple[Choice, int]] = []
+    found: dict[int, Choice] = {}
     failures: list[DoesNotFit] = []
     for num_parts, profile in profiles.items():
         try:
-            found.append((search(profile, rates, capacity, fixed), num_parts))
+            found[num_parts] = search(profile, rates, capacity, fixed)
         except DoesNotFit as failure:
             failures.append(failure)
     if not found:
         raise failures[-1]
-    choice, num_parts = min(found, key=lambda entry: entry[0].prediction.seconds)
+    num_parts, choice = min(found.items(), key=lambda entry: entry[1].prediction.seconds)
     profile = profiles[num_parts]
     modes = [Mode.KEEP] * num_units
     for stage, mode in zip(trace.stages, arrange(profile, choice.knobs, rates), strict=True):
@@ -112,7 +133,25 @@ def decide(
         num_parts=num_parts,
         num_chunks=len(profile.chunks),
         num_blocks=len(profile.blocks),
+        why_not_all=_why_not_all(profile, rates, capacity),
+        why_shared=_why_shared({parts: found.get(parts) for parts in profiles if parts != num_parts}),
     )
+
+
+def _why_not_all(profile: Profile, rates: Rates, capacity: Capacity) -> str:
+    least = Knobs(num_persistent=len(profile.chunks), num_slots=0, num_checkpointed=len(profile.blocks))
+    needed, there = predict(profile, least, rates).device_bytes / 2**30, capacity.device_bytes / 2**30
+    return f" (all would take {needed:.2f} of {there:.2f} GiB)" if needed > there else ""
+
+
+def _why_shared(others: Mapping[int, Choice | None]) -> str:
+    """``others`` are the best of other numbers of parts; None where none fits."""
+    described = [
+        f"{'shared' if parts > 1 else 'replicated'}: "
+        + ("does not fit" if choice is None else f"{choice.prediction.seconds:.3g} s")
+        for parts, choice in others.items()
+    ]
+    return f" ({'; '.join(described)})" if described else ""
 
 
 def _describe_prediction(prediction: Prediction) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,9 @@ from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.ranks import Alone, Ranks
 from rlpipe.offload.residency import Residency
 from rlpipe.offload.units import Inventory, Unit, find_units, move_rest, take_inventory
+
+if TYPE_CHECKING:
+    from rlpipe.offload.decide import Decision
 
 _offloaded: WeakKeyDictionary[nn.Module, OffloadedModel] = WeakKeyDictionary()
 
@@ -119,6 +122,8 @@ class OffloadedModel:
             if name in self._parameters
         }
         self.is_closed = False
+        self.decision: Decision | None = None
+        """By which it was arranged, if it was."""
         _offloaded[model] = self
 
     def _take_chunks(self, precision: Precision, fill: Fill | None) -> list[ChunkMemory]:

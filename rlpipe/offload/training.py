@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.offload.comparison import Comparison
 from rlpipe.offload.runtime import OffloadedModel
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadedAdamW:
@@ -18,6 +22,7 @@ class OffloadedAdamW:
 
     def __init__(self, offloaded: OffloadedModel, config: OptimizerConfig) -> None:
         self._offloaded, self._config = offloaded, config
+        self._comparison = Comparison(offloaded.decision, offloaded.device) if offloaded.decision else None
         self._resident = [parameter for parameter in offloaded.resident.values() if parameter.requires_grad]
         matrices = [parameter for parameter in self._resident if parameter.ndim > 1]
         vectors = [parameter for parameter in self._resident if parameter.ndim <= 1]
@@ -35,6 +40,7 @@ class OffloadedAdamW:
 
         All ranks must call it.
         """
+        self._compare()
         chunks, rate = self._offloaded.optimizer, self._config.lr if learning_rate is None else learning_rate
         squared = chunks.squared_norm() + self._offloaded.resident_squared_norm()
         norm = math.sqrt(float(self._offloaded.ranks.sum(squared)))
@@ -51,6 +57,11 @@ class OffloadedAdamW:
         chunks.apply(rate, scale)
         self._adam.zero_grad()
         return norm
+
+    def _compare(self) -> None:
+        seconds, num_micro_batches = self._offloaded.end_update()
+        if self._comparison is not None and (found := self._comparison.updated(seconds, num_micro_batches)):
+            logger.info("offload: %s", found)
 
     def zero_grad(self) -> None:
         self._offloaded.optimizer.drop()

@@ -9,12 +9,13 @@ from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
 from rlpipe.hardware.device import Device
+from rlpipe.offload.decide import AMORTISING_SEQUENCES
 from rlpipe.plan.engine_setup import EngineSetup
 from rlpipe.plan.learner_case import Drafts, LearnerCase
 from rlpipe.plan.learner_changes import LearnerChange, remedies
 from rlpipe.plan.learner_memory import LearnerMemory
 from rlpipe.plan.learner_room import Room
-from rlpipe.plan.learner_time import FEW_SEQUENCES, StepTime
+from rlpipe.plan.learner_time import StepTime
 from rlpipe.plan.learner_work import Work
 
 
@@ -52,11 +53,11 @@ class LearnerPlan:
 
     @property
     def notes(self) -> list[str]:
-        if self.work.update_sequences >= FEW_SEQUENCES:
+        if self.work.update_sequences >= AMORTISING_SEQUENCES:
             return []
         return [
             f"an update has {self.work.update_sequences:g} sequences: what it costs whatever is trained, such as the "
-            f"optimizer, is spread over few; {FEW_SEQUENCES} or more are better"
+            f"optimizer, is spread over few; {AMORTISING_SEQUENCES} or more are better"
         ]
 
 

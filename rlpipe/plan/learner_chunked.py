@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from rlpipe.configs.schema import Config
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import chunk_sizes, fixed_knobs, precision_of, sharing_choices
+from rlpipe.learner.chunk_options import chunk_sizes, fixed_knobs, precision_of
+from rlpipe.offload.auto import choices_of
 from rlpipe.offload.cost import Knobs, activation_peak, arrange, predict
 from rlpipe.offload.decide import Decision, decide
 from rlpipe.offload.layout import Layout, make_layout
@@ -73,7 +74,7 @@ def decide_chunks(
     learner = chunks.config.learner
     profiles = {
         num_parts: chunks.profile(trace, num_parts=num_parts, num_micro_batches=num_micro_batches)
-        for num_parts in sharing_choices(learner.chunked, learner.num_ranks)
+        for num_parts in choices_of(learner.chunked.sharing, learner.num_ranks)
     }
     decision = decide(
         trace,

@@ -15,9 +15,6 @@ from rlpipe.plan.learner_memory import FLOAT32_BYTES, checkpoint_modes, gathered
 from rlpipe.plan.learner_outline import Outline
 from rlpipe.plan.learner_work import Work
 
-FEW_SEQUENCES = 4
-"""Below so many in an update, what it costs whatever is trained, such as the optimizer, is most of it."""
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepTime:

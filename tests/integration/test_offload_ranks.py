@@ -22,7 +22,8 @@ from rank_cases import Ranks
 from torch import nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.offload.profile import Mode
+from rlpipe.offload.auto import offload
+from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.ranks import Replicated, Sharded
 from rlpipe.offload.runtime import OffloadedModel
 
@@ -77,6 +78,36 @@ def compare(kind: str, modes: str, is_sharded: bool, num_persistent: int) -> Non
 @pytest.mark.parametrize("kind", MAKERS)
 def test_two_ranks_train_as_one_does_without_offload(ranks: Ranks, kind: str, modes: str, is_sharded: bool) -> None:
     ranks.run(compare, kind, modes, is_sharded, 0)
+
+
+def compare_decided(sharing: str) -> None:
+    _, norms, expected = train_plainly(make_qwen(), token_loss, CONFIG, **OPTIONS)
+    model = make_qwen()
+    free = Capacity(device_bytes=(1 + dist.get_rank()) * 2**20, host_bytes=2**30)
+    options = {"num_tokens": 18, "num_micro_batches": 2, "sizes": [100 * 1024]}
+    with offload(model, device=CPU, optimizer=CONFIG, capacity=free, sharing=sharing, **options) as offloaded:
+        assert offloaded.decision.prediction.device_bytes <= 2**20, "rank 0 has no more"
+        assert offloaded.ranks.num_parts in {"replicated": (1,), "sharded": (2,)}.get(sharing, (1, 2))
+        assert ("shared: " in offloaded.decision.describe()) == (sharing == "auto" and offloaded.ranks.num_parts == 1)
+        _, found_norms, found = train_offloaded(offloaded, token_loss, CONFIG, **OPTIONS)
+    torch.testing.assert_close(torch.tensor(found_norms), torch.tensor(norms), atol=1e-5, rtol=1e-5)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("sharing", ["auto", "replicated", "sharded"])
+def test_ranks_decide_alike_and_train_as_one(ranks: Ranks, sharing: str) -> None:
+    ranks.run(compare_decided, sharing)
+
+
+def find_no_way() -> None:
+    free = Capacity(device_bytes=2**30 if dist.get_rank() else 1, host_bytes=2**30)
+    with pytest.raises(ValueError, match="the smallest on the device takes"):
+        offload(make_qwen(), device=CPU, optimizer=CONFIG, num_tokens=18, capacity=free)
+
+
+def test_what_does_not_fit_on_one_rank_is_said_on_all(ranks: Ranks) -> None:
+    ranks.run(find_no_way)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from rlpipe.hardware.limits import host_memory_bytes, num_cores
+from rlpipe.hardware.limits import free_host_bytes, host_memory_bytes, num_cores
 
 
 def write(path: Path, text: str) -> None:
@@ -37,3 +37,19 @@ def test_groups_of_the_first_version_limit_memory_too(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path, own) == physical
     write(tmp_path / "memory/job/memory.limit_in_bytes", "7000000\n")
     assert host_memory_bytes(tmp_path, own) == 7_000_000
+
+
+def test_what_a_group_has_taken_is_not_free_but_for_files(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, "0::/job\n")
+    assert free_host_bytes(tmp_path, own) > 10**8
+    write(tmp_path / "job/memory.max", "5000000\n")
+    write(tmp_path / "job/memory.current", "3000000\n")
+    assert free_host_bytes(tmp_path, own) == 2_000_000
+    write(tmp_path / "job/memory.stat", "anon 2000000\ninactive_file 1000000\n")
+    assert free_host_bytes(tmp_path, own) == 3_000_000
+    write(own, "4:cpu,memory:/job\n")
+    write(tmp_path / "memory/job/memory.limit_in_bytes", "7000000\n")
+    write(tmp_path / "memory/job/memory.usage_in_bytes", "6000000\n")
+    write(tmp_path / "memory/job/memory.stat", "total_inactive_file 500000\n")
+    assert free_host_bytes(tmp_path, own) == 1_500_000

@@ -38,8 +38,9 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.chunked import Chunked
 from rlpipe.learner.policy import load_scorer
-from rlpipe.offload.auto import offload
+from rlpipe.offload.auto import free_memory, offload
 from rlpipe.offload.batches import representative_batch
+from rlpipe.offload.decide import describe_small_update
 from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.runtime import least_memory
 from rlpipe.offload.search import DoesNotFit
@@ -132,22 +133,46 @@ def test_the_way_that_fits_trains_as_without_offload(caplog: pytest.LogCaptureFi
     _, _, expected = train_plainly(make_qwen(num_layers=6), token_loss, CONFIG, **options)
     model = make_qwen(num_layers=6)
     with (
-        caplog.at_level(logging.INFO, logger="rlpipe.offload.auto"),
+        caplog.at_level(logging.INFO, logger="rlpipe.offload"),
         offload(
             model,
             device=CPU,
             optimizer=CONFIG,
             num_tokens=18,
+            num_micro_batches=2,
             capacity=Capacity(device_bytes=1400 * KIB, host_bytes=2**30),
             sizes=SIZES,
         ) as offloaded,
     ):
         assert 0 < offloaded.arrangement.num_slots < len(offloaded.layout.chunks)
         _, _, found = train_offloaded(offloaded, token_loss, CONFIG, **options)
-    assert "slots; of 6 layers" in caplog.text
-    assert len(caplog.records) == 1
+    decided, small, compared = (record.getMessage() for record in caplog.records)
+    assert "chunks stay (all would take " in decided
+    assert "slots; of 6 layers" in decided
+    assert small == "offload: " + describe_small_update(2)
+    assert compared.startswith("offload: an update of 2 micro batches took ")
+    assert "; the process takes " in compared
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
+
+
+def test_what_gives_no_loss_is_refused() -> None:
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM gives no loss for the batch: add labels to it"):
+        offload(make_qwen(), device=CPU, optimizer=CONFIG, batch={"input_ids": tokens})
+    with pytest.raises(ValueError, match="Linear is of no kind that a batch is known for"):
+        offload(nn.Linear(3, 3), device=CPU, optimizer=CONFIG)
+    with pytest.raises(ValueError, match="sharing=both: give one of auto, replicated, sharded"):
+        offload(make_qwen(), device=CPU, optimizer=CONFIG, sharing="both")
+
+
+def test_weights_that_chunks_replace_count_as_free() -> None:
+    model = nn.Linear(4096, 4096)  # 64 MiB
+    before = free_memory(CPU, replaced=nn.Linear(1, 1))
+    assert free_memory(CPU, replaced=model).host_bytes - before.host_bytes == pytest.approx(0.45 * 2**26, abs=2**24)
+    with torch.device("meta"):
+        hollow = nn.Linear(2**16, 2**16)
+    assert free_memory(CPU, replaced=hollow).host_bytes == pytest.approx(before.host_bytes, abs=2**24)
 
 
 def test_knobs_that_are_given_stay() -> None:
