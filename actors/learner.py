@@ -25,6 +25,7 @@ from rlpipe.learner.export import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
+from rlpipe.learner.threads import num_threads
 from rlpipe.replay.database import NAME as LEDGER
 from rlpipe.replay.steps import StepReport
 from rlpipe.types import MiniBatch, TrainBatch
@@ -59,7 +60,7 @@ class LearnerLoop:
         self._saved_step = -1
         self._num_notes = 0
         threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True).start()
-        torch.set_num_threads(setup.learner.num_threads or max(1, int(setup.learner.num_cpus)))
+        torch.set_num_threads(num_threads(setup.learner))
         torch.manual_seed(setup.seed)
         self._policy = load_policy(
             setup.model,

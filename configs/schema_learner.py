@@ -93,7 +93,11 @@ class LearnerConfig(Freezable):
     num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for a rank.", minimum=0, maximum=1)
     resources: dict[str, float] = option({}, "Custom Ray resources of a rank.")
-    num_threads: int | None = option(None, "CPU threads of a rank; null: its whole CPUs.", minimum=1)
+    num_threads: int | None = option(
+        None,
+        "CPU threads of a rank; null: its whole CPUs, or its share of all where the host updates a GPU's weights.",
+        minimum=1,
+    )
     max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1)
     logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at one time.", minimum=1)
     max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0)

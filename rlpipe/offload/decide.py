@@ -12,6 +12,7 @@ from rlpipe.offload.runtime import Arrangement
 from rlpipe.offload.search import Choice, DoesNotFit, search
 from rlpipe.offload.trace import Trace
 from rlpipe.offload.units import Unit
+from rlpipe.units import duration, gib
 
 AMORTISING_SEQUENCES = 4
 """In an update: with fewer, what it costs whatever it trains, such as transfers and the optimizer, is most of it."""
@@ -58,15 +59,14 @@ class Decision:
         passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
         predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
         took = (
-            f"an update of {num_micro_batches} micro batches took {seconds:.3g} s; {predicted_s:.3g} s were predicted, "
-            "for full ones"
+            f"an update of {num_micro_batches} micro batches took {duration(seconds)}; {duration(predicted_s)} were "
+            "predicted, for full ones"
         )
         if device_bytes is not None:
-            took += f"; it took {device_bytes / 2**30:.2f} GiB on the device; "
-            took += f"{prediction.device_bytes / 2**30:.2f} GiB were predicted"
+            took += f"; it took {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
         return (
-            f"{took}; the process takes {host_bytes / 2**30:.2f} GiB on the host; "
-            f"{prediction.host_bytes / 2**30:.2f} GiB were predicted, without code and libraries"
+            f"{took}; the process takes {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted, "
+            "without code and libraries"
         )
 
 
@@ -140,24 +140,23 @@ def decide(
 
 def _why_not_all(profile: Profile, rates: Rates, capacity: Capacity) -> str:
     least = Knobs(num_persistent=len(profile.chunks), num_slots=0, num_checkpointed=len(profile.blocks))
-    needed, there = predict(profile, least, rates).device_bytes / 2**30, capacity.device_bytes / 2**30
-    return f" (all would take {needed:.2f} of {there:.2f} GiB)" if needed > there else ""
+    needed, there = predict(profile, least, rates).device_bytes, capacity.device_bytes
+    return f" (all would take {gib(needed)} of {gib(there)})" if needed > there else ""
 
 
 def _why_shared(others: Mapping[int, Choice | None]) -> str:
     """``others`` are the best of other numbers of parts; None where none fits."""
     described = [
         f"{'shared' if parts > 1 else 'replicated'}: "
-        + ("does not fit" if choice is None else f"{choice.prediction.seconds:.3g} s")
+        + ("does not fit" if choice is None else duration(choice.prediction.seconds))
         for parts, choice in others.items()
     ]
     return f" ({'; '.join(described)})" if described else ""
 
 
 def _describe_prediction(prediction: Prediction) -> str:
-    on_device, on_host = prediction.device_bytes / 2**30, prediction.host_bytes / 2**30
     count = prediction.num_micro_batches
     return (
-        f"predicted {on_device:.2f} GiB on the device, {on_host:.2f} GiB on the host, "
-        f"{prediction.seconds:.3g} s an update of {count} micro batch{'es' if count > 1 else ''}"
+        f"predicted {gib(prediction.device_bytes)} on the device, {gib(prediction.host_bytes)} on the host, "
+        f"{duration(prediction.seconds)} an update of {count} full micro batch{'es' if count > 1 else ''}"
     )

@@ -24,6 +24,7 @@ from rlpipe.offload.cost import (
     why_impossible,
 )
 from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
+from rlpipe.units import gib
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,7 +55,10 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
         raise ValueError(f"there is no knob {', '.join(sorted(unknown))}")
     divisions = _divisions(profile, fixed)
     if not divisions or not _choices(fixed.get("num_persistent"), len(profile.chunks)):
-        raise ValueError(f"no way has {_describe(fixed)}: {len(profile.chunks)} chunks, {len(profile.blocks)} blocks")
+        raise ValueError(
+            f"no way has {_describe(fixed)}: the model has {len(profile.chunks)} chunks and "
+            f"{len(profile.blocks)} layers; set less, or leave it out"
+        )
     found: list[_Candidate] = []
     fastest = np.inf
     for begin in range(0, len(divisions), ROWS):
@@ -101,14 +105,18 @@ def _describe_failure(
         device, host = min(device, bounds[0]), min(host, bounds[1])
     wanted = fixed.get("num_slots")
     if wanted is not None and wanted < least:
-        return ValueError(f"num_slots={wanted}: what is used at one time needs at least {least}")
+        return ValueError(
+            f"num_slots={wanted}: what is used at one time needs at least {least}; set that or more, or leave it out"
+        )
     if wanted is not None and wanted > most:
-        return ValueError(f"num_slots={wanted}: the chunks that come and go fill no more than {most}")
+        return ValueError(
+            f"num_slots={wanted}: the chunks that come and go fill {most} and no more; set less, or leave it out"
+        )
     is_both = device <= capacity.device_bytes and host <= capacity.host_bytes
     return DoesNotFit(
-        f"no way of offloading fits: the smallest on the device takes {_gib(device)} of "
-        f"{_gib(capacity.device_bytes)} GiB there, the smallest on the host {_gib(host)} of "
-        f"{_gib(capacity.host_bytes)} GiB{', but what spares one takes of the other' if is_both else ''}; take "
+        f"no way of offloading fits: the smallest on the device takes {gib(device)} of "
+        f"{gib(capacity.device_bytes)} there, the smallest on the host {gib(host)} of "
+        f"{gib(capacity.host_bytes)}{', but what spares one takes of the other' if is_both else ''}; take "
         "shorter micro batches (learner.max_tokens_per_microbatch), an adapter, more ranks, or a smaller model"
     )
 
@@ -356,7 +364,3 @@ def _prefix(values: Floats) -> Floats:
 
 def _describe(fixed: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in fixed.items())
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f}"

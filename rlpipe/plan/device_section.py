@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from rlpipe.hardware.device import Device
 from rlpipe.plan.section import Section
-from rlpipe.plan.units import gib, giga
+from rlpipe.units import gib, giga
 
 
 def device_section(device: Device, dtypes: Sequence[str]) -> Section:

@@ -12,7 +12,7 @@ from rlpipe.plan.engine_setup import EngineSetup
 from rlpipe.plan.engine_speed import EngineSpeed, engine_speed
 from rlpipe.plan.kv_cache import KvCache, read_kv_cache
 from rlpipe.plan.shape import ModelShape
-from rlpipe.plan.units import gib
+from rlpipe.units import gib
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

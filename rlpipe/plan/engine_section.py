@@ -10,7 +10,7 @@ from rlpipe.plan.engine import EnginePlan
 from rlpipe.plan.engine_speed import EngineSpeed
 from rlpipe.plan.section import Section
 from rlpipe.plan.sharing import Sharing
-from rlpipe.plan.units import gib
+from rlpipe.units import gib
 
 
 def engine_section(plan: EnginePlan, device: Device) -> Section:

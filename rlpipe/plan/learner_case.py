@@ -28,7 +28,7 @@ from rlpipe.plan.learner_room import Room, read_room
 from rlpipe.plan.learner_time import StepTime, plain_time
 from rlpipe.plan.learner_trace import trace_policy
 from rlpipe.plan.learner_work import Work, read_work
-from rlpipe.plan.units import gib
+from rlpipe.units import gib
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from rlpipe.plan.learner import LearnerPlan
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
 from rlpipe.plan.learner_time import StepTime
 from rlpipe.plan.section import Section
-from rlpipe.plan.units import count, gib
+from rlpipe.units import count, gib
 
 DEVICE_LABELS = {
     "weights": "weights",

@@ -19,7 +19,7 @@ from rlpipe.plan.learner_section import learner_section, unplanned_section
 from rlpipe.plan.loop_section import loop_section, read_loop
 from rlpipe.plan.section import Section, to_text
 from rlpipe.plan.shape import read_shape
-from rlpipe.plan.units import count
+from rlpipe.units import count
 
 ASSUMPTION = "All prompts and completions are taken at full length. Shorter ones take less time."
 

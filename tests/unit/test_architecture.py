@@ -13,6 +13,7 @@ FLOORS = [
     ("rlpipe.types", 1),
     ("rlpipe.imports", 1),
     ("rlpipe.folders", 1),
+    ("rlpipe.units", 1),
     ("rlpipe.configs", 1),
     ("rlpipe.kernels", 2),
     ("rlpipe.algorithms", 3),

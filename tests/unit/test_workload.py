@@ -94,5 +94,5 @@ def test_a_learner_decides_as_its_plan_says(tmp_path: Path, overrides: tuple[str
     policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
     assert plan.decision is not None
     assert policy.notes[0] == f"learner.offload=chunked: {plan.decision}"
-    assert "an update of 8 micro batches" in plan.decision
+    assert "an update of 8 full micro batches" in plan.decision
     assert "all" not in plan.decision.split()[0], "nothing was left to decide"

@@ -1,4 +1,4 @@
-"""Numbers with their units, as a plan prints them."""
+"""Numbers with their units, as people read them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ def gib(num_bytes: float) -> str:
 def count(number: float) -> str:
     """Of parameters, in billions or millions."""
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def giga(rate: float) -> str:
