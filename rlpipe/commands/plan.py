@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments
@@ -37,6 +40,12 @@ def add_commands(commands: Commands) -> None:
         action="store_true",
         help="measure this machine's GPU, or CPU where there is none, and store that; without a config, no more",
     )
+    parser.add_argument(
+        "--host-memory-gib",
+        type=float,
+        metavar="GIB",
+        help="of the machine; default: the table's, or as measured",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -50,8 +59,15 @@ def run_plan(arguments: argparse.Namespace) -> None:
         print_measurement(measure_machine(), as_json=arguments.json)
         return
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # it warns of kernels that it misses, and a plan needs none
     # Before what follows, which imports torch.
     device = measure_machine() if arguments.calibrate else find_device(arguments.device)
+    if arguments.host_memory_gib is not None:
+        if not 0 < arguments.host_memory_gib < math.inf:
+            raise InputError(f"--host-memory-gib is {arguments.host_memory_gib:g}: give a number above 0")
+        device = replace(device, host_memory_bytes=int(arguments.host_memory_gib * 2**30))
     from rlpipe.plan.report import make_report
 
     report = make_report(config, device)

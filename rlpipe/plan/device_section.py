@@ -23,7 +23,8 @@ def _rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "memory", f"{gib(device.memory_bytes)}, {giga(device.memory_bandwidth)} GB/s"
     label = "arithmetic"
     for dtype in dtypes:
-        yield label, f"{device.flops(dtype) / 1e12:,.1f} TFLOP/s in {dtype}"
+        rate = device.flops(dtype)
+        yield label, f"{rate / 1e12:,.1f} TFLOP/s in {dtype}" if rate >= 1e12 else f"{giga(rate)} GFLOP/s in {dtype}"
         label = ""
     to_device, to_host, both = (giga(rate) for rate in (device.host_to_device, device.device_to_host, device.both))
     if device.kind == "cuda":

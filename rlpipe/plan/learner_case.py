@@ -163,7 +163,10 @@ class LearnerCase:
                 f"{gib(self.device.memory_bytes)} of its device{beside}"
             )
         if self.device.kind == "cuda" and host > room.host_bytes:
-            return f"a rank needs {gib(host)} of the host's memory, and its part of that is {gib(room.host_bytes)}"
+            share = f"{gib(room.host_bytes)} of {gib(self.device.host_memory_bytes)}"
+            if self.device.measured_at is None:
+                share += ", which are assumed: --host-memory-gib says another"
+            return f"a rank needs {gib(host)} of the host's memory, and its part of that is {share}"
         return None
 
     @cached_property

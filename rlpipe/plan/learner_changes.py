@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -11,11 +11,16 @@ from rlpipe.configs.contradictions import contradictions
 from rlpipe.configs.schema import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.devices import DEVICES
+from rlpipe.learner.chunk_options import GIB
 from rlpipe.learner.workload import sequence_tokens
-from rlpipe.plan.learner_case import Drafts, LearnerCase
+from rlpipe.offload.cost import Knobs
+from rlpipe.plan.learner_case import LearnerCase
 
 RANKS = (2, 4, 8)
 """That are proposed."""
+LIMITS = ("device_memory_gib", "host_memory_gib")
+MOST_DOUBLED = 4
+"""Times that a machine's memory may be doubled."""
 
 Options = Mapping[str, Any]
 """By their names, as on the command line."""
@@ -35,7 +40,7 @@ class LearnerChange:
 def remedies(case: LearnerCase) -> list[LearnerChange]:
     """The changes with which the learner fits, each alone; of a kind, the smallest."""
     found = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
-    return [*found, *_larger_device(case)]
+    return [*found, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
 
 
 def with_options(config: Config, options: Options) -> Config:
@@ -60,6 +65,7 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
     is_whole = config.model.adapter.kind == "none"
     if learner.offload == "chunked":
+        yield _unlimited(config)
         yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_whole else []
     else:
         yield [{"model.gradient_checkpointing": True}]
@@ -69,12 +75,38 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
         yield [{"learner.zero3.offload_optimizer": True}]
         yield [{"learner.zero3.offload_optimizer": True, "learner.zero3.offload_parameters": True}]
     yield [{"learner.max_tokens_per_microbatch": tokens} for tokens in _shorter(config)]
-    strategy = {} if learner.strategy != "single" else {"learner.strategy": "fsdp2"}
-    yield [{**strategy, "learner.num_ranks": count} for count in RANKS if count > learner.num_ranks]
     if config.model.adapter.kind == "lora":
         yield [{"model.adapter.kind": "qlora"}]
     if is_whole:
         yield [{"model.adapter.kind": "lora"}]
+
+
+def _unlimited(config: Config) -> list[Options]:
+    """Without what the config says of chunks: one thing alone, or all of it."""
+    given = [f"learner.chunked.{name}" for name in (*LIMITS, *(entry.name for entry in fields(Knobs)))]
+    given = [name for name in given if read_option(config, name) is not None]
+    return [*({name: None} for name in given), dict.fromkeys(given)]
+
+
+def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
+    """More of them, each with less to hold; or less, as those of a machine share its memory."""
+    now, single = case.config.learner.num_ranks, case.config.learner.strategy == "single"
+    for count in (*(count for count in RANKS if count > now), *range(now - 1, 0, -1)):
+        changed = _change(case, {**({"learner.strategy": "fsdp2"} if single else {}), "learner.num_ranks": count})
+        if changed is not None and _fits(changed[1]):
+            yield _describe(*changed)
+            return
+
+
+def _more_host_memory(case: LearnerCase) -> Iterator[LearnerChange]:
+    """The least, in powers of two."""
+    device = case.device
+    for doubled in range(1, MOST_DOUBLED + 1):
+        larger = replace(device, host_memory_bytes=device.host_memory_bytes * 2**doubled)
+        changed = replace(case, drafts=replace(case.drafts, device=larger))
+        if _fits(changed):
+            yield _describe(f"--host-memory-gib {larger.host_memory_bytes / GIB:g}", changed)
+            return
 
 
 def _shorter(config: Config) -> Iterator[int]:
@@ -122,12 +154,13 @@ def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
         return
     larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
     for device in reversed(larger):
-        drafts = Drafts(case.drafts.described, device, outlines=case.drafts.outlines, traces=case.drafts.traces)
-        changed = replace(case, drafts=drafts)
+        changed = replace(case, drafts=replace(case.drafts, device=device))
         if _fits(changed):
             yield _describe(f"--device {device.name}", changed)
             return
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,6 @@
 """``rlpipe plan --calibrate`` on the machine of the tests, in full."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_machine_is_measured_and_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    begin = time.monotonic()
     assert cli.main(["plan", "--calibrate"]) == 0
-    assert time.monotonic() - begin < 60  # about 7 s on two idle cores
     path = path_of(own_name("cpu"))
     text = capsys.readouterr().out
     assert text.startswith(f"device {own_name('cpu')}\n  rates          measured ")

@@ -21,6 +21,7 @@ from rlpipe.plan.learner_outline import nf4_bytes, outline_policy
 from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, HOST_BYTES
 from rlpipe.plan.learner_work import read_work
 from rlpipe.plan.loop_section import read_loop
+from rlpipe.units import gib
 
 H100 = DEVICES["h100-80g"]
 BIG_HOST = replace(H100, host_memory_bytes=2**41)
@@ -181,7 +182,7 @@ def test_chunks_fit_where_the_plain_learner_does_not() -> None:
     held = found.memory.device.total + found.memory.host.total
     assert held > 18 * NUM_8B  # weights in two bytes; gradients, and three numbers of the optimizer, in four
     assert found.memory.device.total <= 0.9 * (H100.memory_bytes - BESIDE_TORCH_BYTES)
-    assert f"predicted {found.memory.device.total / GIB:.2f} GiB on the device" in found.decision
+    assert f"predicted {gib(found.memory.device.total)} on the device" in found.decision
 
 
 def test_a_large_model_with_an_adapter_fits_in_chunks() -> None:
@@ -209,6 +210,25 @@ def test_changes_fit_when_they_are_made() -> None:
         assert again.memory is not None
         assert changes[text].device_bytes == again.memory.device.total
         assert changes[text].seconds == again.time.seconds
+
+
+def test_limits_that_the_config_sets_are_what_changes_first() -> None:
+    found = plan(SMALL, *CHUNKED, "learner.chunked.device_memory_gib=0.5", "learner.chunked.host_memory_gib=50")
+    assert not found.fits
+    assert found.changes[0].change == "learner.chunked.device_memory_gib=null"
+
+
+def test_what_the_host_is_short_of_is_had_with_less_ranks_or_more_memory() -> None:
+    options = ("model=full", "learner.strategy=fsdp2", "learner.num_gpus=1", "model.gradient_checkpointing=true")
+    found = plan(QWEN_8B, *options, "learner.num_ranks=4")
+    assert found.problem is not None
+    assert found.problem.endswith("of 128.0 GiB, which are assumed: --host-memory-gib says another")
+    changes = [change.change for change in found.changes]
+    assert "learner.num_ranks=3" in changes
+    assert "--host-memory-gib 256" in changes
+    assert plan(QWEN_8B, *options, "learner.num_ranks=3").fits
+    larger = replace(H100, host_memory_bytes=256 * GIB)
+    assert plan(QWEN_8B, *options, "learner.num_ranks=4", device=larger).fits
 
 
 def test_engines_on_the_same_gpu_leave_less() -> None:
