@@ -105,13 +105,13 @@ class Gradients:
         return flat, set()
 
     def _send(self, adam: ChunkAdam, flat: Tensor, seen: set[str]) -> None:
-        memory = adam.memory
+        memory, is_first = adam.memory, adam.expect(seen)
         for name, piece in adam.pieces.items():
             if name not in seen:
                 flat[piece.in_whole] = 0
         part = self._ranks.reduce(flat[: memory.num_bytes // memory.work_dtype.itemsize])
         if memory.is_persistent:
-            adam.add(part, seen)
+            adam.add(part, is_first=is_first)
             self._sent[memory.room, memory.work_dtype].append(Sent(self._lane.submit(lambda: None), flat, part))
             return
         staging = self._staging.pop(0)
@@ -125,7 +125,7 @@ class Gradients:
 
         def add() -> None:
             event.block_host()
-            adam.add(host, seen)
+            adam.add(host, is_first=is_first)
 
         staging.user = self._worker.submit(add)
         self._pending.append(staging.user)
