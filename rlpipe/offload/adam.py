@@ -35,6 +35,8 @@ class ChunkAdam:
         """The sum of this update so far."""
         self.has_gradient: dict[str, bool] = dict.fromkeys(memory.names, False)
         """Of which tensors; belongs to the thread that trains, and is ahead of the sum, which others make."""
+        self._is_empty = True
+        """Nothing is added yet: gradients of other ranks may come where this one has none."""
         self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
         self.pieces = {piece.name: piece for piece in memory.pieces()}
         self._updated = {name: nn.Parameter(master[piece.in_part]) for name, piece in self.pieces.items()}
@@ -61,7 +63,7 @@ class ChunkAdam:
 
     def expect(self, names: Iterable[str]) -> bool:
         """Notes that gradients of the tensors ``names`` will be added; returns whether they are the first."""
-        is_first = not any(self.has_gradient.values())
+        is_first, self._is_empty = self._is_empty, False
         self.has_gradient |= dict.fromkeys(names, True)
         return is_first
 
@@ -102,6 +104,7 @@ class ChunkAdam:
     def drop(self) -> None:
         """Forgets the gradients; an update that was begun keeps its own."""
         self.has_gradient = dict.fromkeys(self.has_gradient, False)
+        self._is_empty = True
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Of every tensor that was updated: its number of updates, and its whole moments; all ranks must call it."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from offload_cases import (
     CPU,
+    Loss,
     arrange_all,
     make_moe,
     make_nf4,
@@ -19,7 +20,7 @@ from offload_cases import (
     with_lora,
 )
 from rank_cases import Ranks
-from torch import nn
+from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.profile import Mode
@@ -52,18 +53,30 @@ def ranks() -> Iterator[Ranks]:
 
 
 def compare(kind: str, modes: str, is_sharded: bool, num_persistent: int) -> None:
-    _, norms, expected = train_plainly(MAKERS[kind](), token_loss, CONFIG, **OPTIONS)
-    model = MAKERS[kind]()
-    arrangement = arrange_all(model, *CYCLES[modes], num_persistent=num_persistent, num_slots=3)
+    assert_equal_training(MAKERS[kind], token_loss, is_sharded, *CYCLES[modes], num_persistent=num_persistent)
+
+
+def assert_equal_training(
+    make: Callable[[], nn.Module],
+    loss_of: Loss,
+    is_sharded: bool,
+    *cycle: Mode,
+    num_persistent: int = 0,
+    num_slots: int = 3,
+    size: int = 100 * 1024,
+) -> None:
+    _, norms, expected = train_plainly(make(), loss_of, CONFIG, **OPTIONS)
+    model = make()
+    arrangement = arrange_all(model, *cycle, num_persistent=num_persistent, num_slots=num_slots)
     with OffloadedModel(
         model,
         arrangement,
         device=CPU,
         optimizer=CONFIG,
         ranks=Sharded() if is_sharded else Replicated(),
-        sizes=[100 * 1024],
+        sizes=[size],
     ) as offloaded:
-        _, found_norms, found = train_offloaded(offloaded, token_loss, CONFIG, **OPTIONS)
+        _, found_norms, found = train_offloaded(offloaded, loss_of, CONFIG, **OPTIONS)
     torch.testing.assert_close(torch.tensor(found_norms), torch.tensor(norms), atol=1e-5, rtol=1e-5)
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
@@ -83,3 +96,51 @@ def test_two_ranks_train_as_one_does_without_offload(ranks: Ranks, kind: str, mo
 @pytest.mark.parametrize("num_persistent", [2, 5])
 def test_chunks_that_stay_are_the_same_on_all_ranks(ranks: Ranks, num_persistent: int, is_sharded: bool) -> None:
     ranks.run(compare, "full", "mixed", is_sharded, num_persistent)
+
+
+class Experts(nn.Module):
+    """A block of two experts, each a chunk of its own, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, hidden: Tensor, expert: int) -> Tensor:
+        return hidden + self.experts[expert](hidden)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, hidden: Tensor, expert: int) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, expert)
+        return hidden.square().sum()
+
+
+def make_mixture() -> nn.Module:
+    torch.manual_seed(0)
+    return Mixture()
+
+
+def mixture_loss(model: nn.Module, number: int) -> Tensor:
+    """Ranks that take turns use another expert than each other, and another one in their next micro batch."""
+    hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+    return model(hidden, (0, 1, 1, 0)[number % 4])
+
+
+def compare_mixtures(mode: Mode, is_sharded: bool, num_persistent: int) -> None:
+    assert_equal_training(
+        make_mixture, mixture_loss, is_sharded, mode, num_persistent=num_persistent, num_slots=2, size=4096
+    )
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("num_persistent", [0, 4])
+@pytest.mark.parametrize("mode", [Mode.KEEP, Mode.CHECKPOINT])
+def test_ranks_may_use_other_experts_than_each_other(
+    ranks: Ranks, mode: Mode, num_persistent: int, is_sharded: bool
+) -> None:
+    ranks.run(compare_mixtures, mode, is_sharded, num_persistent)
