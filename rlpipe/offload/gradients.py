@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Gradients:
         ranks: Ranks,
         queues: Queues,
     ) -> None:
+        self._device = device
         self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
@@ -42,6 +44,22 @@ class Gradients:
             for index, adam in adams.items()
             for name in adam.pieces
         ]
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Before a backward pass that makes gradients of chunks; all ranks must call it.
+
+        Raises ``RuntimeError`` on all of them where the chunks are not the same on each: what they send would not meet.
+        """
+        if self._ranks.num_ranks == 1 or not self._adams:
+            return
+        chunks = sorted(index for index in indices if index in self._adams)
+        mark = crc32(repr(chunks).encode()) % 2**24
+        total, squares = self._ranks.sum(torch.tensor([mark, mark**2], device=self._device)).tolist()
+        if total**2 != self._ranks.num_ranks * squares:  # which are equal only if all marks are
+            raise RuntimeError(
+                f"this rank's backward pass is of the chunks {', '.join(map(str, chunks)) or 'none'}, another's of "
+                "others: have all ranks call the same units of the model in each pass"
+            )
 
     def finish(self, indices: Iterable[int]) -> None:
         """Sends what a backward pass made of chunks.

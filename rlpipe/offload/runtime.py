@@ -61,7 +61,8 @@ class OffloadedModel:
 
     ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before, and so
     is ``backward`` of a loss. With an ``optimizer`` it is trained; ``OffloadedAdamW`` is the step of a plain loop.
-    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same.
+    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same,
+    down to the units that they call in each pass; inside of one they may differ, as in their experts.
     Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already.
     """
 
@@ -150,6 +151,7 @@ class OffloadedModel:
             arena=self._arena,
             lane=queues.copies_out,
             stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
+            begin=self.optimizer.gradients.begin,
             finish=self.optimizer.gradients.finish,
         )
 

@@ -26,6 +26,7 @@ from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.ranks import Replicated, Sharded
 from rlpipe.offload.runtime import OffloadedModel
+from rlpipe.offload.training import OffloadedAdamW
 
 pytestmark = pytest.mark.slow
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -96,6 +97,34 @@ def test_two_ranks_train_as_one_does_without_offload(ranks: Ranks, kind: str, mo
 @pytest.mark.parametrize("num_persistent", [2, 5])
 def test_chunks_that_stay_are_the_same_on_all_ranks(ranks: Ranks, num_persistent: int, is_sharded: bool) -> None:
     ranks.run(compare, "full", "mixed", is_sharded, num_persistent)
+
+
+def run_other_units() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Linear(32, 32, bias=False)
+            self.blocks = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+
+        def forward(self, hidden: Tensor, *, with_tower: bool) -> Tensor:
+            return self.blocks[0](self.tower(hidden) if with_tower else hidden).square().sum()
+
+    torch.manual_seed(0)
+    model, hidden = Tower(), torch.randn(4, 32)
+    arrangement = arrange_all(model, Mode.KEEP)
+    with OffloadedModel(
+        model, arrangement, device=CPU, optimizer=CONFIG, ranks=Replicated(), sizes=[4096]
+    ) as offloaded:
+        with pytest.raises(RuntimeError, match="have all ranks call the same units"):
+            model(hidden, with_tower=dist.get_rank() == 0).backward()
+        optimizer = OffloadedAdamW(offloaded, CONFIG)
+        optimizer.zero_grad()
+        model(hidden, with_tower=True).backward()
+        assert optimizer.step() > 0
+
+
+def test_ranks_that_call_other_units_are_told(ranks: Ranks) -> None:
+    ranks.run(run_other_units)
 
 
 class Experts(nn.Module):
