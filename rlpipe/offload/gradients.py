@@ -77,9 +77,13 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
-        """Of the buffers on the device."""
-        sent = [sent.flat for buffers in self._sent.values() for sent in buffers]
-        return sum(flat.nbytes for flat in [*sent, *(flat for flat, _ in self._open.values())])
+        """Of the buffers on the device, and of what the ranks made of them."""
+        held = [sent.flat for buffers in self._sent.values() for sent in buffers]
+        held += [flat for flat, _ in self._open.values()]
+        held += [part for part in (staging.part for staging in self._staging) if part is not None]
+        # A sum may lie in the buffer itself.
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(storages.values())
 
     def settle(self) -> None:
         """Waits until all that was sent has been added up."""
@@ -127,27 +131,35 @@ class Gradients:
         for name, piece in adam.pieces.items():
             if name not in seen:
                 flat[piece.in_whole] = 0
-        part = self._ranks.reduce(flat[: memory.num_bytes // memory.work_dtype.itemsize])
+        whole = flat[: memory.num_bytes // memory.work_dtype.itemsize]
         if memory.is_persistent:
-            adam.add(part, is_first=is_first)
-            self._sent[memory.room, memory.work_dtype].append(Sent(self._lane.submit(lambda: None), flat, part))
-            return
+            adam.add(self._ranks.reduce(whole), is_first=is_first)
+            event = self._lane.submit(lambda: None)
+        else:
+            event = self._send_to_host(adam, whole, is_first)
+        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat))
+
+    def _send_to_host(self, adam: ChunkAdam, whole: Tensor, is_first: bool) -> Event:
         staging = self._staging.pop(0)
+        self._staging.append(staging)
+        staging.wait()  # now, so that no more than NUM_STAGED sums are on the device
+        part = self._ranks.reduce(whole)
         host = staging.take(part)
 
         def copy() -> None:
             host.copy_(part, non_blocking=True)
 
         event = self._lane.submit(copy)
-        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat, part))
+        staging.part = part
 
         def add() -> None:
             event.block_host()
+            staging.part = None
             adam.add(host, is_first=is_first)
 
         staging.user = self._worker.submit(add)
         self._pending.append(staging.user)
-        self._staging.append(staging)
+        return event
 
 
 @dataclass(slots=True)
@@ -156,7 +168,6 @@ class Sent:
 
     event: Event
     flat: Tensor
-    part: Tensor
 
 
 class Staging:
@@ -166,11 +177,17 @@ class Staging:
         self._pin = pin
         self._buffer: HostBuffer | None = None
         self.user: Future[None] | None = None
+        self.part: Tensor | None = None
+        """On the device, as long as it is read."""
+
+    def wait(self) -> None:
+        """Until its last user is done with it; raises what that raised."""
+        user, self.user = self.user, None
+        if user is not None:
+            user.result()
 
     def take(self, like: Tensor) -> Tensor:
-        """Memory for a tensor, once its last user is done with it."""
-        if self.user is not None:
-            self.user.result()
+        """Memory for a tensor; after ``wait``."""
         if self._buffer is None or len(self._buffer.bytes) < like.nbytes:
             self.close()
             self._buffer = HostBuffer(like.nbytes, pin=self._pin)

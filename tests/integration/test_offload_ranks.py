@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from offload_cases import (
     CPU,
+    LateWorker,
     Loss,
     arrange_all,
     make_moe,
@@ -23,10 +24,15 @@ from rank_cases import Ranks
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.lanes import InlineLane, Queues
 from rlpipe.offload.profile import Mode
+from rlpipe.offload.profiler import make_profile
 from rlpipe.offload.ranks import Replicated, Sharded
-from rlpipe.offload.runtime import OffloadedModel
+from rlpipe.offload.runtime import OffloadedModel, Precision
+from rlpipe.offload.tracker import Tracker
 from rlpipe.offload.training import OffloadedAdamW
+from rlpipe.offload.units import find_units
 
 pytestmark = pytest.mark.slow
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -173,3 +179,63 @@ def test_ranks_may_use_other_experts_than_each_other(
     ranks: Ranks, mode: Mode, num_persistent: int, is_sharded: bool
 ) -> None:
     ranks.run(compare_mixtures, mode, is_sharded, num_persistent)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().sum()
+
+
+def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
+    base: type[Replicated | Sharded] = Sharded if is_sharded else Replicated
+
+    class Watched(base):  # type: ignore[misc, valid-type]
+        peak = sent = 0
+
+        def reduce(self, whole: Tensor) -> Tensor:
+            held = offloaded.optimizer.gradients.device_bytes + whole.untyped_storage().nbytes()
+            with Tracker() as tracker:
+                part: Tensor = super().reduce(whole)
+            self.peak, self.sent = max(self.peak, held + tracker.peak), part.nbytes
+            return part
+
+    model, hidden, watched = Layers().to(dtype), torch.ones(4, 32, dtype=dtype), Watched()
+    size = 32 * 32 * dtype.itemsize
+    trace = trace_model(model, find_units(model), lambda _: model(hidden), lambda _: 1e-5)
+    queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=LateWorker())
+    with OffloadedModel(
+        model,
+        arrange_all(model, Mode.KEEP, num_slots=6),
+        device=CPU,
+        optimizer=CONFIG,
+        ranks=watched,
+        sizes=[size],
+        queues=queues,
+    ) as offloaded:
+        profile = make_profile(
+            model,
+            offloaded.inventory,
+            offloaded.layout,
+            trace,
+            precision=Precision(),
+            num_ranks=2,
+            num_parts=watched.num_parts,
+        )
+        for _ in range(2):
+            model(hidden).backward()
+        offloaded.optimizer.drop()
+    gathered = size // 2 if is_sharded else 0
+    assert watched.peak == profile.resident_bytes - gathered
+    assert {chunk.gradient_bytes for chunk in profile.chunks} == {watched.sent}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype: torch.dtype, is_sharded: bool) -> None:
+    ranks.run(compare_room, dtype, is_sharded)
