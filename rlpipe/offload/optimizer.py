@@ -101,7 +101,7 @@ class ChunkOptimizer:
         self.gradients.drop()
 
     def close(self) -> None:
-        """Raises what an update raises; may be called again then."""
+        """Drops the gradients that are not applied. Raises what an update raises; may be called again then."""
         self.flush()
         self.gradients.close()
         self._worker.shutdown()

@@ -307,6 +307,8 @@ def least_slots(layout: Layout, unit_chunks: Sequence[frozenset[int]], num_persi
 def _check_free(model: nn.Module) -> None:
     if model in _offloaded:
         raise RuntimeError("the model is offloaded already: close that first")
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise ValueError("the model has gradients: call zero_grad(set_to_none=True) first")
     if getattr(model, "is_gradient_checkpointing", False):
         raise ValueError("the model has gradient checkpointing of its own: call gradient_checkpointing_disable()")
 

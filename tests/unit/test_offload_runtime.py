@@ -92,6 +92,27 @@ def test_a_closed_model_is_closed_once_and_offloaded_anew() -> None:
         assert float(again.optimizer.squared_norm()) > 0
 
 
+def test_a_model_with_gradients_is_refused() -> None:
+    model, hooks = make_qwen(), hooks_of(make_qwen())
+    token_loss(model, 0).backward()
+    with pytest.raises(ValueError, match=r"the model has gradients: call zero_grad\(set_to_none=True\) first"):
+        offload(model)
+    assert hooks_of(model) == hooks
+    assert all(map(torch.equal, model.parameters(), make_qwen().parameters()))
+    model.zero_grad(set_to_none=True)
+    offload(model).close()
+
+
+def test_gradients_of_chunks_that_are_not_applied_are_dropped_with_the_offload() -> None:
+    model = make_qwen()
+    with offload(model) as offloaded:
+        token_loss(model, 0).backward()
+        resident = {id(parameter) for parameter in offloaded.resident.values()}
+    assert all((parameter.grad is not None) == (id(parameter) in resident) for parameter in model.parameters())
+    with pytest.raises(ValueError, match="the model has gradients"):
+        offload(model)
+
+
 class StubbornWorker(LateWorker):
     """Can't be shut down at first."""
 
