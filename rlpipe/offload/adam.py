@@ -32,8 +32,11 @@ class ChunkAdam:
         self.memory = memory
         master = memory.master
         self.gradient = torch.zeros(len(master), dtype=gradient_dtype, device=master.device)
-        """Of this update so far."""
+        """The sum of this update so far."""
         self.has_gradient: dict[str, bool] = dict.fromkeys(memory.names, False)
+        """Of which tensors; belongs to the thread that trains, and is ahead of the sum, which others make."""
+        self._is_empty = True
+        """Nothing is added yet: gradients of other ranks may come where this one has none."""
         self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
         self.pieces = {piece.name: piece for piece in memory.pieces()}
         self._updated = {name: nn.Parameter(master[piece.in_part]) for name, piece in self.pieces.items()}
@@ -58,13 +61,24 @@ class ChunkAdam:
         own = master.nbytes if self.memory.has_own_master else 0
         return self.gradient.nbytes + sum(moment.nbytes for moment in self._moments.values()) + own
 
-    def add(self, part: Tensor, names: Iterable[str]) -> None:
-        """Adds this rank's part of a backward pass's gradients, of the tensors ``names``; the others' are 0."""
-        if any(self.has_gradient.values()):
-            self.gradient.add_(part)
-        else:
-            self.gradient.copy_(part)
+    def expect(self, names: Iterable[str]) -> bool:
+        """Notes that gradients of the tensors ``names`` will be added; returns whether they are the first."""
+        is_first, self._is_empty = self._is_empty, False
         self.has_gradient |= dict.fromkeys(names, True)
+        return is_first
+
+    def add(self, part: Tensor, *, is_first: bool) -> None:
+        """Adds this rank's part of a backward pass's gradients; the first ones replace what was there."""
+        if is_first:
+            self.gradient.copy_(part)
+        else:
+            self.gradient.add_(part)
+
+    def take(self) -> list[str]:
+        """Names of the tensors that have gradients, for ``update``; what is expected from here on is the next one's."""
+        names = [name for name, has in self.has_gradient.items() if has]
+        self.drop()
+        return names
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part (scalar, float32)."""
@@ -74,23 +88,25 @@ class ChunkAdam:
             return torch.zeros((), device=self.gradient.device)
         return torch.stack(list(torch._foreach_norm(parts, dtype=torch.float32))).square().sum()
 
-    def update(self, learning_rate: float, scale: float) -> None:
-        """Scales the gradients, updates the weights, and drops the gradients."""
+    def update(self, names: Iterable[str], learning_rate: float, scale: float) -> None:
+        """Scales the gradients of tensors, and updates their weights."""
         (group,) = self._optimizer.param_groups
         group["lr"] = learning_rate
         master = self.memory.master
         assert master is not None
-        for name, has in self.has_gradient.items():
-            if has:
-                gradient = self.gradient[self.pieces[name].in_part].to(master.dtype)
-                self._updated[name].grad = gradient.mul_(scale) if scale != 1 else gradient
-                self._optimizer.step()
-                self._updated[name].grad = None
+        # As torch's GradScaler has it: the fused kernel divides by it, which saves a pass over the gradients.
+        divisor = None if scale == 1 else torch.full((), scale, device=master.device).reciprocal_()
+        self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        for name in names:
+            self._updated[name].grad = self.gradient[self.pieces[name].in_part].to(master.dtype)
+            self._optimizer.step()
+            self._updated[name].grad = None
         self.memory.spread()
-        self.drop()
 
     def drop(self) -> None:
+        """Forgets the gradients; an update that was begun keeps its own."""
         self.has_gradient = dict.fromkeys(self.has_gradient, False)
+        self._is_empty = True
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Of every tensor that was updated: its number of updates, and its whole moments; all ranks must call it."""

@@ -52,15 +52,16 @@ class UnitCalls:
         arena: HostArena,
         lane: Lane,
         stays: Callable[[Tensor], bool],
+        begin: Callable[[Collection[int]], None],
         finish: Callable[[Collection[int]], None],
     ) -> None:
         """``chunks`` and ``modes`` are those of each of ``units``; ``stays`` tells what is on the device anyway;
-        ``finish`` is called with chunks whose gradients are whole."""
+        ``begin`` is called with chunks that a backward pass makes gradients of, ``finish`` once theirs are whole."""
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
         self._modes = list(modes)
         self._residency, self._weights, self._arena, self._lane = residency, weights, arena, lane
-        self._stays, self._finish = stays, finish
+        self._stays, self._begin_gradients, self._finish = stays, begin, finish
         self._calls: WeakSet[Call] = WeakSet()
         self._swapped: dict[int, Callable[[], Call | None]] = {}
         self._brings: list[list[int]] = [[] for _ in units]
@@ -185,6 +186,7 @@ class UnitCalls:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
+            self._begin_gradients(self._to_finish)
             Variable._execution_engine.queue_callback(self._end_backward)
         self._finish_whole()
         self._residency.enter(call.chunks, is_backward=True)

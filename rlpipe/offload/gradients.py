@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Gradients:
         ranks: Ranks,
         queues: Queues,
     ) -> None:
+        self._device = device
         self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
@@ -42,6 +44,22 @@ class Gradients:
             for index, adam in adams.items()
             for name in adam.pieces
         ]
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Before a backward pass that makes gradients of chunks; all ranks must call it.
+
+        Raises ``RuntimeError`` on all of them where the chunks are not the same on each: what they send would not meet.
+        """
+        if self._ranks.num_ranks == 1 or not self._adams:
+            return
+        chunks = sorted(index for index in indices if index in self._adams)
+        mark = crc32(repr(chunks).encode()) % 2**24
+        total, squares = self._ranks.sum(torch.tensor([mark, mark**2], device=self._device)).tolist()
+        if total**2 != self._ranks.num_ranks * squares:  # which are equal only if all marks are
+            raise RuntimeError(
+                f"this rank's backward pass is of the chunks {', '.join(map(str, chunks)) or 'none'}, another's of "
+                "others: have all ranks call the same units of the model in each pass"
+            )
 
     def finish(self, indices: Iterable[int]) -> None:
         """Sends what a backward pass made of chunks.
@@ -59,9 +77,13 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
-        """Of the buffers on the device."""
-        sent = [sent.flat for buffers in self._sent.values() for sent in buffers]
-        return sum(flat.nbytes for flat in [*sent, *(flat for flat, _ in self._open.values())])
+        """Of the buffers on the device, and of what the ranks made of them."""
+        held = [sent.flat for buffers in self._sent.values() for sent in buffers]
+        held += [flat for flat, _ in self._open.values()]
+        held += [part for part in (staging.part for staging in self._staging) if part is not None]
+        # A sum may lie in the buffer itself.
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(storages.values())
 
     def settle(self) -> None:
         """Waits until all that was sent has been added up."""
@@ -105,31 +127,39 @@ class Gradients:
         return flat, set()
 
     def _send(self, adam: ChunkAdam, flat: Tensor, seen: set[str]) -> None:
-        memory = adam.memory
+        memory, is_first = adam.memory, adam.expect(seen)
         for name, piece in adam.pieces.items():
             if name not in seen:
                 flat[piece.in_whole] = 0
-        part = self._ranks.reduce(flat[: memory.num_bytes // memory.work_dtype.itemsize])
+        whole = flat[: memory.num_bytes // memory.work_dtype.itemsize]
         if memory.is_persistent:
-            adam.add(part, seen)
-            self._sent[memory.room, memory.work_dtype].append(Sent(self._lane.submit(lambda: None), flat, part))
-            return
+            adam.add(self._ranks.reduce(whole), is_first=is_first)
+            event = self._lane.submit(lambda: None)
+        else:
+            event = self._send_to_host(adam, whole, is_first)
+        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat))
+
+    def _send_to_host(self, adam: ChunkAdam, whole: Tensor, is_first: bool) -> Event:
         staging = self._staging.pop(0)
+        self._staging.append(staging)
+        staging.wait()  # now, so that no more than NUM_STAGED sums are on the device
+        part = self._ranks.reduce(whole)
         host = staging.take(part)
 
         def copy() -> None:
             host.copy_(part, non_blocking=True)
 
         event = self._lane.submit(copy)
-        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat, part))
+        staging.part = part
 
         def add() -> None:
             event.block_host()
-            adam.add(host, seen)
+            staging.part = None
+            adam.add(host, is_first=is_first)
 
         staging.user = self._worker.submit(add)
         self._pending.append(staging.user)
-        self._staging.append(staging)
+        return event
 
 
 @dataclass(slots=True)
@@ -138,7 +168,6 @@ class Sent:
 
     event: Event
     flat: Tensor
-    part: Tensor
 
 
 class Staging:
@@ -148,11 +177,17 @@ class Staging:
         self._pin = pin
         self._buffer: HostBuffer | None = None
         self.user: Future[None] | None = None
+        self.part: Tensor | None = None
+        """On the device, as long as it is read."""
+
+    def wait(self) -> None:
+        """Until its last user is done with it; raises what that raised."""
+        user, self.user = self.user, None
+        if user is not None:
+            user.result()
 
     def take(self, like: Tensor) -> Tensor:
-        """Memory for a tensor, once its last user is done with it."""
-        if self.user is not None:
-            self.user.result()
+        """Memory for a tensor; after ``wait``."""
         if self._buffer is None or len(self._buffer.bytes) < like.nbytes:
             self.close()
             self._buffer = HostBuffer(like.nbytes, pin=self._pin)

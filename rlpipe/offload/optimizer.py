@@ -49,6 +49,8 @@ class ChunkOptimizer:
         self.gradients.finish(self.gradients.unfinished)
         self.gradients.settle()
         self._agree()
+        for index in self._changing():
+            self.await_update(index)
         norms = [adam.squared_norm().to(self._device) for adam in self.adams.values()]
         total = torch.stack(norms).sum() if norms else torch.zeros((), device=self._device)
         counts = self._ranks.num_parts > 1 or self._ranks.rank == 0
@@ -63,16 +65,22 @@ class ChunkOptimizer:
         for adam in self.adams.values():
             adam.has_gradient = {name: next(counts) > 0 for name in adam.has_gradient}
 
+    def _changing(self) -> list[int]:
+        return [index for index, adam in self.adams.items() if any(adam.has_gradient.values())]
+
     def apply(self, learning_rate: float, scale: float) -> None:
-        """Begins the update of all chunks; ``await_update`` tells when one is through. After ``squared_norm``."""
-        changing = [index for index, adam in self.adams.items() if any(adam.has_gradient.values())]
-        for index in changing:
+        """Begins the update of all chunks; ``await_update`` tells when one is through. After ``squared_norm``.
+
+        The updates keep their gradients: those of the next one may come, or be dropped, while they go on.
+        """
+        for index in self._changing():
             adam = self.adams[index]
             if adam.memory.is_persistent:
-                adam.update(learning_rate, scale)
+                adam.update(adam.take(), learning_rate, scale)
             else:
                 self._drop(index)
-                self._updates[index] = self._worker.submit(adam.update, learning_rate, scale)
+                assert index not in self._updates, "squared_norm waits for the update before"
+                self._updates[index] = self._worker.submit(adam.update, adam.take(), learning_rate, scale)
 
     def await_update(self, index: int) -> None:
         """Raises what the update raised."""
@@ -89,11 +97,11 @@ class ChunkOptimizer:
             self.await_update(index)
 
     def drop(self) -> None:
-        """Drops the gradients."""
+        """Drops the gradients that are not applied; does not wait for updates."""
         self.gradients.drop()
 
     def close(self) -> None:
-        """Raises what an update raises; may be called again then."""
+        """Drops the gradients that are not applied. Raises what an update raises; may be called again then."""
         self.flush()
         self.gradients.close()
         self._worker.shutdown()

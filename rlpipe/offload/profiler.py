@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from heapq import nlargest
 
+import torch
 from torch import nn
 
 from rlpipe.offload.gradients import NUM_STAGED
@@ -36,7 +38,9 @@ def make_profile(
         _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_ranks, num_parts)
         for chunk in layout.chunks
     ]
-    on_the_way = _gradient_room(layout, stages, trace.stages, num_ranks, num_parts) + _gather_room(layout, num_parts)
+    on_the_way = _gradient_room(layout, stages, trace.stages) + _gather_room(layout, num_parts)
+    if num_ranks > 1:
+        on_the_way += _sum_room(layout, inventory, num_parts)
     return Profile(
         stages=trace.profiles(),
         chunks=chunks,
@@ -117,15 +121,13 @@ def _profile_chunk(
         slots=slots,
         gather_bytes=num_bytes - num_bytes // num_parts,
         reduce_bytes=_reduce_bytes(elements * num_parts, num_ranks, num_parts),
-        gradient_bytes=num_bytes // num_parts,
+        gradient_bytes=elements * (dtype.itemsize if num_ranks == 1 else FLOAT32_BYTES),
         state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
         num_trained=elements,
     )
 
 
-def _gradient_room(
-    layout: Layout, uses: Sequence[dict[int, float]], stages: Sequence[Stage], num_ranks: int, num_parts: int
-) -> int:
+def _gradient_room(layout: Layout, uses: Sequence[dict[int, float]], stages: Sequence[Stage]) -> int:
     """The device's buffers for gradients that are collected and sent, which are used again.
 
     A chunk's is open from the backward pass of the last stage that uses it to that of the first, or to the end where
@@ -142,9 +144,23 @@ def _gradient_room(
             first = min(used)
             at_once.update(range(first if stages[first].is_left else 0, max(used) + 1))
         total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * room
-        if num_ranks > 1:
-            total += room * FLOAT32_BYTES // 2 if num_parts == 1 else 0
     return total
+
+
+def _sum_room(layout: Layout, inventory: Inventory, num_parts: int) -> int:
+    """The ranks' sums on their way to the host, in float32, and what one of them is made of.
+
+    Whole sums of float32 gradients lie in the buffers of these.
+    """
+    copies, sums = [0], []
+    for chunk in layout.chunks:
+        if chunk.is_trained:
+            dtype = inventory.members[chunk.places[0].name].dtype
+            size = aligned(chunk.num_bytes, ALIGNMENT * num_parts) // dtype.itemsize * FLOAT32_BYTES
+            copy = 0 if dtype is torch.float32 else size
+            copies.append(0 if num_parts == 1 else copy)
+            sums.append(copy if num_parts == 1 else size // num_parts)
+    return max(copies) + sum(nlargest(NUM_STAGED, sums))
 
 
 def _gather_room(layout: Layout, num_parts: int) -> int:

@@ -64,7 +64,8 @@ class OffloadedModel:
 
     ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before, and so
     is ``backward`` of a loss. With an ``optimizer`` it is trained; ``OffloadedAdamW`` is the step of a plain loop.
-    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same.
+    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same,
+    down to the units that they call in each pass; inside of one they may differ, as in their experts.
     Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already.
     """
 
@@ -155,6 +156,7 @@ class OffloadedModel:
             arena=self._arena,
             lane=queues.copies_out,
             stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
+            begin=self.optimizer.gradients.begin,
             finish=self.optimizer.gradients.finish,
         )
 
@@ -310,6 +312,8 @@ def least_slots(layout: Layout, unit_chunks: Sequence[frozenset[int]], num_persi
 def _check_free(model: nn.Module) -> None:
     if model in _offloaded:
         raise RuntimeError("the model is offloaded already: close that first")
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise ValueError("the model has gradients: call zero_grad(set_to_none=True) first")
     if getattr(model, "is_gradient_checkpointing", False):
         raise ValueError("the model has gradient checkpointing of its own: call gradient_checkpointing_disable()")
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from offload_cases import (
     CPU,
+    LateWorker,
+    Loss,
     arrange_all,
     make_moe,
     make_nf4,
@@ -19,13 +21,19 @@ from offload_cases import (
     with_lora,
 )
 from rank_cases import Ranks
-from torch import nn
+from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.auto import offload
+from rlpipe.offload.fakes import trace_model
+from rlpipe.offload.lanes import InlineLane, Queues
 from rlpipe.offload.profile import Capacity, Mode
+from rlpipe.offload.profiler import make_profile
 from rlpipe.offload.ranks import Replicated, Sharded
-from rlpipe.offload.runtime import OffloadedModel
+from rlpipe.offload.runtime import OffloadedModel, Precision
+from rlpipe.offload.tracker import Tracker
+from rlpipe.offload.training import OffloadedAdamW
+from rlpipe.offload.units import find_units
 
 pytestmark = pytest.mark.slow
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -53,18 +61,30 @@ def ranks() -> Iterator[Ranks]:
 
 
 def compare(kind: str, modes: str, is_sharded: bool, num_persistent: int) -> None:
-    _, norms, expected = train_plainly(MAKERS[kind](), token_loss, CONFIG, **OPTIONS)
-    model = MAKERS[kind]()
-    arrangement = arrange_all(model, *CYCLES[modes], num_persistent=num_persistent, num_slots=3)
+    assert_equal_training(MAKERS[kind], token_loss, is_sharded, *CYCLES[modes], num_persistent=num_persistent)
+
+
+def assert_equal_training(
+    make: Callable[[], nn.Module],
+    loss_of: Loss,
+    is_sharded: bool,
+    *cycle: Mode,
+    num_persistent: int = 0,
+    num_slots: int = 3,
+    size: int = 100 * 1024,
+) -> None:
+    _, norms, expected = train_plainly(make(), loss_of, CONFIG, **OPTIONS)
+    model = make()
+    arrangement = arrange_all(model, *cycle, num_persistent=num_persistent, num_slots=num_slots)
     with OffloadedModel(
         model,
         arrangement,
         device=CPU,
         optimizer=CONFIG,
         ranks=Sharded() if is_sharded else Replicated(),
-        sizes=[100 * 1024],
+        sizes=[size],
     ) as offloaded:
-        _, found_norms, found = train_offloaded(offloaded, token_loss, CONFIG, **OPTIONS)
+        _, found_norms, found = train_offloaded(offloaded, loss_of, CONFIG, **OPTIONS)
     torch.testing.assert_close(torch.tensor(found_norms), torch.tensor(norms), atol=1e-5, rtol=1e-5)
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
@@ -118,3 +138,139 @@ def test_what_does_not_fit_on_one_rank_is_said_on_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_persistent", [2, 5])
 def test_chunks_that_stay_are_the_same_on_all_ranks(ranks: Ranks, num_persistent: int, is_sharded: bool) -> None:
     ranks.run(compare, "full", "mixed", is_sharded, num_persistent)
+
+
+def run_other_units() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Linear(32, 32, bias=False)
+            self.blocks = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+
+        def forward(self, hidden: Tensor, *, with_tower: bool) -> Tensor:
+            return self.blocks[0](self.tower(hidden) if with_tower else hidden).square().sum()
+
+    torch.manual_seed(0)
+    model, hidden = Tower(), torch.randn(4, 32)
+    arrangement = arrange_all(model, Mode.KEEP)
+    with OffloadedModel(
+        model, arrangement, device=CPU, optimizer=CONFIG, ranks=Replicated(), sizes=[4096]
+    ) as offloaded:
+        with pytest.raises(RuntimeError, match="have all ranks call the same units"):
+            model(hidden, with_tower=dist.get_rank() == 0).backward()
+        optimizer = OffloadedAdamW(offloaded, CONFIG)
+        optimizer.zero_grad()
+        model(hidden, with_tower=True).backward()
+        assert optimizer.step() > 0
+
+
+def test_ranks_that_call_other_units_are_told(ranks: Ranks) -> None:
+    ranks.run(run_other_units)
+
+
+class Experts(nn.Module):
+    """A block of two experts, each a chunk of its own, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, hidden: Tensor, expert: int) -> Tensor:
+        return hidden + self.experts[expert](hidden)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, hidden: Tensor, expert: int) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, expert)
+        return hidden.square().sum()
+
+
+def make_mixture() -> nn.Module:
+    torch.manual_seed(0)
+    return Mixture()
+
+
+def mixture_loss(model: nn.Module, number: int) -> Tensor:
+    """Ranks that take turns use another expert than each other, and another one in their next micro batch."""
+    hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+    return model(hidden, (0, 1, 1, 0)[number % 4])
+
+
+def compare_mixtures(mode: Mode, is_sharded: bool, num_persistent: int) -> None:
+    assert_equal_training(
+        make_mixture, mixture_loss, is_sharded, mode, num_persistent=num_persistent, num_slots=2, size=4096
+    )
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("num_persistent", [0, 4])
+@pytest.mark.parametrize("mode", [Mode.KEEP, Mode.CHECKPOINT])
+def test_ranks_may_use_other_experts_than_each_other(
+    ranks: Ranks, mode: Mode, num_persistent: int, is_sharded: bool
+) -> None:
+    ranks.run(compare_mixtures, mode, is_sharded, num_persistent)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().sum()
+
+
+def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
+    base: type[Replicated | Sharded] = Sharded if is_sharded else Replicated
+
+    class Watched(base):  # type: ignore[misc, valid-type]
+        peak = sent = 0
+
+        def reduce(self, whole: Tensor) -> Tensor:
+            held = offloaded.optimizer.gradients.device_bytes + whole.untyped_storage().nbytes()
+            with Tracker() as tracker:
+                part: Tensor = super().reduce(whole)
+            self.peak, self.sent = max(self.peak, held + tracker.peak), part.nbytes
+            return part
+
+    model, hidden, watched = Layers().to(dtype), torch.ones(4, 32, dtype=dtype), Watched()
+    size = 32 * 32 * dtype.itemsize
+    trace = trace_model(model, find_units(model), lambda _: model(hidden), lambda _: 1e-5)
+    queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=LateWorker())
+    with OffloadedModel(
+        model,
+        arrange_all(model, Mode.KEEP, num_slots=6),
+        device=CPU,
+        optimizer=CONFIG,
+        ranks=watched,
+        sizes=[size],
+        queues=queues,
+    ) as offloaded:
+        profile = make_profile(
+            model,
+            offloaded.inventory,
+            offloaded.layout,
+            trace,
+            precision=Precision(),
+            num_ranks=2,
+            num_parts=watched.num_parts,
+        )
+        for _ in range(2):
+            model(hidden).backward()
+        offloaded.optimizer.drop()
+    gathered = size // 2 if is_sharded else 0
+    assert watched.peak == profile.resident_bytes - gathered
+    assert {chunk.gradient_bytes for chunk in profile.chunks} == {watched.sent}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype: torch.dtype, is_sharded: bool) -> None:
+    ranks.run(compare_room, dtype, is_sharded)

@@ -54,12 +54,12 @@ T5 = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, 
 
 
 def make_classifier() -> nn.Module:
-    config = Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32, num_labels=3, pad_token_id=0)
+    config = Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32, num_labels=3, pad_token_id=5)
     return Qwen3ForSequenceClassification(config)
 
 
 def make_reward_model() -> nn.Module:
-    config = Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32, num_labels=1, pad_token_id=0)
+    config = Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32, num_labels=1, pad_token_id=5)
     return Qwen3ForSequenceClassification(config)
 
 
@@ -97,11 +97,20 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_model_is_profiled_with_a_batch_of_its_kind(kind: str) -> None:
     model = MAKERS[kind]().train()
-    loss = model(**representative_batch(model, 32)).loss
-    assert torch.isfinite(loss)
+    batch = representative_batch(model, 32)
+
+    def make_gradients() -> None:
+        torch.manual_seed(0)  # of dropout
+        model(**batch).loss.backward()
+
+    make_gradients()
+    expected = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    model.zero_grad(set_to_none=True)
+    assert expected > 0
     with offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, sizes=SIZES) as offloaded:
-        model(**representative_batch(model, 32)).loss.backward()
-        assert float(offloaded.optimizer.squared_norm() + offloaded.resident_squared_norm()) >= 0
+        make_gradients()
+        squared = offloaded.optimizer.squared_norm() + offloaded.resident_squared_norm()
+        assert float(squared) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["image and text, patches", "image and text, squares"])

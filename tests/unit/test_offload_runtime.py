@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from copy import deepcopy
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.offload.fakes import trace_model
 from rlpipe.offload.lanes import InlineLane, Queues
 from rlpipe.offload.profile import Mode, Rates
@@ -88,6 +90,27 @@ def test_a_closed_model_is_closed_once_and_offloaded_anew() -> None:
     with offload(model) as again:
         token_loss(model, 0).backward()
         assert float(again.optimizer.squared_norm()) > 0
+
+
+def test_a_model_with_gradients_is_refused() -> None:
+    model, hooks = make_qwen(), hooks_of(make_qwen())
+    token_loss(model, 0).backward()
+    with pytest.raises(ValueError, match=r"the model has gradients: call zero_grad\(set_to_none=True\) first"):
+        offload(model)
+    assert hooks_of(model) == hooks
+    assert all(map(torch.equal, model.parameters(), make_qwen().parameters()))
+    model.zero_grad(set_to_none=True)
+    offload(model).close()
+
+
+def test_gradients_of_chunks_that_are_not_applied_are_dropped_with_the_offload() -> None:
+    model = make_qwen()
+    with offload(model) as offloaded:
+        token_loss(model, 0).backward()
+        resident = {id(parameter) for parameter in offloaded.resident.values()}
+    assert all((parameter.grad is not None) == (id(parameter) in resident) for parameter in model.parameters())
+    with pytest.raises(ValueError, match="the model has gradients"):
+        offload(model)
 
 
 class StubbornWorker(LateWorker):
@@ -211,6 +234,107 @@ def test_an_update_that_waits_uses_the_learning_rate_of_its_step() -> None:
             steps.step(learning_rate=rate)
         for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(offloaded.values(mine), theirs.detach(), atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
+def test_gradients_are_dropped_while_updates_go_on(make_queues: Callable[[], Queues | None]) -> None:
+    plain, model = make_qwen(), make_qwen()
+    expected = make_optimizer(plain.parameters(), CONFIG)
+    with offload(model, queues=make_queues()) as offloaded:
+        optimizer = OffloadedAdamW(offloaded, CONFIG)
+        for number in range(3):
+            token_loss(plain, number).backward()
+            expected.step()
+            expected.zero_grad()
+            token_loss(model, number + 10).backward()
+            optimizer.zero_grad()
+            token_loss(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(offloaded.values(mine), theirs.detach(), atol=1e-5, rtol=0, msg=name)
+
+
+def test_dropping_gradients_waits_for_no_update() -> None:
+    model = make_qwen()
+    with offload(model, queues=late_queues()) as offloaded:
+        optimizer = OffloadedAdamW(offloaded, CONFIG)
+        token_loss(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(map(offloaded.optimizer.is_updated, offloaded.optimizer.adams))
+
+
+@pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
+def test_a_step_without_a_backward_pass_changes_nothing(make_queues: Callable[[], Queues | None]) -> None:
+    model = make_qwen()
+    _, _, expected = train_plainly(make_qwen(), token_loss, CONFIG, num_steps=1, num_micro_batches=1, max_norm=0.5)
+    with offload(model, queues=make_queues()) as offloaded:
+        optimizer = OffloadedAdamW(offloaded, CONFIG)
+        token_loss(model, 0).backward()
+        optimizer.step(max_norm=0.5)
+        assert optimizer.step(max_norm=0.5) == 0
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(offloaded.values(parameter), expected[name], atol=1e-5, rtol=0, msg=name)
+
+
+class Tower(nn.Module):
+    """A block, of which the chunk is the first to stay, and a tower that only some passes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+        self.tower = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden: Tensor, *, with_tower: bool) -> Tensor:
+        return self.blocks[0](self.tower(hidden) if with_tower else hidden)
+
+
+@pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
+@pytest.mark.parametrize("num_persistent", [0, 1])
+def test_a_unit_may_be_left_out_of_an_update(make_queues: Callable[[], Queues | None], num_persistent: int) -> None:
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+        return model(hidden, with_tower=number % 2 == 0).square().sum()
+
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_steps": 5, "num_micro_batches": 1, "max_norm": 0.5}
+    plain, model = Tower(), Tower()
+    model.load_state_dict(plain.state_dict())
+    _, norms, expected = train_plainly(plain, loss_of, CONFIG, **options)
+    arrangement = Arrangement(num_persistent=num_persistent, num_slots=2, modes=[Mode.KEEP] * 2)
+    with OffloadedModel(
+        model, arrangement, device=CPU, optimizer=CONFIG, sizes=[4096], queues=make_queues()
+    ) as offloaded:
+        assert len(offloaded.layout.chunks) == 2
+        _, found_norms, found = train_offloaded(offloaded, loss_of, CONFIG, **options)
+    assert found_norms == pytest.approx(norms, rel=1e-5)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
+
+
+class FailingWorker(LateWorker):
+    """Can't do a chunk's first update."""
+
+    has_failed = False
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if function.__name__ == "update" and not self.has_failed:
+            self.has_failed = True
+            return super().submit(lambda: 1 / 0)
+        return super().submit(function, *args, **kwargs)
+
+
+def test_what_an_update_raises_is_not_lost_in_a_step_that_has_no_gradients() -> None:
+    model = make_qwen()
+    queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=FailingWorker())
+    with offload(model, queues=queues) as offloaded:
+        optimizer = OffloadedAdamW(offloaded, CONFIG)
+        token_loss(model, 0).backward()
+        optimizer.step()
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError):
+            offloaded.optimizer.flush()
 
 
 def test_arrangements_that_do_not_suit_the_model_are_refused() -> None:
