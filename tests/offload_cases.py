@@ -259,6 +259,9 @@ class LateLane:
         self._waiting.append(work)
         return LateEvent(self, self._num_done + len(self._waiting))
 
+    def block_host(self) -> None:
+        self.run_until(self._num_done + len(self._waiting))
+
     def run_until(self, number: int) -> None:
         while self._num_done < number:
             self._num_done += 1

@@ -13,8 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlpipe.hardware.host import HostBuffer
-from rlpipe.offload.lanes import Lane
+from rlpipe.offload.lanes import Lane, Queues
 from rlpipe.offload.layout import aligned
+
+MOST_SPARE = 4 * 2**30
+"""Bytes that an arena grows by beyond what it needs, at most: what is planned for leaves a tenth of the host's free."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +60,9 @@ class HostArena:
     Grows between two steps; what does not fit before that has memory of its own.
     """
 
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
+    def __init__(self, queues: Queues, *, pin: bool) -> None:
+        """``queues`` has the lanes that copy from and to it."""
+        self._lanes, self._pin = (queues.copies_in, queues.copies_out), pin
         self._buffer: HostBuffer | None = None
         self._used = 0
 
@@ -76,12 +80,18 @@ class HostArena:
     def reset(self) -> None:
         """Nothing that was taken is in use any more."""
         if self._used > self.num_bytes:
+            # Locking pages is slow: micro batches that are each a little longer must not do it each.
+            room = self.num_bytes + min(self.num_bytes // 4, MOST_SPARE)
             self.close()
-            self._buffer = HostBuffer(self._used, pin=self._pin)
+            self._buffer = HostBuffer(max(self._used, room), pin=self._pin)
         self._used = 0
 
     def close(self) -> None:
+        """Frees the memory, once the device is through with it."""
         if self._buffer is not None:
+            # The host is up to a micro batch ahead of the device.
+            for lane in self._lanes:
+                lane.block_host()
             self._buffer.close()
             self._buffer = None
 

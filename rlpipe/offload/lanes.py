@@ -26,6 +26,9 @@ class Lane(Protocol):
     def submit(self, work: Work) -> Event:
         """Queues work behind what was queued, and behind all that the device was given to compute so far."""
 
+    def block_host(self) -> None:
+        """The calling thread waits until all that was submitted is through."""
+
 
 class Done:
     """Of work that is over."""
@@ -44,6 +47,9 @@ class InlineLane:
         work()
         return Done()
 
+    def block_host(self) -> None:
+        pass
+
 
 class CudaLane:
     """A stream; made once, as every stream keeps memory of its own."""
@@ -57,6 +63,9 @@ class CudaLane:
         with torch.cuda.stream(self._stream):
             work()
             return CudaEvent(self._stream, self._device)
+
+    def block_host(self) -> None:
+        self._stream.synchronize()
 
 
 class CudaEvent:

@@ -110,7 +110,7 @@ class OffloadedModel:
             # Ranks that gather must do so in one order, whatever their hosts are up to.
             is_updated=self.optimizer.is_updated if ranks.num_parts == 1 else None,
         )
-        self._arena = HostArena(pin=device.type == "cuda")
+        self._arena = HostArena(queues, pin=device.type == "cuda")
         self._calls = self._watch_calls(units, queues)
         self._places = {
             id(self._parameters[name]): (memory.chunk.index, name)
