@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlpipe.offload.activations import HostArena, SwapHooks, WeightHooks
 from rlpipe.offload.cost import swap_spans
-from rlpipe.offload.lanes import Lane
+from rlpipe.offload.lanes import Queues
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.residency import Residency
 from rlpipe.offload.units import Unit
@@ -50,7 +50,7 @@ class UnitCalls:
         residency: Residency,
         weights: WeightHooks,
         arena: HostArena,
-        lane: Lane,
+        queues: Queues,
         stays: Callable[[Tensor], bool],
         finish: Callable[[Collection[int]], None],
     ) -> None:
@@ -59,7 +59,7 @@ class UnitCalls:
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
         self._modes = list(modes)
-        self._residency, self._weights, self._arena, self._lane = residency, weights, arena, lane
+        self._residency, self._weights, self._arena, self._queues = residency, weights, arena, queues
         self._stays, self._finish = stays, finish
         self._calls: WeakSet[Call] = WeakSet()
         self._swapped: dict[int, Callable[[], Call | None]] = {}
@@ -147,7 +147,7 @@ class UnitCalls:
         if mode is Mode.CHECKPOINT:
             output = self._checkpoint(call, original, args, kwargs)
         elif mode is Mode.SWAP:
-            call.swap = SwapHooks(self._weights, self._arena, self._lane, self._stays)
+            call.swap = SwapHooks(self._weights, self._arena, self._queues, self._stays)
             self._swapped[index] = ref(call)
             with call.swap.watch():
                 output = original(*args, **kwargs)
@@ -187,8 +187,11 @@ class UnitCalls:
             self._graph_task = task
             Variable._execution_engine.queue_callback(self._end_backward)
         self._finish_whole()
+        if call.swap is not None:
+            call.swap.fetch()  # before chunks that are fetched ahead, in the same lane
         self._residency.enter(call.chunks, is_backward=True)
-        for swapped in (call, *(found() for found in call.brings)):
+        for find in call.brings:
+            swapped = find()
             if swapped is not None and swapped.swap is not None:
                 swapped.swap.fetch()
 

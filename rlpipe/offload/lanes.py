@@ -16,7 +16,7 @@ class Event(Protocol):
     """A point in a queue."""
 
     def block_device(self) -> None:
-        """What is computed from here on waits until the queue is past this point."""
+        """What is computed from here on waits until the queue is past this point; in a lane's work, that lane does."""
 
     def block_host(self) -> None:
         """The calling thread waits."""

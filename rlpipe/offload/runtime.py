@@ -148,7 +148,7 @@ class OffloadedModel:
             residency=self._residency,
             weights=WeightHooks(keys, self._residency.ensure),
             arena=self._arena,
-            lane=queues.copies_out,
+            queues=queues,
             stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
             finish=self.optimizer.gradients.finish,
         )

@@ -11,7 +11,7 @@ from offload_cases import CPU, arrange_all, late_queues, make_qwen, train_offloa
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.offload.activations import HostArena
+from rlpipe.offload.activations import HostArena, SwapHooks, WeightHooks
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import OffloadedModel
 
@@ -66,3 +66,19 @@ def test_passes_of_one_length_take_what_they_need_alone() -> None:
         arena.take(4096)
         arena.reset()
     assert arena.num_bytes == 4096
+
+
+def test_what_comes_back_does_not_wait_for_gradients_that_leave() -> None:
+    queues, gone = late_queues(), []
+    weights = WeightHooks({}, lambda _: None)
+    swap = SwapHooks(weights, HostArena(queues, pin=False), queues, lambda _: False)
+    hidden = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    with swap.watch():
+        loss = hidden.square().sum()
+    queues.copies_out.submit(lambda: gone.append("a gradient"))
+    swap.fetch()
+    loss.backward()
+    assert torch.equal(hidden.grad, torch.tensor([2.0, 4.0, 6.0]))
+    assert not gone
+    queues.copies_out.block_host()
+    assert gone
