@@ -26,7 +26,7 @@ from transformers import (
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.nf4 import nf4_config, settle_nf4
-from rlpipe.offload.lanes import Queues
+from rlpipe.offload.lanes import Event, InlineLane, Queues, Work
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
 from rlpipe.offload.training import OffloadedAdamW
@@ -235,6 +235,20 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
         mm_token_type_ids=kinds,
         use_cache=False,
     ).loss
+
+
+class NarrowLane(InlineLane):
+    """Runs out of memory at its first works, at their end: as a gather does, which comes after the copy."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+
+    def submit(self, work: Work) -> Event:
+        event = super().submit(work)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise torch.OutOfMemoryError("no")
+        return event
 
 
 class LateEvent:

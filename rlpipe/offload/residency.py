@@ -142,8 +142,8 @@ class Residency:
     def _load(self, index: int) -> None:
         if self._await_update is not None:
             self._await_update(index)
-        self._free -= self._slots_of[index]
         self._events[index] = self._memories[index].load(self._lane)
+        self._free -= self._slots_of[index]
 
     def _release(self, index: int) -> None:
         # Its bytes may still be on their way; memory that is freed must not be written to.
