@@ -26,7 +26,7 @@ from transformers import (
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.nf4 import nf4_config, settle_nf4
-from rlpipe.offload.lanes import Event, InlineLane, Queues, Work
+from rlpipe.offload.lanes import Done, Event, InlineLane, Queues, Work
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
 from rlpipe.offload.training import OffloadedAdamW
@@ -243,8 +243,8 @@ class NarrowLane(InlineLane):
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
 
-    def submit(self, work: Work) -> Event:
-        event = super().submit(work)
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
+        event = super().submit(work, behind)
         if self.num_failures:
             self.num_failures -= 1
             raise torch.OutOfMemoryError("no")
@@ -266,10 +266,13 @@ class LateLane:
     """Does nothing until somebody waits for it: what is used without waiting is wrong."""
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Work] = []
         self._num_done = 0
 
-    def submit(self, work: Callable[[], None]) -> LateEvent:
+    def mark(self) -> Event:
+        return Done()
+
+    def submit(self, work: Work, behind: Event | None = None) -> LateEvent:
         self._waiting.append(work)
         return LateEvent(self, self._num_done + len(self._waiting))
 
@@ -314,6 +317,15 @@ class LateWorker(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.num_shut_down += 1
+
+
+class EagerWorker(LateWorker):
+    """Does everything at once."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(function, *args, **kwargs)
+        future.result()
+        return future
 
 
 def late_queues() -> Queues:

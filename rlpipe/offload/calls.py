@@ -129,12 +129,16 @@ class UnitCalls:
         self.num_passes += 1
 
     def _run(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        chunks = self._chunks[index]
-        self._residency.enter(chunks, is_backward=_in_backward())
+        chunks, is_backward = self._chunks[index], _in_backward()
+        self._residency.enter(chunks, is_backward=is_backward)
         try:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            return self._run_with_graph(index, original, args, kwargs)
+            if torch.is_grad_enabled():
+                output = self._run_with_graph(index, original, args, kwargs)
+            else:
+                output = original(*args, **kwargs)
+            if not is_backward and index + 1 < len(self._chunks):
+                self._residency.fetch_next(self._chunks[index + 1])
+            return output
         finally:
             self._residency.leave(chunks)
 

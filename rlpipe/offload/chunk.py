@@ -163,9 +163,10 @@ class ChunkMemory:
     def names(self) -> list[str]:
         return [place.name for place in self.chunk.places]
 
-    def load(self, lane: Lane) -> Event:
+    def load(self, lane: Lane, behind: Event | None = None) -> Event:
         """Brings the tensors to the device; they are the model's at once, and right after the event.
 
+        ``behind`` is as ``Lane.submit`` has it; the memory that the chunk takes must be free by then.
         Where there is no room, raises what torch raises, and leaves the chunk out.
         """
         assert not self.is_resident
@@ -178,7 +179,7 @@ class ChunkMemory:
             self._ranks.gather(self._bytes)
 
         try:
-            event = lane.submit(work)
+            event = lane.submit(work, behind)
         except BaseException:
             self._storage.resize_(0)
             raise

@@ -107,8 +107,7 @@ class OffloadedModel:
             slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
             lane=queues.copies_in,
             await_update=self.optimizer.await_update,
-            # Ranks that gather must do so in one order, whatever their hosts are up to.
-            is_updated=self.optimizer.is_updated if ranks.num_parts == 1 else None,
+            is_updated=self.optimizer.is_updated,
         )
         self._arena = HostArena(queues, pin=device.type == "cuda")
         self._calls = self._watch_calls(units, queues)
