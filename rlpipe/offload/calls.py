@@ -58,6 +58,10 @@ class UnitCalls:
         ``finish`` is called with chunks whose gradients are whole."""
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
+        self._next_chunks = [
+            next((later for later in self._chunks[index + 1 :] if later), frozenset[int]())
+            for index in range(len(units))
+        ]
         self._modes = list(modes)
         self._residency, self._weights, self._arena, self._queues = residency, weights, arena, queues
         self._stays, self._finish = stays, finish
@@ -136,8 +140,8 @@ class UnitCalls:
                 output = self._run_with_graph(index, original, args, kwargs)
             else:
                 output = original(*args, **kwargs)
-            if not is_backward and index + 1 < len(self._chunks):
-                self._residency.fetch_next(self._chunks[index + 1])
+            if not is_backward:
+                self._residency.fetch_next(self._next_chunks[index])
             return output
         finally:
             self._residency.leave(chunks)
