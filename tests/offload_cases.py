@@ -26,7 +26,7 @@ from transformers import (
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.nf4 import nf4_config, settle_nf4
-from rlpipe.offload.lanes import Queues
+from rlpipe.offload.lanes import Done, Event, InlineLane, Queues, Work
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
 from rlpipe.offload.training import OffloadedAdamW
@@ -237,6 +237,20 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
     ).loss
 
 
+class NarrowLane(InlineLane):
+    """Runs out of memory at its first works, at their end: as a gather does, which comes after the copy."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
+        event = super().submit(work, behind)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise torch.OutOfMemoryError("no")
+        return event
+
+
 class LateEvent:
     def __init__(self, lane: LateLane, number: int) -> None:
         self._lane, self._number = lane, number
@@ -252,12 +266,18 @@ class LateLane:
     """Does nothing until somebody waits for it: what is used without waiting is wrong."""
 
     def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Work] = []
         self._num_done = 0
 
-    def submit(self, work: Callable[[], None]) -> LateEvent:
+    def mark(self) -> Event:
+        return Done()
+
+    def submit(self, work: Work, behind: Event | None = None) -> LateEvent:
         self._waiting.append(work)
         return LateEvent(self, self._num_done + len(self._waiting))
+
+    def block_host(self) -> None:
+        self.run_until(self._num_done + len(self._waiting))
 
     def run_until(self, number: int) -> None:
         while self._num_done < number:
@@ -297,6 +317,15 @@ class LateWorker(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.num_shut_down += 1
+
+
+class EagerWorker(LateWorker):
+    """Does everything at once."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(function, *args, **kwargs)
+        future.result()
+        return future
 
 
 def late_queues() -> Queues:

@@ -13,8 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlpipe.hardware.host import HostBuffer
-from rlpipe.offload.lanes import Lane
+from rlpipe.offload.lanes import Queues
 from rlpipe.offload.layout import aligned
+
+MOST_SPARE = 4 * 2**30
+"""Bytes that an arena grows by beyond what it needs, at most: what is planned for leaves a tenth of the host's free."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +60,9 @@ class HostArena:
     Grows between two steps; what does not fit before that has memory of its own.
     """
 
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
+    def __init__(self, queues: Queues, *, pin: bool) -> None:
+        """``queues`` has the lanes that copy from and to it."""
+        self._lanes, self._pin = (queues.copies_in, queues.copies_out), pin
         self._buffer: HostBuffer | None = None
         self._used = 0
 
@@ -76,12 +80,18 @@ class HostArena:
     def reset(self) -> None:
         """Nothing that was taken is in use any more."""
         if self._used > self.num_bytes:
+            # Locking pages is slow: micro batches that are each a little longer must not do it each.
+            room = self.num_bytes + min(self.num_bytes // 4, MOST_SPARE)
             self.close()
-            self._buffer = HostBuffer(self._used, pin=self._pin)
+            self._buffer = HostBuffer(max(self._used, room), pin=self._pin)
         self._used = 0
 
     def close(self) -> None:
+        """Frees the memory, once the device is through with it."""
         if self._buffer is not None:
+            # The host is up to a micro batch ahead of the device.
+            for lane in self._lanes:
+                lane.block_host()
             self._buffer.close()
             self._buffer = None
 
@@ -89,31 +99,36 @@ class HostArena:
 class Swapped:
     """Saved bytes that are on the host between forward and backward pass."""
 
-    def __init__(self, tensor: Tensor, host: Tensor, lane: Lane) -> None:
+    def __init__(self, tensor: Tensor, host: Tensor, queues: Queues) -> None:
         """``tensor`` is ``[N]``."""
         # Without it, another storage could take the address by which this one is known.
         self._origin = StorageWeakRef(tensor.untyped_storage())
         self._host = host.view(tensor.dtype)
-        self._device, self._lane = tensor.device, lane
+        self._device, self._queues = tensor.device, queues
         self._tensor: Tensor | None = None
 
         def leave() -> None:
             self._host.copy_(tensor, non_blocking=True)
             _record(tensor)
 
-        self._event = lane.submit(leave)
+        self._event = queues.copies_out.submit(leave)
 
     def fetch(self) -> None:
-        """Brings them back, beside what is computed."""
+        """Brings them back, beside what is computed, and beside gradients that leave.
+
+        What leaves next may take their place on the host: it waits for the computation, which waits for what it uses
+        of what came back.
+        """
         if self._tensor is None:
             # Made by the computation's stream, which also frees it.
-            tensor = torch.empty_like(self._host, device=self._device)
+            tensor, left = torch.empty_like(self._host, device=self._device), self._event
 
             def come() -> None:
+                left.block_device()
                 tensor.copy_(self._host, non_blocking=True)
                 _record(tensor)
 
-            self._event = self._lane.submit(come)
+            self._event = self._queues.copies_in.submit(come)
             self._tensor = tensor
 
     def restore(self) -> Tensor:
@@ -145,8 +160,8 @@ def _record(tensor: Tensor) -> None:
 class SwapHooks:
     """Of one call of a unit: what autograd saves goes to the host, but weights and what stays on the device anyway."""
 
-    def __init__(self, weights: WeightHooks, arena: HostArena, lane: Lane, stays: Callable[[Tensor], bool]) -> None:
-        self._weights, self._arena, self._lane, self._stays = weights, arena, lane, stays
+    def __init__(self, weights: WeightHooks, arena: HostArena, queues: Queues, stays: Callable[[Tensor], bool]) -> None:
+        self._weights, self._arena, self._queues, self._stays = weights, arena, queues, stays
         # Only autograd holds them: each goes as soon as it has been used.
         self._swapped: WeakValueDictionary[Hashable, Swapped] = WeakValueDictionary()
 
@@ -168,7 +183,7 @@ class SwapHooks:
         swapped = self._swapped.get(saved.key)
         if swapped is None:
             flat = saved.flatten(tensor)
-            swapped = self._swapped[saved.key] = Swapped(flat, self._arena.take(flat.nbytes), self._lane)
+            swapped = self._swapped[saved.key] = Swapped(flat, self._arena.take(flat.nbytes), self._queues)
         return View(swapped, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - saved.offset)
 
     def _unpack(self, packed: Tensor | Weight | View) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlpipe.offload.activations import HostArena, SwapHooks, WeightHooks
 from rlpipe.offload.cost import swap_spans
-from rlpipe.offload.lanes import Lane
+from rlpipe.offload.lanes import Queues
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.residency import Residency
 from rlpipe.offload.units import Unit
@@ -50,7 +50,7 @@ class UnitCalls:
         residency: Residency,
         weights: WeightHooks,
         arena: HostArena,
-        lane: Lane,
+        queues: Queues,
         stays: Callable[[Tensor], bool],
         begin: Callable[[Collection[int]], None],
         finish: Callable[[Collection[int]], None],
@@ -59,8 +59,12 @@ class UnitCalls:
         ``begin`` is called with chunks that a backward pass makes gradients of, ``finish`` once theirs are whole."""
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
+        self._next_chunks = [
+            next((later for later in self._chunks[index + 1 :] if later), frozenset[int]())
+            for index in range(len(units))
+        ]
         self._modes = list(modes)
-        self._residency, self._weights, self._arena, self._lane = residency, weights, arena, lane
+        self._residency, self._weights, self._arena, self._queues = residency, weights, arena, queues
         self._stays, self._begin_gradients, self._finish = stays, begin, finish
         self._calls: WeakSet[Call] = WeakSet()
         self._swapped: dict[int, Callable[[], Call | None]] = {}
@@ -130,12 +134,16 @@ class UnitCalls:
         self.num_passes += 1
 
     def _run(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        chunks = self._chunks[index]
-        self._residency.enter(chunks, is_backward=_in_backward())
+        chunks, is_backward = self._chunks[index], _in_backward()
+        self._residency.enter(chunks, is_backward=is_backward)
         try:
-            if not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            return self._run_with_graph(index, original, args, kwargs)
+            if torch.is_grad_enabled():
+                output = self._run_with_graph(index, original, args, kwargs)
+            else:
+                output = original(*args, **kwargs)
+            if not is_backward:
+                self._residency.fetch_next(self._next_chunks[index])
+            return output
         finally:
             self._residency.leave(chunks)
 
@@ -148,7 +156,7 @@ class UnitCalls:
         if mode is Mode.CHECKPOINT:
             output = self._checkpoint(call, original, args, kwargs)
         elif mode is Mode.SWAP:
-            call.swap = SwapHooks(self._weights, self._arena, self._lane, self._stays)
+            call.swap = SwapHooks(self._weights, self._arena, self._queues, self._stays)
             self._swapped[index] = ref(call)
             with call.swap.watch():
                 output = original(*args, **kwargs)
@@ -189,8 +197,11 @@ class UnitCalls:
             self._begin_gradients(self._to_finish)
             Variable._execution_engine.queue_callback(self._end_backward)
         self._finish_whole()
+        if call.swap is not None:
+            call.swap.fetch()  # before chunks that are fetched ahead, in the same lane
         self._residency.enter(call.chunks, is_backward=True)
-        for swapped in (call, *(found() for found in call.brings)):
+        for find in call.brings:
+            swapped = find()
             if swapped is not None and swapped.swap is not None:
                 swapped.swap.fetch()
 

@@ -163,8 +163,12 @@ class ChunkMemory:
     def names(self) -> list[str]:
         return [place.name for place in self.chunk.places]
 
-    def load(self, lane: Lane) -> Event:
-        """Brings the tensors to the device; they are the model's at once, and right after the event."""
+    def load(self, lane: Lane, behind: Event | None = None) -> Event:
+        """Brings the tensors to the device; they are the model's at once, and right after the event.
+
+        ``behind`` is as ``Lane.submit`` has it; the memory that the chunk takes must be free by then.
+        Where there is no room, raises what torch raises, and leaves the chunk out.
+        """
         assert not self.is_resident
         assert not self.is_persistent
         source = self.host_bytes
@@ -174,7 +178,11 @@ class ChunkMemory:
             self._bytes[self._part].copy_(source, non_blocking=True)
             self._ranks.gather(self._bytes)
 
-        event = lane.submit(work)
+        try:
+            event = lane.submit(work, behind)
+        except BaseException:
+            self._storage.resize_(0)
+            raise
         self._put(self._views)
         self.is_resident = True
         return event

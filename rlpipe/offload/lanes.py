@@ -16,15 +16,21 @@ class Event(Protocol):
     """A point in a queue."""
 
     def block_device(self) -> None:
-        """What is computed from here on waits until the queue is past this point."""
+        """What is computed from here on waits until the queue is past this point; in a lane's work, that lane does."""
 
     def block_host(self) -> None:
         """The calling thread waits."""
 
 
 class Lane(Protocol):
-    def submit(self, work: Work) -> Event:
-        """Queues work behind what was queued, and behind all that the device was given to compute so far."""
+    def mark(self) -> Event:
+        """The end of all that the device was given to compute so far."""
+
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
+        """Queues work behind what was queued, and behind an event; None: what ``mark`` gives now."""
+
+    def block_host(self) -> None:
+        """The calling thread waits until all that was submitted is through."""
 
 
 class Done:
@@ -40,9 +46,15 @@ class Done:
 class InlineLane:
     """Does everything at once: on the CPU."""
 
-    def submit(self, work: Work) -> Event:
+    def mark(self) -> Event:
+        return Done()
+
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
         work()
         return Done()
+
+    def block_host(self) -> None:
+        pass
 
 
 class CudaLane:
@@ -52,11 +64,18 @@ class CudaLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, work: Work) -> Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def mark(self) -> Event:
+        return CudaEvent(torch.cuda.current_stream(self._device), self._device)
+
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
+        behind = behind or self.mark()
         with torch.cuda.stream(self._stream):
+            behind.block_device()
             work()
             return CudaEvent(self._stream, self._device)
+
+    def block_host(self) -> None:
+        self._stream.synchronize()
 
 
 class CudaEvent:

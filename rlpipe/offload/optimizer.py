@@ -89,7 +89,11 @@ class ChunkOptimizer:
             update.result()
 
     def is_updated(self, index: int) -> bool:
-        return index not in self._updates or self._updates[index].done()
+        """Whether ``await_update`` returns at once; where ranks hold parts, whether that is known to all of them."""
+        if index not in self._updates:
+            return True
+        # Ranks that gather must do so in one order, whatever their hosts are up to.
+        return self._ranks.num_parts == 1 and self._updates[index].done()
 
     def flush(self) -> None:
         """Waits for all updates."""

@@ -34,7 +34,7 @@ class Residency:
         """``slots_of`` says how many slots each takes.
 
         ``await_update`` returns once a chunk's bytes on the host are those to be used next; a chunk is fetched ahead
-        only if it ``is_updated``.
+        only if it ``is_updated``, or is what comes next.
         """
         self._memories, self._slots_of, self._lane = memories, slots_of, lane
         self._await_update, self._is_updated = await_update, is_updated
@@ -43,6 +43,8 @@ class Residency:
         self._events: dict[int, Event] = {}
         self._pins: Counter[int] = Counter()
         self._position, self._is_backward = 0, False
+        self._mark: Event | None = None
+        """By when the device is through with all that is not pinned; None: when it is through with all it has."""
         self.is_closed = False
 
     @property
@@ -57,6 +59,7 @@ class Residency:
     def ensure(self, index: int) -> None:
         """Has a chunk there for what is computed from here on. Raises ``OutOfSlots``."""
         self._check_open()
+        self._mark = None
         if self._memories[index].is_persistent:
             return
         if index not in self._events:
@@ -75,13 +78,16 @@ class Residency:
         for index in needed:
             self.ensure(index)
         self.fetch_ahead()
+        self._mark = self._lane.mark()
 
     def leave(self, indices: Iterable[int]) -> None:
+        self._mark = None
         self._pins.subtract(indices)
         self._pins += Counter()
 
     def leave_all(self) -> None:
         """After a pass, however it ended."""
+        self._mark = None
         self._pins.clear()
 
     def turn(self) -> None:
@@ -98,20 +104,37 @@ class Residency:
     def close(self) -> None:
         self.leave_all()
         self.drop(self.resident)
+        self._lane.block_host()  # the host's memory, which copies may still read, is freed next
         self.is_closed = True
 
     def fetch_ahead(self) -> None:
+        """As far as nothing must be waited for."""
         for index in self._upcoming():
-            if index in self._events or self._memories[index].is_persistent:
-                continue
             if self._is_updated is not None and not self._is_updated(index):
                 return
-            while self._free < self._slots_of[index]:
-                victim = self._victim()
-                if victim is None or self._distance(victim) <= self._distance(index):
-                    return
-                self._release(victim)
-            self._load(index)
+            if not self._fetch(index):
+                return
+
+    def fetch_next(self, indices: Iterable[int]) -> None:
+        """What comes right after what was entered last, which the device has been given; waits for its updates.
+
+        On the device it goes on beside that computation. For use before ``leave``.
+        """
+        for index in sorted(indices):
+            if not self._fetch(index, self._mark):
+                return
+
+    def _fetch(self, index: int, behind: Event | None = None) -> bool:
+        """Whether it is there, or under way, without the slots of what is used sooner."""
+        if index in self._events or self._memories[index].is_persistent:
+            return True
+        while self._free < self._slots_of[index]:
+            victim = self._victim()
+            if victim is None or self._distance(victim) <= self._distance(index):
+                return False
+            self._release(victim)
+        self._load(index, behind)
+        return True
 
     def _upcoming(self) -> Iterable[int]:
         step = -1 if self._is_backward else 1
@@ -139,11 +162,11 @@ class Residency:
                 )
             self._release(victim)
 
-    def _load(self, index: int) -> None:
+    def _load(self, index: int, behind: Event | None = None) -> None:
         if self._await_update is not None:
             self._await_update(index)
+        self._events[index] = self._memories[index].load(self._lane, behind)
         self._free -= self._slots_of[index]
-        self._events[index] = self._memories[index].load(self._lane)
 
     def _release(self, index: int) -> None:
         # Its bytes may still be on their way; memory that is freed must not be written to.

@@ -111,10 +111,9 @@ class OffloadedModel:
             slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
             lane=queues.copies_in,
             await_update=self.optimizer.await_update,
-            # Ranks that gather must do so in one order, whatever their hosts are up to.
-            is_updated=self.optimizer.is_updated if ranks.num_parts == 1 else None,
+            is_updated=self.optimizer.is_updated,
         )
-        self._arena = HostArena(pin=device.type == "cuda")
+        self._arena = HostArena(queues, pin=device.type == "cuda")
         self._calls = self._watch_calls(units, queues)
         self._places = {
             id(self._parameters[name]): (memory.chunk.index, name)
@@ -154,7 +153,7 @@ class OffloadedModel:
             residency=self._residency,
             weights=WeightHooks(keys, self._residency.ensure),
             arena=self._arena,
-            lane=queues.copies_out,
+            queues=queues,
             stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
             begin=self.optimizer.gradients.begin,
             finish=self.optimizer.gradients.finish,

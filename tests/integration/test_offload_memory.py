@@ -60,10 +60,10 @@ class SlowLane(InlineLane):
         self._held: list[list[Work]] = [[], []]
         self.is_forward = False
 
-    def submit(self, work: Work) -> Event:
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
         if self.is_forward:
             self._held[-1].append(work)
-        return super().submit(work)
+        return super().submit(work, behind)
 
     def begin_unit(self, *_: object) -> None:
         self._held = [self._held[-1], []]

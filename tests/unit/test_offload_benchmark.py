@@ -29,9 +29,9 @@ MACHINE = {"hardware": "NVIDIA H100 80GB HBM3", "kind": "cuda", "measured_at": "
 class CountingLane(InlineLane):
     count = 0
 
-    def submit(self, work: Work) -> Event:
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
         self.count += 1
-        return super().submit(work)
+        return super().submit(work, behind)
 
 
 @pytest.mark.parametrize(("name", "micro_batches"), [("tiny", 1), ("tiny", 3), ("tiny-lora", 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from offload_cases import NarrowLane
 from torch import Tensor, nn
 
 from rlpipe.offload.chunk import ChunkMemory, Member
@@ -97,6 +98,20 @@ def test_a_closed_chunk_leaves_the_model_whole() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     with pytest.raises(RuntimeError, match="closed"):
         chunks[0].load(LANE)
+
+
+def test_a_load_without_room_leaves_the_chunk_out() -> None:
+    model = make_model()
+    (chunk, *_) = take_chunks(model)
+    chunk.load(LANE)
+    weight = model[0].weight.data
+    chunk.release()
+    with pytest.raises(torch.OutOfMemoryError):
+        chunk.load(NarrowLane(num_failures=1))
+    assert weight.untyped_storage().nbytes() == 0
+    assert model[0].weight.isnan().all()
+    chunk.load(LANE)
+    assert torch.equal(model[0].weight, make_model()[0].weight)
 
 
 def test_tensors_that_belong_to_a_parameter_travel_with_it() -> None:

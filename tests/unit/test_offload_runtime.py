@@ -13,6 +13,7 @@ import torch
 from offload_cases import (
     CPU,
     LateWorker,
+    NarrowLane,
     arrange_all,
     late_queues,
     make_nf4,
@@ -193,6 +194,28 @@ def test_a_pass_that_raises_leaves_a_usable_model() -> None:
         expected = sum(float(p.grad.square().sum()) for p in plain.parameters())
         squared = offloaded.optimizer.squared_norm() + offloaded.resident_squared_norm()
         assert float(squared) == pytest.approx(expected, rel=1e-5)
+
+
+def test_loads_without_room_leave_a_usable_model() -> None:
+    options: dict[str, Any] = {"num_steps": 2, "num_micro_batches": 2, "max_norm": 0.5}
+    _, _, expected = train_plainly(make_qwen(), token_loss, CONFIG, **options)
+    model, lane = make_qwen(), NarrowLane(num_failures=0)
+    queues = Queues(copies_in=lane, copies_out=InlineLane(), worker=LateWorker())
+    with offload(model, queues=queues) as offloaded:
+        for _ in range(4):
+            lane.num_failures = 1
+            with pytest.raises(torch.OutOfMemoryError):
+                token_loss(model, 0)
+        for _ in range(4):
+            loss = token_loss(model, 0)
+            lane.num_failures = 1
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+            offloaded.optimizer.drop()
+            model.zero_grad()
+        _, _, found = train_offloaded(offloaded, token_loss, CONFIG, **options)
+        for name, parameter in expected.items():
+            torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
 
 
 def test_an_update_that_is_not_finite_is_left_out() -> None:
