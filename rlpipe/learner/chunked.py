@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
 from rlpipe.errors import ModelError
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.first import ask_first
 from rlpipe.hardware.own import own_device
 from rlpipe.learner.chunk_options import (
     capacity,
@@ -54,6 +54,7 @@ class Chunked:
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
+            assert self._offloaded, "the trained model is spread first, its copies after it"
             num_parts = self._offloaded[0].ranks.num_parts
             arrangement = least_arrangement(scorer, sizes=chunk_sizes(self._config))
         offloaded = OffloadedModel(
@@ -76,17 +77,14 @@ class Chunked:
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
         """That of the first rank, which all follow."""
         hardware = own_device(self.device)
-        found: list[Decision | str | None] = [None]
-        if self.rank == 0:
+
+        def decide() -> Decision:
             try:
-                found = [self._search(scorer, precision, hardware)]
+                return self._search(scorer, precision, hardware)
             except ValueError as error:
-                found = [f"learner.offload=chunked: {error}"]
-        if self.num_ranks > 1:
-            dist.broadcast_object_list(found)
-        if not isinstance(found[0], Decision):
-            raise ModelError(str(found[0]))
-        return found[0]
+                raise ModelError(f"learner.offload=chunked: {error}") from error
+
+        return ask_first(decide)
 
     def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device) -> Decision:
         free = capacity(self._config, self.device)
