@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import finalize
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,16 @@ class HostBuffer:
     """Bytes on the host, page-locked where ``pin`` is set.
 
     torch's own pinned memory comes in powers of two, up to twice what was asked for; this one locks the pages of
-    ordinary memory. Raises ``RuntimeError`` where CUDA refuses.
+    ordinary memory. Raises ``RuntimeError`` where CUDA refuses. One that is not closed is unlocked as it is collected.
     """
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         self._tensor: Tensor | None = torch.empty(num_bytes, dtype=torch.uint8)
-        self._is_pinned = False
+        self._finalizer: finalize[..., HostBuffer] | None = None
         if pin and num_bytes:
             _check(torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), num_bytes, 0), "lock", num_bytes)
-            self._is_pinned = True
+            self._finalizer = finalize(self, _unlock_late, self._tensor)
+            self._finalizer.atexit = False
 
     @property
     def bytes(self) -> Tensor:
@@ -29,10 +32,20 @@ class HostBuffer:
 
     def close(self) -> None:
         """Frees the memory; may be called again, also after it has raised."""
-        if self._tensor is not None and self._is_pinned:
-            _check(torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr()), "unlock", len(self._tensor))
-            self._is_pinned = False
+        if self._tensor is not None and self._finalizer is not None:
+            _unlock(self._tensor)
+            self._finalizer.detach()
+            self._finalizer = None
         self._tensor = None
+
+
+def _unlock(tensor: Tensor) -> None:
+    _check(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()), "unlock", len(tensor))
+
+
+def _unlock_late(tensor: Tensor) -> None:
+    torch.cuda.synchronize()  # nobody has waited for its copies
+    _unlock(tensor)
 
 
 def _check(error: object, what: str, num_bytes: int) -> None:

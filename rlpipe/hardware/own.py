@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.first import ask_first
 from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.link import measure_link
 from rlpipe.hardware.machines import load_stored, own_name, store, stored_names
@@ -29,14 +30,11 @@ def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
     """The stored measurement of this machine with this device; without one it is measured, and stored if that works.
 
     In a process group of several ranks all of them must call this, and get the same: what rank 0 finds, which measures
-    while the others wait, with the ``link`` that they then measure together. ``scale`` is that of ``measure``.
+    while the others wait, or its error, with the ``link`` that they then measure together. ``scale`` is ``measure``'s.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _find_or_measure(device, scale)
-    found = [_find_or_measure(device, scale) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    (own,) = found
-    assert own is not None
+    own = ask_first(lambda: _find_or_measure(device, scale))
     with_link = replace(own, link=measure_link(device, scale=scale))
     if own.link is None and dist.get_rank() == 0:
         _try_to_store(with_link)

@@ -54,6 +54,7 @@ class Chunked:
             self.notes.append(f"learner.offload=chunked: {decision.describe()}")
             arrangement, num_parts = decision.arrangement, decision.num_parts
         else:
+            assert self._offloaded, "the trained model is spread first, its copies after it"
             num_parts = self._offloaded[0].ranks.num_parts
             arrangement = least_arrangement(scorer, sizes=chunk_sizes(self._config))
         offloaded = OffloadedModel(
@@ -73,10 +74,14 @@ class Chunked:
         free = capacity(self._config, self.device, replaced=scorer)
         if self._workload.has_copy:  # which is spread after the policy
             free = free.less(least_memory(scorer, sizes=chunk_sizes(self._config)))
-        try:
-            return agree(free, lambda least: self._search(scorer, precision, hardware, least))
-        except ValueError as error:
-            raise ModelError(f"learner.offload=chunked: {error}") from error
+
+        def decide(least: Capacity) -> Decision:
+            try:
+                return self._search(scorer, precision, hardware, least)
+            except ValueError as error:
+                raise ModelError(f"learner.offload=chunked: {error}") from error
+
+        return agree(free, decide)
 
     def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device, free: Capacity) -> Decision:
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)

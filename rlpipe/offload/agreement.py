@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from rlpipe.hardware.first import ask_first
 from rlpipe.offload.decide import Decision
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.ranks import Alone, Ranks, Replicated, Sharded
@@ -24,28 +25,14 @@ def ranks_of(num_parts: int) -> Ranks:
 
 
 def agree(free: Capacity, decide: Callable[[Capacity], Decision]) -> Decision:
-    """What ``decide`` says on the first rank; all ranks must call it.
+    """What ``decide`` says on the first rank, of the least that any has free; all ranks must call it.
 
-    Raises there what ``decide`` raises, and ``ValueError`` with the same text elsewhere.
+    What it raises is raised on all of them, as ``ask_first`` does.
     """
-    if num_ranks() == 1:
-        return decide(free)
-    every: list[Capacity] = [free] * num_ranks()
-    dist.all_gather_object(every, free)
-    least = Capacity(
-        device_bytes=min(one.device_bytes for one in every), host_bytes=min(one.host_bytes for one in every)
-    )
-    found: list[Decision | str] = [""]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            found = [decide(least)]
-        except Exception as error:  # noqa: BLE001  the others wait to be told
-            failure, found = error, [f"{error}"]
-    dist.broadcast_object_list(found)
-    if failure is not None:
-        raise failure
-    (decision,) = found
-    if not isinstance(decision, Decision):
-        raise ValueError(decision)
-    return decision
+    if num_ranks() > 1:
+        every: list[Capacity] = [free] * num_ranks()
+        dist.all_gather_object(every, free)
+        free = Capacity(
+            device_bytes=min(one.device_bytes for one in every), host_bytes=min(one.host_bytes for one in every)
+        )
+    return ask_first(lambda: decide(free))

@@ -131,6 +131,8 @@ def plan(
     ``parts`` are the numbers of shares that are tried into which ranks may cut the chunks. Raises as ``offload`` does,
     also where the model can't be traced.
     """
+    if negative := {name: value for name, value in knobs.items() if value < 0}:
+        raise ValueError(f"{', '.join(f'{name}={value}' for name, value in negative.items())}: give 0 or more")
     units = find_units(model)
     inventory = take_inventory(model, units, trained=is_trained, compute_dtype=precision.compute)
     layout = make_layout(inventory.tensors, sizes=sizes)

@@ -82,7 +82,7 @@ class ChunkMemory:
         state_dtype: torch.dtype | None = None,
         fill: Fill | None = None,
     ) -> None:
-        """Takes the tensors out of the model.
+        """Takes the tensors out of the model, or, if it raises, none of them.
 
         ``room`` is what is asked of the device's memory, at least; ``state_dtype`` what trained weights are updated in,
         if that is not what they are computed with.
@@ -101,32 +101,36 @@ class ChunkMemory:
             for member, place, shape in zip(members, chunk.places, shapes, strict=True)
         ]
         self._placeholders = [_placeholder(view) for view in self._views]
-        self._original_dtypes = [member.get().dtype for member in members]
+        self._origins = [_origin(member.get()) for member in members]
         self._host: HostBuffer | None = None
         if not is_persistent:
             self._host = HostBuffer(self._part.stop - self._part.start, pin=device.type == "cuda")
         self.is_resident, self.is_closed = True, False
         self.master: Tensor | None = None
         """This rank's part of the trained weights, flat, in the type that they are updated in."""
-        self._take(state_dtype or self.work_dtype, fill)
+        try:
+            self._copy(state_dtype or self.work_dtype, fill)
+        except BaseException:
+            if self._host is not None:
+                self._host.close()
+            raise
         if is_persistent:
             self._put(self._views)
         else:
             self.release()
 
-    def _take(self, state_dtype: torch.dtype, fill: Fill | None) -> None:
-        """Copies the model's tensors to where this rank keeps its part, and frees them."""
+    def _copy(self, state_dtype: torch.dtype, fill: Fill | None) -> None:
+        """Copies the model's tensors to where this rank keeps its part."""
         work = torch.empty(self.num_bytes, dtype=torch.uint8)
         is_wider = self.has_own_master = self.chunk.is_trained and state_dtype is not self.work_dtype
         wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
-        for member, place, placeholder in zip(self._members, self.chunk.places, self._placeholders, strict=True):
+        for member, place in zip(self._members, self.chunk.places, strict=True):
             values = make_real(member.name, member.get(), fill)
             narrow = values.to("cpu", member.dtype).contiguous()
             work[place.offset : place.offset + place.num_bytes] = narrow.flatten().view(torch.uint8)
             if is_wider:
                 begin = place.offset // member.dtype.itemsize
                 wide[begin : begin + values.numel()] = values.flatten()
-            member.put(placeholder)
         if self.is_persistent:
             self._bytes.copy_(work)
         else:
@@ -251,12 +255,12 @@ class ChunkMemory:
         return gathered
 
     def close(self) -> None:
-        """Gives the model tensors of its own, on the CPU, and frees all memory; may be called again, also after it has
-        raised. All ranks must call it."""
+        """Gives the model tensors of its own, where they lay before, and frees all memory; may be called again, also
+        after it has raised. All ranks must call it."""
         if not self.is_closed:
             values = self.values()
-            for member, dtype in zip(self._members, self._original_dtypes, strict=True):
-                member.put(values[member.name].to("cpu", dtype, copy=True))
+            for member, (device, dtype) in zip(self._members, self._origins, strict=True):
+                member.put(values[member.name].to(device, dtype, copy=True))
             self._storage.resize_(0)
             self.is_closed = True
             self.master = None
@@ -310,6 +314,11 @@ def make_real(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
     values = torch.empty(tensor.shape, dtype=tensor.dtype)
     fill(name, values)
     return values
+
+
+def _origin(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    """Where a tensor is to lie again; what had no values comes to the CPU."""
+    return torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype
 
 
 def _placeholder(tensor: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ units (calls) ──enter──> residency ──load──> chunks: host bytes 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NoReturn, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,14 @@ from rlpipe.offload.optimizer import ChunkOptimizer
 from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.ranks import Alone, Ranks
 from rlpipe.offload.residency import Residency
-from rlpipe.offload.units import Inventory, Unit, find_units, move_rest, take_inventory
+from rlpipe.offload.units import Inventory, Unit, find_rest, find_units, move_rest, return_rest, take_inventory
 
 if TYPE_CHECKING:
     from rlpipe.offload.decide import Decision
 
-_offloaded: WeakKeyDictionary[nn.Module, OffloadedModel] = WeakKeyDictionary()
+_open: WeakSet[OffloadedModel] = WeakSet()
+"""Those that have a model, which alone keeps them alive."""
+LOST = "an error ended the offloaded model while ranks shared its weights, which are lost: load the model again"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -66,7 +69,11 @@ class OffloadedModel:
     is ``backward`` of a loss. With an ``optimizer`` it is trained; ``OffloadedAdamW`` is the step of a plain loop.
     Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same,
     down to the units that they call in each pass; inside of one they may differ, as in their experts.
-    Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already.
+    Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already,
+    or a part of it. Where it raises, the model is as it was; what was on the meta device may have its values.
+
+    Where ranks share the chunks (``num_parts`` > 1), an error that leaves the context, or the constructor, on one of
+    them finds the others elsewhere: then nothing waits for them, and the model is lost. It has to be loaded again.
     """
 
     def __init__(
@@ -84,7 +91,6 @@ class OffloadedModel:
     ) -> None:
         """``sizes`` are those of chunks that are tried, in bytes; ``fill`` is for models on the meta device."""
         _check_free(model)
-        queues = queues or make_queues(device)
         precision, ranks = precision or Precision(), ranks or Alone()
         self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
         units = find_units(model)
@@ -93,42 +99,52 @@ class OffloadedModel:
         self.unit_chunks = chunks_of_units(self.layout, self.inventory)
         _check(arrangement, self.layout, self.unit_chunks, self.inventory)
         self._parameters = dict(model.named_parameters())
-        self._memories = self._take_chunks(precision, fill)
-        move_rest(model, self.inventory, device, fill)
+        self._memories: list[ChunkMemory] = []
+        self._queues = queues or make_queues(device)
+        self._undo: list[Callable[[], None]] = []
+        """Gives back what was taken, the last first."""
+        self.is_closed = self.is_lost = False
+        self.decision: Decision | None = None
+        """By which it was arranged, if it was."""
+        try:
+            self._take(units, optimizer or OptimizerConfig(), precision, fill)
+        except BaseException as error:
+            self._end_after(error)
+            raise
+        _open.add(self)
+
+    def _take(self, units: Sequence[Unit], config: OptimizerConfig, precision: Precision, fill: Fill | None) -> None:
+        self._take_chunks(precision, fill)
+        self._undo.append(partial(return_rest, self.model, self.inventory, find_rest(self.model, self.inventory)))
+        move_rest(self.model, self.inventory, self.device, fill)
         self.optimizer = ChunkOptimizer(
             {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
             self._parameters,
-            optimizer or OptimizerConfig(),
-            device=device,
+            config,
+            device=self.device,
             gradient_dtype=precision.gradient,
-            ranks=ranks,
-            queues=queues,
+            ranks=self.ranks,
+            queues=self._queues,
             drop=self.drop_chunk,
         )
+        self._undo.append(self.optimizer.close)
         self._residency = Residency(
             self._memories,
-            num_slots=arrangement.num_slots,
+            num_slots=self.arrangement.num_slots,
             slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
-            lane=queues.copies_in,
+            lane=self._queues.copies_in,
             await_update=self.optimizer.await_update,
             is_updated=self.optimizer.is_updated,
         )
-        self._arena = HostArena(queues, pin=device.type == "cuda")
-        self._calls = self._watch_calls(units, queues)
-        self._places = {
-            id(self._parameters[name]): (memory.chunk.index, name)
-            for memory in self._memories
-            for name in memory.names
-            if name in self._parameters
-        }
-        self.is_closed = False
-        self.decision: Decision | None = None
-        """By which it was arranged, if it was."""
-        _offloaded[model] = self
+        self._undo.append(self._residency.close)
+        self._arena = HostArena(self._queues, pin=self.device.type == "cuda")
+        self._undo.append(self._arena.close)
+        self._calls = self._watch_calls(units)
+        self._undo.append(self._calls.remove)
 
-    def _take_chunks(self, precision: Precision, fill: Fill | None) -> list[ChunkMemory]:
-        return [
-            ChunkMemory(
+    def _take_chunks(self, precision: Precision, fill: Fill | None) -> None:
+        for chunk in self.layout.chunks:
+            memory = ChunkMemory(
                 chunk,
                 [self.inventory.members[place.name] for place in chunk.places],
                 device=self.device,
@@ -138,10 +154,16 @@ class OffloadedModel:
                 state_dtype=precision.state,
                 fill=fill,
             )
-            for chunk in self.layout.chunks
-        ]
+            self._memories.append(memory)
+            self._undo.append(memory.close)
+        self._places = {
+            id(self._parameters[name]): (memory.chunk.index, name)
+            for memory in self._memories
+            for name in memory.names
+            if name in self._parameters
+        }
 
-    def _watch_calls(self, units: Sequence[Unit], queues: Queues) -> UnitCalls:
+    def _watch_calls(self, units: Sequence[Unit]) -> UnitCalls:
         keys = {memory.storage_key: memory.chunk.index for memory in self._memories}
         resident = [*self.inventory.resident.values(), *self.model.buffers()]
         staying = {tensor.untyped_storage()._cdata for tensor in resident}
@@ -153,7 +175,7 @@ class OffloadedModel:
             residency=self._residency,
             weights=WeightHooks(keys, self._residency.ensure),
             arena=self._arena,
-            queues=queues,
+            queues=self._queues,
             stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
             begin=self.optimizer.gradients.begin,
             finish=self.optimizer.gradients.finish,
@@ -231,7 +253,7 @@ class OffloadedModel:
         return self._places.get(id(parameter))
 
     def close(self) -> None:
-        """Gives the model weights of its own again, on the CPU, and ends all threads.
+        """Gives the model weights of its own again, where they lay before, and ends all threads.
 
         Does nothing when called again. What goes wrong is raised; the model is then still this one's, and ``close`` can
         be tried again. All ranks must call it.
@@ -239,15 +261,35 @@ class OffloadedModel:
         if self.is_closed:
             return
         self.optimizer.flush()
-        self._calls.remove()
-        if not self._residency.is_closed:
-            self._residency.close()
-        for memory in self._memories:
-            memory.close()
-        self.optimizer.close()
-        self._arena.close()
+        self._give_back()
         self.is_closed = True
-        del _offloaded[self.model]
+        _open.discard(self)
+
+    def _give_back(self) -> None:
+        # Chunks that are fetched ahead may still be on their way, from memory that is freed here.
+        self._queues.copies_in.block_host()
+        self._queues.copies_out.block_host()
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+
+    def _end_after(self, error: BaseException) -> None:
+        """Other ranks are elsewhere, and do not call this."""
+        if self.ranks.num_parts == 1:
+            self._give_back()
+        elif self._memories:
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        """Waits for nothing, as what goes on may wait for other ranks; its memory goes when the model does."""
+        self._queues.worker.shutdown(wait=False, cancel_futures=True)
+        self.is_closed = self.is_lost = True
+        self.model.forward = self._refuse
+        _open.add(self)
+        error.add_note(LOST)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(LOST)
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +297,11 @@ class OffloadedModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None or self.ranks.num_parts == 1:
+            self.close()
+        elif not self.is_closed:
+            self._residency.is_closed = True  # no part of the model can load a chunk, which all ranks would have to
+            self._lose(error)
 
     def drop_chunk(self, index: int) -> None:
         """Has it loaded anew when it is used next, as it changes on the host."""
@@ -263,7 +309,7 @@ class OffloadedModel:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError("the offloaded model is closed")
+            raise RuntimeError(LOST if self.is_lost else "the offloaded model is closed")
 
 
 def least_arrangement(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Arrangement:
@@ -309,8 +355,10 @@ def least_slots(layout: Layout, unit_chunks: Sequence[frozenset[int]], num_persi
 
 
 def _check_free(model: nn.Module) -> None:
-    if model in _offloaded:
-        raise RuntimeError("the model is offloaded already: close that first")
+    own = {id(parameter) for parameter in model.parameters()}
+    for other in _open:
+        if not own.isdisjoint(map(id, other._parameters.values())):
+            raise RuntimeError(LOST if other.is_lost else "the model is offloaded already: close that first")
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("the model has gradients: call zero_grad(set_to_none=True) first")
     if getattr(model, "is_gradient_checkpointing", False):

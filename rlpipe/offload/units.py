@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,12 +135,44 @@ def move_rest(model: nn.Module, inventory: Inventory, device: torch.device, fill
     Buffers must be real ones. Raises ``ValueError`` for one on the meta device: no checkpoint has all of them.
     """
     for name, parameter in inventory.resident.items():
-        set_values(parameter, make_real(name, parameter.data, fill).to(device))
+        _move(parameter, make_real(name, parameter.data, fill).to(device))
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"the buffer {name} is on the meta device: compute it before the model is offloaded")
         buffer.data = buffer.data.to(device)
-    for parameter in model.parameters():
+    for _, state in _quant_states(model):
+        state.to(device)
+
+
+def find_rest(model: nn.Module, inventory: Inventory) -> dict[str, torch.device]:
+    """Where lies what ``move_rest`` moves, by name; what has no values is to come to the CPU."""
+    tensors = {**inventory.resident, **dict(model.named_buffers())}
+    tensors |= {f"{name}.quant_state": state.code for name, state in _quant_states(model)}
+    return {name: torch.device("cpu") if tensor.is_meta else tensor.device for name, tensor in tensors.items()}
+
+
+def return_rest(model: nn.Module, inventory: Inventory, places: Mapping[str, torch.device]) -> None:
+    """Brings what is in no chunk back to its places; may be called again, also after it has raised."""
+    for name, parameter in inventory.resident.items():
+        if not parameter.is_meta:
+            _move(parameter, parameter.data.to(places[name]))
+    for name, buffer in model.named_buffers():
+        if name in places and not buffer.is_meta:
+            buffer.data = buffer.data.to(places[name])
+    for name, state in _quant_states(model):
+        if place := places.get(f"{name}.quant_state"):
+            state.to(place)
+
+
+def _move(parameter: nn.Parameter, values: Tensor) -> None:
+    set_values(parameter, values)
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.to(values.device)
+
+
+def _quant_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What bitsandbytes keeps beside the codes of 4-bit weights, by their names."""
+    for name, parameter in model.named_parameters():
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None:
-            state.to(device)
+            yield name, state

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from rank_cases import Ranks
 
+from rlpipe.errors import ModelError, RunError
+from rlpipe.hardware import own
+from rlpipe.hardware.first import ask_first
 from rlpipe.hardware.machines import load_stored, own_name
 from rlpipe.hardware.own import own_device
 
@@ -39,3 +42,26 @@ def check_own_device(cache: Path) -> None:
 
 def test_ranks_are_given_one_machine_with_their_link(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(check_own_device, tmp_path)
+
+
+def fail_to_find(error: Exception) -> None:
+    raise error
+
+
+def check_errors() -> None:
+    is_first = dist.get_rank() == 0
+    with pytest.raises(
+        OSError if is_first else RunError, match="no space" if is_first else "rank 0 failed: OSError: no"
+    ):
+        ask_first(lambda: fail_to_find(OSError("no space")))
+    with pytest.raises(ModelError, match="too large"):
+        ask_first(lambda: fail_to_find(ModelError("too large")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, "_find_or_measure", lambda *_: fail_to_find(RuntimeError("no such clock")))
+        with pytest.raises(RuntimeError if is_first else RunError, match="no such clock"):
+            own_device(CPU)
+    assert ask_first(dist.get_rank) == 0
+
+
+def test_all_ranks_are_told_what_fails_on_the_first(ranks: Ranks) -> None:
+    ranks.run(check_errors)

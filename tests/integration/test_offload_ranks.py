@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from learner_cases import make_model_config
 from offload_cases import (
     CPU,
     LateWorker,
@@ -23,8 +26,14 @@ from offload_cases import (
 from rank_cases import Ranks
 from torch import Tensor, nn
 
-from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.errors import RunError
+from rlpipe.learner import chunked
+from rlpipe.learner.chunked import Chunked
+from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.workload import Workload
 from rlpipe.offload.auto import offload
+from rlpipe.offload.decide import Decision
 from rlpipe.offload.fakes import trace_model
 from rlpipe.offload.lanes import InlineLane, Queues
 from rlpipe.offload.profile import Capacity, Mode
@@ -34,6 +43,7 @@ from rlpipe.offload.runtime import OffloadedModel, Precision
 from rlpipe.offload.tracker import Tracker
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
+from rlpipe.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.slow
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -126,7 +136,7 @@ def test_ranks_decide_alike_and_train_as_one(ranks: Ranks, sharing: str) -> None
 
 def find_no_way() -> None:
     free = Capacity(device_bytes=2**30 if dist.get_rank() else 1, host_bytes=2**30)
-    with pytest.raises(ValueError, match="the smallest on the device takes"):
+    with pytest.raises(RunError if dist.get_rank() else ValueError, match="the smallest on the device takes"):
         offload(make_qwen(), device=CPU, optimizer=CONFIG, num_tokens=18, capacity=free)
 
 
@@ -274,3 +284,43 @@ def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype: torch.dtype, is_sharded: bool) -> None:
     ranks.run(compare_room, dtype, is_sharded)
+
+
+def fail_on_the_first_rank() -> None:
+    model, is_first = make_qwen(), dist.get_rank() == 0
+    arrangement, began_s = arrange_all(model, Mode.KEEP, num_slots=3), time.perf_counter()
+    offloaded = OffloadedModel(model, arrangement, device=CPU, optimizer=CONFIG, ranks=Sharded(), sizes=[100 * 1024])
+    if is_first:
+        with pytest.raises(KeyError), offloaded:
+            raise KeyError("the first rank alone")
+        assert time.perf_counter() - began_s < 1
+    # The group is still in step: what the first rank does next meets what the other does.
+    total = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(total)
+    assert total.item() == 3
+    if is_first:
+        with pytest.raises(RuntimeError, match="load the model again"):
+            token_loss(model, 0)
+
+
+def test_an_error_on_one_rank_waits_for_no_other(ranks: Ranks) -> None:
+    ranks.run(fail_on_the_first_rank)
+
+
+class Failing(Chunked):
+    def _search(self, *_: object) -> Decision:
+        raise OSError("no space")
+
+
+def fail_to_decide(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "own_device", lambda _: None)
+        sharding = Failing(LearnerConfig(strategy="fsdp2", offload="chunked"), CPU, Workload())
+        scorer = load_scorer(make_model_config(folder, adapter="none"), CPU)
+        with pytest.raises(OSError if sharding.rank == 0 else RunError, match="no space"):
+            sharding.shard(scorer, trained=True)
+
+
+def test_all_ranks_are_told_that_nothing_is_decided(ranks: Ranks, tmp_path: Path) -> None:
+    path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=2, intermediate_size=96)
+    ranks.run(fail_to_decide, path)

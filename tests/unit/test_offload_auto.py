@@ -38,6 +38,7 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.chunked import Chunked
 from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.workload import Workload
 from rlpipe.offload.auto import free_memory, offload
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.decide import describe_small_update
@@ -192,6 +193,30 @@ def test_knobs_that_are_given_stay() -> None:
         assert list(offloaded.arrangement.modes).count(Mode.CHECKPOINT) == 1
     with pytest.raises(ValueError, match="there is no knob num_buffers"):
         offload(model, device=CPU, optimizer=CONFIG, num_tokens=32, knobs={"num_buffers": 2}, sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"num_persistent": 0, "num_slots": 9, "num_checkpointed": 0, "num_offloaded": 0}]
+)
+def test_knobs_are_no_negative_numbers(others: dict[str, int]) -> None:
+    model = make_qwen()
+    model.register_forward_pre_hook(lambda *_: 1 / 0)  # nothing is traced for them
+    with pytest.raises(ValueError, match="num_swapped=-2: give 0 or more"):
+        offload(
+            model,
+            device=CPU,
+            optimizer=CONFIG,
+            num_tokens=32,
+            knobs=others | {"num_slots": 9, "num_swapped": -2},
+            sizes=SIZES,
+        )
+
+
+def test_a_copy_is_spread_after_what_is_trained(tmp_path: Path) -> None:
+    path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=2, intermediate_size=96)
+    scorer = load_scorer(make_model_config(path, adapter="none"), CPU)
+    with pytest.raises(AssertionError, match="the trained model is spread first"):
+        Chunked(LearnerConfig(offload="chunked"), CPU, Workload()).shard(scorer, trained=False)
 
 
 def test_where_all_knobs_are_given_nothing_is_traced() -> None:

@@ -62,7 +62,7 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
             for _ in range(micro_batches):
                 loss_of(scorer, case, make_row(case, number, CPU)).backward()
             optimizer.step(max_norm=1.0)
-    assert 0 < expected == lane.count
+        assert 0 < expected == lane.count
 
 
 def test_the_slowest_part_is_the_roof() -> None:
