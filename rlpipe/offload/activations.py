@@ -48,7 +48,8 @@ class WeightHooks:
         return weight.tensor
 
     def _pack(self, tensor: Tensor) -> Tensor | Weight:
-        return self.weight(tensor) or tensor
+        # A tensor that holds the graph that saves it would keep both for ever, where no backward pass frees the graph.
+        return self.weight(tensor) or tensor.detach()
 
     def _unpack(self, packed: Tensor | Weight) -> Tensor:
         return self.restore(packed) if isinstance(packed, Weight) else packed
@@ -178,7 +179,7 @@ class SwapHooks:
         if weight is not None:
             return weight
         if self._stays(tensor):
-            return tensor
+            return tensor.detach()
         saved = find_saved(tensor, self._swapped)
         swapped = self._swapped.get(saved.key)
         if swapped is None:

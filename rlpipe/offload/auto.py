@@ -25,7 +25,7 @@ from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.profiler import make_profile
 from rlpipe.offload.rates import rates_of, roofline
-from rlpipe.offload.runtime import OffloadedModel, Precision
+from rlpipe.offload.runtime import OffloadedModel, Precision, check_free
 from rlpipe.offload.trace import Trace
 from rlpipe.offload.units import find_units, take_inventory
 
@@ -61,6 +61,7 @@ def offload(
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device}: torch finds no GPU here")
+    check_free(model, optimizer)
     precision = precision or Precision()
     given = dict(batch) if batch is not None else representative_batch(model, num_tokens)
     hardware, parts = own_device(device), choices_of(sharing, num_ranks())

@@ -109,3 +109,4 @@ class ChunkOptimizer:
         self.flush()
         self.gradients.close()
         self._worker.shutdown()
+        self.adams.clear()  # with what they hold

@@ -90,7 +90,7 @@ class OffloadedModel:
         queues: Queues | None = None,
     ) -> None:
         """``sizes`` are those of chunks that are tried, in bytes; ``fill`` is for models on the meta device."""
-        _check_free(model)
+        check_free(model, optimizer)
         precision, ranks = precision or Precision(), ranks or Alone()
         self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
         units = find_units(model)
@@ -228,7 +228,7 @@ class OffloadedModel:
 
         All ranks must call it.
         """
-        self._check_open()
+        self.check_open()
         place = self._places.get(id(parameter))
         if place is None:
             return parameter.detach()
@@ -238,7 +238,7 @@ class OffloadedModel:
 
     def assign(self, parameter: Tensor, values: Tensor) -> None:
         """Gives a parameter other values, of which every rank has the whole; all ranks must call it."""
-        self._check_open()
+        self.check_open()
         place = self._places.get(id(parameter))
         if place is None:
             parameter.detach().copy_(values)
@@ -307,7 +307,8 @@ class OffloadedModel:
         """Has it loaded anew when it is used next, as it changes on the host."""
         self._residency.drop([index])
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises ``RuntimeError`` where the model is given back, or lost."""
         if self.is_closed:
             raise RuntimeError(LOST if self.is_lost else "the offloaded model is closed")
 
@@ -354,7 +355,10 @@ def least_slots(layout: Layout, unit_chunks: Sequence[frozenset[int]], num_persi
     )
 
 
-def _check_free(model: nn.Module) -> None:
+def check_free(model: nn.Module, optimizer: OptimizerConfig | None) -> None:
+    """Raises ``RuntimeError`` for a model that is taken, or lost, and ``ValueError`` for one that can't be."""
+    if optimizer is not None and optimizer.name != "adamw":
+        raise ValueError(f"optimizer.name={optimizer.name}: chunks are updated by adamw")
     own = {id(parameter) for parameter in model.parameters()}
     for other in _open:
         if not own.isdisjoint(map(id, other._parameters.values())):

@@ -40,6 +40,7 @@ class OffloadedAdamW:
 
         All ranks must call it.
         """
+        self._offloaded.check_open()
         self._compare()
         chunks, rate = self._offloaded.optimizer, self._config.lr if learning_rate is None else learning_rate
         squared = chunks.squared_norm() + self._offloaded.resident_squared_norm()
@@ -64,5 +65,6 @@ class OffloadedAdamW:
             logger.info("offload: %s", found)
 
     def zero_grad(self) -> None:
+        self._offloaded.check_open()
         self._offloaded.optimizer.drop()
         self._adam.zero_grad()

@@ -45,6 +45,7 @@ from rlpipe.offload.decide import describe_small_update
 from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.runtime import least_memory
 from rlpipe.offload.search import DoesNotFit
+from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.tiny import make_tiny_policy
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -174,6 +175,22 @@ def test_what_gives_no_loss_is_refused() -> None:
         offload(nn.Linear(3, 3), device=CPU, optimizer=CONFIG)
     with pytest.raises(ValueError, match="sharing=both: give one of auto, replicated, sharded"):
         offload(make_qwen(), device=CPU, optimizer=CONFIG, sharing="both")
+
+
+def test_what_can_not_be_taken_is_refused_before_it_is_traced(caplog: pytest.LogCaptureFixture) -> None:
+    model, options = make_qwen(), {"device": CPU, "num_tokens": 18, "sizes": SIZES}
+    with pytest.raises(ValueError, match=r"optimizer\.name=adamw_8bit: chunks are updated by adamw"):
+        offload(model, optimizer=OptimizerConfig(name="adamw_8bit"), **options)
+    offloaded = offload(model, optimizer=CONFIG, **options)
+    optimizer = OffloadedAdamW(offloaded, CONFIG)
+    with caplog.at_level(logging.INFO, logger="rlpipe.offload"), pytest.raises(RuntimeError, match="offloaded already"):
+        offload(model, optimizer=CONFIG, **options)
+    assert not caplog.records
+    offloaded.close()
+    with pytest.raises(RuntimeError, match="the offloaded model is closed"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="the offloaded model is closed"):
+        optimizer.zero_grad()
 
 
 def test_weights_that_chunks_replace_count_as_free() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
@@ -21,7 +20,7 @@ from rlpipe.hardware import host
 from rlpipe.hardware.host import HostBuffer
 from rlpipe.offload import chunk as chunk_module
 from rlpipe.offload import runtime
-from rlpipe.offload.lanes import InlineLane, Queues
+from rlpipe.offload.lanes import Event, InlineLane, Queues, Work
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.ranks import Alone
 from rlpipe.offload.runtime import Arrangement, OffloadedModel, Precision
@@ -192,11 +191,10 @@ def test_all_of_a_model_comes_back_from_the_device(ends: str, monkeypatch: pytes
     monkeypatch.setattr(chunk_module, "HostBuffer", lambda num_bytes, pin: HostBuffer(num_bytes, pin=False))
     model = make_mixed()
     state, vector, expected = model[1][0][0].weight.quant_state, model[0].bias, tensors_of(model)
-    vector.grad = torch.zeros_like(vector)
 
     def places() -> set[torch.device]:
         tensors = *model.parameters(), *model.buffers(), vector.grad, state.absmax, state.code
-        return {tensor.device for tensor in tensors}
+        return {tensor.device for tensor in tensors if tensor is not None}
 
     with SecondDevice() as second:
         assert places() == {CPU}
@@ -209,6 +207,7 @@ def test_all_of_a_model_comes_back_from_the_device(ends: str, monkeypatch: pytes
                 OffloadedModel(model, arrangement, **options)
         else:
             offloaded = OffloadedModel(model, arrangement, **options)
+            vector.grad = torch.zeros_like(vector, device=second.place)
             assert places() == {second.place}
             if ends == "well":
                 offloaded.close()
@@ -229,21 +228,13 @@ class WatchedLane(InlineLane):
     def __init__(self) -> None:
         self.num_queued = self.num_awaited = 0
 
-    def submit(self, work: Callable[[], None]) -> WatchedEvent:
-        super().submit(work)
+    def submit(self, work: Work, behind: Event | None = None) -> Event:
+        event = super().submit(work, behind)
         self.num_queued += 1
-        return WatchedEvent(self, self.num_queued)
-
-
-class WatchedEvent:
-    def __init__(self, lane: WatchedLane, number: int) -> None:
-        self._lane, self._number = lane, number
-
-    def block_device(self) -> None:
-        pass
+        return event
 
     def block_host(self) -> None:
-        self._lane.num_awaited = max(self._lane.num_awaited, self._number)
+        self.num_awaited = self.num_queued
 
 
 def test_host_memory_is_freed_once_nothing_is_copied_any_more() -> None:

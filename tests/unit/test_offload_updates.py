@@ -38,21 +38,18 @@ class FirstOfTwo:
         return whole.float()[self.part(len(whole))]
 
     def sum(self, values: Tensor) -> Tensor:
-        return values
+        return values.mul_(2)  # the other rank has the same
 
 
-class LoggingAdam:
-    """Tells when the update of a chunk is done."""
+def log_updates(adam: ChunkAdam, log: list[str]) -> None:
+    """Has it tell when an update is done."""
+    update = adam.update
 
-    def __init__(self, adam: ChunkAdam, log: list[str]) -> None:
-        self._adam, self._log = adam, log
+    def told(*arguments: Any) -> None:
+        update(*arguments)
+        log.append("update")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adam, name)
-
-    def update(self, learning_rate: float, scale: float) -> None:
-        self._adam.update(learning_rate, scale)
-        self._log.append("update")
+    adam.update = told
 
 
 def log_of_second_step(worker: LateWorker, *, num_slots: int) -> tuple[list[str], dict[str, int]]:
@@ -72,8 +69,8 @@ def log_of_second_step(worker: LateWorker, *, num_slots: int) -> tuple[list[str]
                 needed[unit.name] = max(so_far) + 1
                 first = unit.module.input_layernorm
                 first.register_forward_pre_hook(lambda *_, name=unit.name: log.append(name))
-        adams = offloaded.optimizer.adams
-        adams.update({index: LoggingAdam(adam, log) for index, adam in adams.items()})
+        for adam in offloaded.optimizer.adams.values():
+            log_updates(adam, log)
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         token_loss(model, 0).backward()
         optimizer.step()
