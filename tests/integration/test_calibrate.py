@@ -23,7 +23,7 @@ def test_the_machine_is_measured_and_stored(capsys: pytest.CaptureFixture[str]) 
     path = path_of(own_name("cpu"))
     text = capsys.readouterr().out
     assert text.startswith(f"device {own_name('cpu')}\n  rates          measured ")
-    assert "TFLOP/s in float32\n" in text
+    assert "FLOP/s in float32\n" in text
     assert text.endswith(f"\n\nstored in {path}\n")
     assert path.is_file()
     assert cli.main(["plan", *ON_CPU, "--device", "this", "--json"]) == 0
