@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakMethod
 from zlib import crc32
 
 import torch
@@ -39,8 +40,9 @@ class Gradients:
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
         self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
         self._pending: list[Future[None]] = []
+        take = WeakMethod(self._take)  # torch hides from the garbage collector what a parameter's hooks hold
         self._handles = [
-            parameters[name].register_post_accumulate_grad_hook(partial(self._take, index, name))
+            parameters[name].register_post_accumulate_grad_hook(partial(_take_for, take, index, name))
             for index, adam in adams.items()
             for name in adam.pieces
         ]
@@ -197,3 +199,11 @@ class Staging:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+
+def _take_for(
+    take: Callable[[], Callable[[int, str, Tensor], None] | None], index: int, name: str, parameter: Tensor
+) -> None:
+    method = take()
+    if method is not None:
+        method(index, name, parameter)

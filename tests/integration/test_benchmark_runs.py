@@ -18,6 +18,7 @@ COMMANDS = {
     "learner_speed": ("--steps", "4"),
     "lora_sync": ("--adapter-mb", "2", "--engines", "2", "--repetitions", "2"),
     "merge_memory": ("--shards", "8"),
+    "offload_search": ("--blocks", "8", "--chunks", "30", "--repeats", "1"),
     "orchestration": ("--engines", "2", "--groups", "256", "--warmup-groups", "128"),
     "overlap": ("--ratios", "1", "--random-ratios", "1", "--max-staleness", "1", "--seconds", "0.1", "--steps", "2"),
     "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
@@ -27,6 +28,7 @@ KEYS = {
     "learner_speed": {"device", "tokens_per_second", "tokens_per_second_trainer", "ratio", "mfu"},
     "lora_sync": {"adapter_mb", "engines", "object_store_s", "file_s", "ratio"},
     "merge_memory": {"shards", "largest_shard_mb", "adapter_mb", "peak_mb", "ratio"},
+    "offload_search": {"blocks", "chunks", "seconds"},
     "orchestration": {"engines", "group_size", "groups_per_second", "rss_growth_mb"},
     "overlap": {"worst_efficiency", "grid"},
     "scoring": {

@@ -293,7 +293,7 @@ def test_a_model_that_is_never_closed_is_collected(is_used: bool) -> None:
         token_loss(model, 0).backward()
         optimizer.step()
         del optimizer
-    dead = weakref.ref(model), weakref.ref(offloaded)
+    dead = weakref.ref(model), weakref.ref(offloaded), weakref.ref(offloaded.optimizer.gradients)
     del offloaded
     gc.collect()
     assert dead[1]() is not None, "the model alone keeps it"
@@ -301,8 +301,7 @@ def test_a_model_that_is_never_closed_is_collected(is_used: bool) -> None:
         offload(model)
     del model
     gc.collect()
-    assert dead[0]() is None
-    assert dead[1]() is None
+    assert [entry() for entry in dead] == [None] * 3
 
 
 class FakeCuda:
