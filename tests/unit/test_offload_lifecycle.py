@@ -319,6 +319,20 @@ class FakeCuda:
         return 0
 
 
+@pytest.mark.parametrize("mode", [Mode.KEEP, Mode.SWAP, Mode.OFFLOAD])
+def test_a_pass_whose_loss_is_dropped_leaves_nothing(mode: Mode) -> None:
+    model = make_qwen()
+
+    def count_tensors() -> int:
+        token_loss(model, 0)
+        gc.collect()
+        return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+    with offload(model, mode):
+        count_tensors()  # what is made once, is made
+        assert count_tensors() == count_tensors()
+
+
 def test_a_buffer_that_is_never_closed_unlocks_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, waits = FakeCuda(), []
     monkeypatch.setattr(host.torch.cuda, "cudart", lambda: cuda)
