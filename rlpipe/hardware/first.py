@@ -13,13 +13,18 @@ from rlpipe.imports import describe_error
 T = TypeVar("T")
 
 
+def num_ranks() -> int:
+    """Of torch's default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def ask_first(find: Callable[[], T]) -> T:
     """Calls ``find`` on rank 0 alone; all ranks of the default process group must call this, and get the result.
 
     What ``find`` raises is raised on rank 0; the others raise it, too, if it is an ``RlpipeError``, and else a
     ``RunError`` that describes it.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return find()
     found: list[tuple[T] | RlpipeError | None] = [None]
     if dist.get_rank() == 0:

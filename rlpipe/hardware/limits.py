@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -13,26 +14,34 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 
+class _MemoryFiles(NamedTuple):
+    limit: str
+    used: str
+    kept: str
+    """Entry of ``memory.stat``: files in memory that can be dropped."""
+
+
+MEMORY_FILES = {
+    "": _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    "memory": _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controller; version 2 has none."""
+
+
 def host_memory_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """The machine's memory, or what the control groups leave of it."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [
-        *_read_limits(groups, own, "memory.max", controller=""),
-        *_read_limits(groups, own, "memory.limit_in_bytes", controller="memory"),
-    ]
-    return min([physical, *(int(limit) for limit, *_ in limits if limit.isdecimal())])
+    limits = (_read_number(folder / files.limit) for files, folder in _memory_folders(groups, own))
+    return min([physical, *(limit for limit in limits if limit is not None)])
 
 
 def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
     """What may still be taken of the machine's memory; files that are kept in it count as free."""
     left = [psutil.virtual_memory().available]
-    for limit, used, controller, kept in (
-        ("memory.max", "memory.current", "", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", "total_inactive_file"),
-    ):
-        for folder in _folders(groups, own, controller):
-            if (most := _read_number(folder / limit)) is not None:
-                left.append(most - (_read_number(folder / used) or 0) + _read_entry(folder / "memory.stat", kept))
+    for files, folder in _memory_folders(groups, own):
+        if (most := _read_number(folder / files.limit)) is not None:
+            kept = _read_entry(folder / "memory.stat", files.kept)
+            left.append(most - (_read_number(folder / files.used) or 0) + kept)
     return max(0, min(left))
 
 
@@ -49,6 +58,12 @@ def _read_limits(groups: Path, own: Path, file: str, *, controller: str) -> Iter
     for folder in _folders(groups, own, controller):
         if (folder / file).is_file():
             yield (folder / file).read_text().split()
+
+
+def _memory_folders(groups: Path, own: Path) -> Iterator[tuple[_MemoryFiles, Path]]:
+    for controller, files in MEMORY_FILES.items():
+        for folder in _folders(groups, own, controller):
+            yield files, folder
 
 
 def _read_number(file: Path) -> int | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.first import ask_first
+from rlpipe.hardware.first import ask_first, num_ranks
 from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.link import measure_link
 from rlpipe.hardware.machines import load_stored, own_name, store, stored_names
@@ -32,7 +32,7 @@ def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
     In a process group of several ranks all of them must call this, and get the same: what rank 0 finds, which measures
     while the others wait, or its error, with the ``link`` that they then measure together. ``scale`` is ``measure``'s.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return _find_or_measure(device, scale)
     own = ask_first(lambda: _find_or_measure(device, scale))
     with_link = replace(own, link=measure_link(device, scale=scale))

@@ -20,6 +20,7 @@ from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import make_reference
 from rlpipe.learner.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
+from rlpipe.learner.workload import num_sequences
 from rlpipe.offload.decide import AMORTISING_SEQUENCES, describe_small_update
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
@@ -59,9 +60,7 @@ class Learner:
         self._note_small_updates()
 
     def _note_small_updates(self) -> None:
-        algorithm = self._algorithm
-        per_group = algorithm.group_size if algorithm.kind == "rl" else 1
-        sequences = algorithm.groups_per_step * per_group // algorithm.num_minibatches
+        sequences = num_sequences(self._algorithm) // self._algorithm.num_minibatches
         if self._config.offload == "chunked" and sequences < AMORTISING_SEQUENCES:
             self.policy.sharding.notes.append(
                 f"learner.offload=chunked: {describe_small_update(sequences)} (algorithm.groups_per_step)"

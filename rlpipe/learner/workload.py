@@ -54,8 +54,13 @@ def read_workload(config: Config) -> Workload:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    reads_features = algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
-    return algorithm.kind == "ebft_strided" or (algorithm.kind == "rl" and bool(algorithm.loss.beta or reads_features))
+    is_read = bool(algorithm.loss.beta) or reads_features(algorithm)
+    return algorithm.kind == "ebft_strided" or (algorithm.kind == "rl" and is_read)
+
+
+def reads_features(algorithm: AlgorithmConfig) -> bool:
+    """Whether ranks compute the run's rewards with the reference."""
+    return algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
 
 
 def needs_copy(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
@@ -78,9 +83,8 @@ def pack_full(config: Config) -> tuple[int, MicroBatch]:
     )
 
 
-def num_sequences(config: Config) -> int:
+def num_sequences(algorithm: AlgorithmConfig) -> int:
     """Of a step, on all ranks."""
-    algorithm = config.algorithm
     return algorithm.groups_per_step * (algorithm.group_size if algorithm.kind == "rl" else 1)
 
 
@@ -97,7 +101,7 @@ def _rollouts(config: Config) -> Iterator[Rollout]:
     mask = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
     versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)
     group_size = config.algorithm.group_size if is_rl else 1
-    for index in range(num_sequences(config)):
+    for index in range(num_sequences(config.algorithm)):
         group, sample = divmod(index, group_size)
         yield Rollout(
             group_id=group,

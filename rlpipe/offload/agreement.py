@@ -6,15 +6,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from rlpipe.hardware.first import ask_first
+from rlpipe.hardware.first import ask_first, num_ranks
 from rlpipe.offload.decide import Decision
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.ranks import Alone, Ranks, Replicated, Sharded
-
-
-def num_ranks() -> int:
-    """Of torch's default process group; 1 where there is none."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def ranks_of(num_parts: int) -> Ranks:

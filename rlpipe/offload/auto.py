@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.first import num_ranks
 from rlpipe.hardware.limits import free_host_bytes
 from rlpipe.hardware.own import own_device
 from rlpipe.imports import describe_error
-from rlpipe.offload.agreement import agree, num_ranks, ranks_of
+from rlpipe.offload.agreement import agree, ranks_of
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.cost import Knobs
 from rlpipe.offload.decide import AMORTISING_SEQUENCES, Decision, decide, describe_small_update, given_decision

@@ -9,7 +9,7 @@ import torch
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.learner.rows import Layout, Row, plan_row
-from rlpipe.learner.workload import num_sequences, pack_full, sequence_tokens
+from rlpipe.learner.workload import num_sequences, pack_full, reads_features, sequence_tokens
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -45,7 +45,7 @@ class Work:
 
 def read_work(config: Config, layout: Layout) -> Work:
     """Packs a step as the run does. Raises ``ConfigError`` for sequences that fit into no micro batch."""
-    algorithm, sequences = config.algorithm, num_sequences(config)
+    algorithm, sequences = config.algorithm, num_sequences(config.algorithm)
     num_micro_batches, fullest = pack_full(config)
     updates_per_pass = min(algorithm.num_minibatches, sequences)
     num_updates = updates_per_pass * algorithm.num_epochs_per_step
@@ -65,5 +65,4 @@ def _reference_passes(algorithm: AlgorithmConfig) -> int:
     """For the KL, and for rewards that the learner computes as EBFT's features."""
     if algorithm.kind != "rl":
         return 0
-    reads_features = algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
-    return int(algorithm.loss.beta > 0) + int(reads_features)
+    return int(algorithm.loss.beta > 0) + int(reads_features(algorithm))
