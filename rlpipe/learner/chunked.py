@@ -19,6 +19,7 @@ from rlpipe.learner.chunk_options import (
     precision_of,
 )
 from rlpipe.learner.chunked_updates import ChunkedUpdates
+from rlpipe.learner.flat_part import FlatPart
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Read, Reduce, Updates
@@ -114,11 +115,10 @@ class Chunked:
         return ChunkedUpdates(self._offloaded[0], parameters, config, measured=compare)
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        held = {}
-        for index, (name, parameter) in enumerate(parameters.items()):
-            values = self._owner(parameter).values(parameter)
-            if index % self.num_ranks == self.rank:
-                held[name] = values.cpu()
+        held: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            values, begin = self._owner(parameter).part(parameter)
+            held[name] = FlatPart(values, begin=begin, shape=parameter.shape)
         return held
 
     def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:

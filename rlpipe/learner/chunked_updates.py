@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.learner.moments import MOMENTS, STEPS
+from rlpipe.learner.flat_part import FlatPart
+from rlpipe.learner.moments import STEPS
 from rlpipe.learner.sharding import Read
 from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload.runtime import OffloadedModel
@@ -57,22 +59,12 @@ class ChunkedUpdates:
         self._chunks.drop()
 
     def state(self) -> dict[str, Tensor]:
-        """Of chunks that ranks share, each tensor whole, on the rank whose turn it is.
-
-        What one rank has on the host is not copied; whole tensors are, so that what they were gathered in can go.
-        """
+        """What this rank has, without copies."""
         held = {} if self._resident is None else self._resident.state()
-        ranks = self._offloaded.ranks
         for index, adam in self._chunks.adams.items():
             self._chunks.await_update(index)
-            weights, states = adam.memory.values(), adam.state()
-            for turn, local in enumerate(weights):
-                if turn % ranks.num_ranks != ranks.rank:
-                    continue
-                name = self._names[index, local]
-                held[f"policy.{name}"] = weights[local].to("cpu", copy=ranks.num_parts > 1)
-                for key, moment in states.get(local, {}).items():
-                    held[f"optimizer.{name}.{key}"] = moment.to("cpu", copy=ranks.num_parts > 1)
+            for local in adam.pieces:
+                held |= self._stored(index, local, moments=adam.is_updated(local))
         return held
 
     def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
@@ -81,18 +73,19 @@ class ChunkedUpdates:
         self._chunks.flush()
         for index, adam in self._chunks.adams.items():
             self._offloaded.drop_chunk(index)
-            tensors: dict[str, Tensor] = {}
-            for local in adam.pieces:
-                name = self._names[index, local]
-                keys = [f"policy.{name}", *(f"optimizer.{name}.{key}" for key in (*MOMENTS, STEPS))]
-                tensors |= {key: torch.zeros(stored[key]) for key in keys if key in stored}
-            read(tensors)
-            names = {local: self._names[index, local] for local in adam.pieces}
-            adam.load(
-                {local: tensors[f"policy.{name}"] for local, name in names.items()},
-                {
-                    local: {key: tensors[f"optimizer.{name}.{key}"] for key in (*MOMENTS, STEPS)}
-                    for local, name in names.items()
-                    if f"optimizer.{name}.{STEPS}" in tensors
-                },
-            )
+            adam.forget()
+            own = [self._stored(index, local, moments=True) for local in adam.pieces]
+            read({name: tensor for tensors in own for name, tensor in tensors.items() if name in stored})
+            adam.memory.spread()
+
+    def _stored(self, index: int, local: str, *, moments: bool) -> dict[str, Tensor]:
+        """This rank's part of a parameter, and of its moments, by their names in checkpoints; shares memory."""
+        adam, name = self._chunks.adams[index], self._names[index, local]
+        piece = adam.pieces[local]
+        cut = partial(FlatPart, begin=piece.in_tensor.start, shape=piece.shape)
+        held: dict[str, Tensor] = {f"policy.{name}": cut(adam.memory.part(local))}
+        if moments:
+            state = adam.state(local)
+            held[f"optimizer.{name}.{STEPS}"] = state.pop(STEPS)
+            held |= {f"optimizer.{name}.{key}": cut(moment) for key, moment in state.items()}
+        return held

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +37,8 @@ class ChunkAdam:
         self._is_empty = True
         """Nothing is added yet: gradients of other ranks may come where this one has none."""
         self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
-        self.pieces = {piece.name: piece for piece in memory.pieces()}
-        self._updated = {name: nn.Parameter(master[piece.in_part]) for name, piece in self.pieces.items()}
+        self.pieces = memory.pieces
+        self._updated = {name: nn.Parameter(memory.part(name)) for name in self.pieces}
         self._steps = {name: torch.zeros((), device=master.device) for name in self.pieces}
         self._optimizer = torch.optim.AdamW(
             self._updated.values(),
@@ -49,9 +48,8 @@ class ChunkAdam:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        for name, piece in self.pieces.items():
-            moments = {key: flat[piece.in_part] for key, flat in self._moments.items()}
-            self._optimizer.state[self._updated[name]] = {"step": self._steps[name], **moments}
+        for name, updated in self._updated.items():
+            self._optimizer.state[updated] = self.state(name)
 
     @property
     def num_bytes(self) -> int:
@@ -108,29 +106,17 @@ class ChunkAdam:
         self.has_gradient = dict.fromkeys(self.has_gradient, False)
         self._is_empty = True
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Of every tensor that was updated: its number of updates, and its whole moments; all ranks must call it."""
-        whole = {key: self.memory.whole(flat) for key, flat in self._moments.items()}
-        return {
-            name: {"step": step} | {key: moments[name] for key, moments in whole.items()}
-            for name, step in self._steps.items()
-            if step > 0
-        }
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Of a tensor: the number of its updates, and this rank's part of its moments, flat; shares memory."""
+        own = self.pieces[name].in_part
+        return {"step": self._steps[name]} | {key: flat[own] for key, flat in self._moments.items()}
 
-    def load(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over whole tensors by name; tensors without a state have had no update."""
-        master = self.memory.master
-        assert master is not None
+    def is_updated(self, name: str) -> bool:
+        """Whether a tensor was, ever."""
+        return bool(self._steps[name] > 0)
+
+    def forget(self) -> None:
+        """As before the first update, but for the weights."""
         self.drop()
-        self._put(master, weights)
-        for key, flat in self._moments.items():
-            self._put(flat, {name: state[key] for name, state in states.items()})
-        for name, step in self._steps.items():
-            step.fill_(float(states[name]["step"]) if name in states else 0.0)
-        self.memory.spread()
-
-    def _put(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Writes this rank's part of whole tensors; 0 where there is none."""
-        for name, piece in self.pieces.items():
-            own = flat[piece.in_part]
-            own.copy_(tensors[name].flatten()[piece.in_tensor]) if name in tensors else own.zero_()
+        for tensor in (*self._moments.values(), *self._steps.values()):
+            tensor.zero_()

@@ -50,16 +50,21 @@ class Member:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Piece:
-    """A tensor of a trained chunk, and the elements of it that this rank has."""
+    """A tensor of a chunk, and the elements of it that this rank has."""
 
-    name: str
+    dtype: torch.dtype
     shape: torch.Size
     in_whole: slice
-    """Of the flat chunk."""
+    """Of the flat chunk in its type."""
     in_part: slice
     """Of this rank's flat part; empty where it has none of it."""
     in_tensor: slice
     """Of the flattened tensor."""
+
+    @property
+    def num_elements(self) -> int:
+        """That this rank has."""
+        return int(self.in_part.stop - self.in_part.start)
 
 
 class ChunkMemory:
@@ -101,6 +106,7 @@ class ChunkMemory:
             for member, place, shape in zip(members, chunk.places, shapes, strict=True)
         ]
         self._placeholders = [_placeholder(view) for view in self._views]
+        self.pieces = {name: self._piece(name, ranks.rank % ranks.num_parts) for name in self.names}
         self._origins = [_origin(member.get()) for member in members]
         self._host: HostBuffer | None = None
         if not is_persistent:
@@ -199,92 +205,67 @@ class ChunkMemory:
         self._storage.resize_(0)
         self.is_resident = False
 
-    def whole(self, flat: Tensor) -> dict[str, Tensor]:
-        """What the ranks hold together of something that is laid out as the chunk is, as tensors by name.
+    def part(self, name: str) -> Tensor:
+        """What this rank has of a tensor, flat, as it is updated if it is trained; shares the chunk's memory."""
+        piece = self.pieces[name]
+        flat = self._work_bytes().view(piece.dtype) if self.master is None else self.master
+        return flat[piece.in_part]
 
-        ``flat`` is this rank's part; the results share its memory where that is all. All ranks must call it.
-        """
-        if self._ranks.num_parts > 1:
-            gathered = torch.empty(len(flat) * self._ranks.num_parts, dtype=flat.dtype, device=self._bytes.device)
-            gathered[self._ranks.part(len(gathered))] = flat.to(gathered.device)
-            self._ranks.gather(gathered)
-            flat = gathered
-        return {piece.name: flat[piece.in_whole].view(piece.shape) for piece in self.pieces()}
-
-    def values(self) -> dict[str, Tensor]:
-        """The chunk's tensors, of trained ones those that are updated; they share its memory where they can."""
-        if self.master is not None:
-            return self.whole(self.master)
-        own = self.whole_bytes()
-        return {
-            place.name: own[place.offset : place.offset + place.num_bytes].view(view.dtype).view(view.shape)
-            for place, view in zip(self.chunk.places, self._views, strict=True)
-        }
+    def whole(self, name: str) -> Tensor:
+        """A tensor, as it is updated if it is trained; shares the chunk's memory where that has all of it. All ranks
+        must call it."""
+        own, num_parts = self.part(name), self._ranks.num_parts
+        if self.is_persistent and not self.has_own_master:
+            return self._views[self.names.index(name)]
+        if num_parts == 1:
+            return own.view(self.pieces[name].shape)
+        sizes = [self._piece(name, part).num_elements for part in range(num_parts)]
+        gathered = torch.empty(num_parts, max(sizes), dtype=own.dtype, device=self.device)
+        gathered[self._ranks.rank, : len(own)] = own
+        self._ranks.gather(gathered.view(-1).view(torch.uint8))
+        parts = [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+        return torch.cat(parts).view(self.pieces[name].shape)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Changes this rank's part of a tensor, of which ``values`` is the whole; it counts once it is loaded again."""
-        if self.master is not None:
-            (piece,) = (piece for piece in self.pieces() if piece.name == name)
-            self.master[piece.in_part].copy_(values.flatten()[piece.in_tensor])
-            self.spread()
-            return
-        index = self.names.index(name)
-        place, dtype = self.chunk.places[index], self._members[index].dtype
-        new = values.to("cpu", dtype).contiguous().flatten().view(torch.uint8)
-        begin = max(place.offset, self._part.start)
-        end = max(begin, min(place.offset + place.num_bytes, self._part.stop))
-        target = self._work_bytes()[begin - self._part.start : end - self._part.start]
-        target.copy_(new[begin - place.offset : end - place.offset])
+        """Changes a tensor to ``values``, all of it; they count once it is loaded again. All ranks must call it."""
+        self.part(name).copy_(values.flatten()[self.pieces[name].in_tensor])
+        self.spread()
 
     def spread(self) -> None:
-        """Brings updated weights to where they are computed with: into their type, and for a persistent one to the
-        other ranks, which all must call it."""
-        assert self.master is not None
-        if self.has_own_master:
+        """Brings what was changed to where it is computed with: into that type, and for a persistent one to the other
+        ranks, which all must call it."""
+        if self.master is not None and self.has_own_master:
             self.work.copy_(self.master)
         if self.is_persistent:
             self._ranks.gather(self._bytes)
-
-    def whole_bytes(self) -> Tensor:
-        """All bytes, gathered from the ranks; all must call it."""
-        if self.is_persistent or self._ranks.num_parts == 1:
-            return self._bytes if self.is_persistent else self.host_bytes
-        gathered = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-        gathered[self._part] = self.host_bytes.to(gathered.device)
-        self._ranks.gather(gathered)
-        return gathered
 
     def close(self) -> None:
         """Gives the model tensors of its own, where they lay before, and frees all memory; may be called again, also
         after it has raised. All ranks must call it."""
         if not self.is_closed:
-            values = self.values()
             for member, (device, dtype) in zip(self._members, self._origins, strict=True):
-                member.put(values[member.name].to(device, dtype, copy=True))
+                member.put(self.whole(member.name).to(device, dtype, copy=True))
             self._storage.resize_(0)
             self.is_closed = True
             self.master = None
         if self._host is not None:
             self._host.close()
 
-    def pieces(self) -> list[Piece]:
-        """Where the tensors of a trained chunk lie."""
-        size, found = self.work_dtype.itemsize, []
-        begin_part, end_part = self._part.start // size, self._part.stop // size
-        for place, view in zip(self.chunk.places, self._views, strict=True):
-            begin = place.offset // size
-            end = begin + view.numel()
-            first, last = max(begin, begin_part), max(begin, begin_part, min(end, end_part))
-            found.append(
-                Piece(
-                    name=place.name,
-                    shape=view.shape,
-                    in_whole=slice(begin, end),
-                    in_part=slice(first - begin_part, last - begin_part),
-                    in_tensor=slice(first - begin, last - begin),
-                )
-            )
-        return found
+    def _piece(self, name: str, part: int) -> Piece:
+        index = self.names.index(name)
+        view, dtype = self._views[index], self._members[index].dtype
+        length = self.num_bytes // self._ranks.num_parts // dtype.itemsize
+        begin = self.chunk.places[index].offset // dtype.itemsize
+        end = begin + view.numel()
+        first = max(begin, part * length)
+        last = max(first, min(end, (part + 1) * length))
+        return Piece(
+            dtype=dtype,
+            shape=view.shape,
+            in_whole=slice(begin, end),
+            in_part=slice(first - part * length, last - part * length),
+            in_tensor=slice(first - begin, last - begin),
+        )
 
     def _alias(self, dtype: torch.dtype, offset: int, shape: torch.Size) -> Tensor:
         """A tensor on the storage, with a version counter of its own: loading must not count as a change."""

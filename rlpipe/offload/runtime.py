@@ -234,7 +234,18 @@ class OffloadedModel:
             return parameter.detach()
         index, name = place
         self.optimizer.await_update(index)
-        return self._memories[index].values()[name]
+        return self._memories[index].whole(name)
+
+    def part(self, parameter: Tensor) -> tuple[Tensor, int]:
+        """What this rank has of a parameter, flat, as it is updated if it is trained, and which of the flattened
+        parameter's elements it begins with; shares memory."""
+        self.check_open()
+        place = self._places.get(id(parameter))
+        if place is None:
+            return parameter.detach().flatten(), 0
+        index, name = place
+        self.optimizer.await_update(index)
+        return self._memories[index].part(name), self._memories[index].pieces[name].in_tensor.start
 
     def assign(self, parameter: Tensor, values: Tensor) -> None:
         """Gives a parameter other values, of which every rank has the whole; all ranks must call it."""

@@ -21,6 +21,7 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.export import ADAPTER_FILE
+from rlpipe.learner.flat_part import FlatPart
 from rlpipe.learner.step import Learner
 from rlpipe.tiny import make_tiny_policy
 
@@ -152,6 +153,22 @@ def test_every_strategy_goes_on_where_any_other_stopped(
         losses = [step["loss"] for step in expected_metrics[HALF:]]
         assert [step["loss"] for step in metrics] == pytest.approx(losses, abs=1e-5)
         assert_close(expected, parameters, 1e-5)
+
+
+def look_at_state(tiny: Path) -> None:
+    learner = make(tiny, "sharded", "none")
+    train_steps(learner, 0, 1)
+    state, again = learner.updates.state(), learner.updates.state()
+    assert all(tensor.data_ptr() == again[name].data_ptr() for name, tensor in state.items()), "nothing is copied"
+    parts = [tensor for tensor in state.values() if isinstance(tensor, FlatPart)]
+    num_held, num_whole = sum(part.numel() for part in parts), sum(part.size().numel() for part in parts)
+    total = torch.tensor(num_held)
+    dist.all_reduce(total)
+    assert num_held < total == num_whole
+
+
+def test_a_rank_that_holds_a_part_writes_no_more_than_that(tiny: Path, groups: dict) -> None:
+    groups[2].run(look_at_state, tiny)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
