@@ -14,6 +14,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
+    "host_adam": ("--elements", "65536", "--steps", "3", "--sides", "torch"),
     "learner_memory": ("--tokens", "4096", "--vocabulary", "32768", "--chunk-tokens", "128"),
     "learner_speed": ("--steps", "4"),
     "lora_sync": ("--adapter-mb", "2", "--engines", "2", "--repetitions", "2"),
@@ -24,6 +25,7 @@ COMMANDS = {
     "scoring": ("--groups", "16", "--repeats", "1", "--processes", "1", "2", "--micro-batch-tokens", "1024"),
 }
 KEYS = {
+    "host_adam": {f"{key}_{dtype}" for key in ("torch", "deepspeed", "ratio") for dtype in ("float32", "bfloat16")},
     "learner_memory": {"device", "ranks", "peak_mb", "logits_mb", "share", "publish_extra_mb", "extra_buckets"},
     "learner_speed": {"device", "tokens_per_second", "tokens_per_second_trainer", "ratio", "mfu"},
     "lora_sync": {"adapter_mb", "engines", "object_store_s", "file_s", "ratio"},
