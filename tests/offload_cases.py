@@ -100,11 +100,12 @@ def train_offloaded(
     num_steps: int,
     num_micro_batches: int,
     max_norm: float,
+    optimizer: OffloadedAdamW | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """As ``train_plainly``; of several ranks, each takes every so many-th micro batch."""
     model, ranks = offloaded.model, offloaded.ranks
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = OffloadedAdamW(offloaded, config)
+    optimizer = optimizer or OffloadedAdamW(offloaded, config)
     losses, norms = [], []
     for step in range(num_steps):
         for index in range(ranks.rank, num_micro_batches, ranks.num_ranks):

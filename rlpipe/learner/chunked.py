@@ -19,19 +19,20 @@ from rlpipe.learner.chunk_options import (
     precision_of,
 )
 from rlpipe.learner.chunked_updates import ChunkedUpdates
-from rlpipe.learner.flat_part import FlatPart
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Read, Reduce, Updates
+from rlpipe.learner.sharding import Reduce, Updates
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.workload import Workload
 from rlpipe.offload.agreement import agree, ranks_of
 from rlpipe.offload.auto import choices_of, plan
 from rlpipe.offload.comparison import Comparison
 from rlpipe.offload.decide import Decision
+from rlpipe.offload.flat_part import FlatPart
 from rlpipe.offload.profile import Capacity
 from rlpipe.offload.runtime import OffloadedModel, Precision, least_arrangement, least_memory
 from rlpipe.offload.trace import Trace
+from rlpipe.stored import Read
 
 
 class Chunked:

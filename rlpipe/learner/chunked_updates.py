@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.learner.flat_part import FlatPart
-from rlpipe.learner.moments import STEPS
-from rlpipe.learner.sharding import Read
 from rlpipe.learner.updates import TorchUpdates
 from rlpipe.offload.runtime import OffloadedModel
+from rlpipe.offload.state import chunk_state, load_chunk_state
+from rlpipe.stored import Read
 
 
 class ChunkedUpdates:
@@ -60,32 +58,10 @@ class ChunkedUpdates:
 
     def state(self) -> dict[str, Tensor]:
         """What this rank has, without copies."""
-        held = {} if self._resident is None else self._resident.state()
-        for index, adam in self._chunks.adams.items():
-            self._chunks.await_update(index)
-            for local in adam.pieces:
-                held |= self._stored(index, local, moments=adam.is_updated(local))
-        return held
+        resident = {} if self._resident is None else self._resident.state()
+        return resident | chunk_state(self._offloaded, self._names)
 
     def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
         if self._resident is not None:
             self._resident.load_state(stored, read)
-        self._chunks.flush()
-        for index, adam in self._chunks.adams.items():
-            self._offloaded.drop_chunk(index)
-            adam.forget()
-            own = [self._stored(index, local, moments=True) for local in adam.pieces]
-            read({name: tensor for tensors in own for name, tensor in tensors.items() if name in stored})
-            adam.memory.spread()
-
-    def _stored(self, index: int, local: str, *, moments: bool) -> dict[str, Tensor]:
-        """This rank's part of a parameter, and of its moments, by their names in checkpoints; shares memory."""
-        adam, name = self._chunks.adams[index], self._names[index, local]
-        piece = adam.pieces[local]
-        cut = partial(FlatPart, begin=piece.in_tensor.start, shape=piece.shape)
-        held: dict[str, Tensor] = {f"policy.{name}": cut(adam.memory.part(local))}
-        if moments:
-            state = adam.state(local)
-            held[f"optimizer.{name}.{STEPS}"] = state.pop(STEPS)
-            held |= {f"optimizer.{name}.{key}": cut(moment) for key, moment in state.items()}
-        return held
+        load_chunk_state(self._offloaded, self._names, stored, read)

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from rlpipe.configs.schema_learner import FsdpConfig, OptimizerConfig
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Read, Updates
+from rlpipe.learner.sharding import Updates
 from rlpipe.learner.updates import TorchUpdates
 from rlpipe.learner.wrapping import find_units
+from rlpipe.stored import Read
 
 
 class Fsdp2(Ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.scorer import TokenScorer
-
-Read = Callable[[dict[str, Tensor]], None]
-"""Fills tensors with what a checkpoint has under their names."""
+from rlpipe.stored import Read
 
 
 class Reduce(Enum):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Read, Reduce, Updates
+from rlpipe.learner.sharding import Reduce, Updates
 from rlpipe.learner.updates import TorchUpdates
+from rlpipe.stored import Read
 
 
 class SingleRank:

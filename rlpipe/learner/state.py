@@ -6,21 +6,17 @@ Every tensor has a name of its own, so that parts written by some ranks can be r
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.step import Learner
+from rlpipe.stored import read_tensors, stored_shapes, write_tensors
 
 POLICY, REFERENCE = "policy.", "reference."
 FLOAT32_BYTES = 4
@@ -39,23 +35,18 @@ def write_state(learner: Learner, folder: Path) -> None:
     sharding = learner.policy.sharding
     reference = {f"{REFERENCE}{name}": tensor for name, tensor in sharding.state(_moving(learner)).items()}
     tensors = learner.updates.state() | reference | _random_states(learner)
-    try:
-        with _single_process_is_meant():
-            dcp.save(tensors, checkpoint_id=folder, no_dist=sharding.num_ranks == 1)
-    except CheckpointException as error:
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-        raise OSError(f"{folder} can't be written: {causes}") from error
+    write_tensors(folder, tensors, num_ranks=sharding.num_ranks)
 
 
 def read_state(learner: Learner, folder: Path) -> None:
     """All ranks must call it. Raises ``ConfigError`` if the checkpoint trains other parameters than the learner."""
-    stored, moving = _stored_shapes(folder), _moving(learner)
+    stored, moving = stored_shapes(folder), _moving(learner)
     expected = {f"{POLICY}{name}" for name in learner.policy.trainable_parameters()}
     _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
-    learner.updates.load_state(stored, partial(_read, folder))
-    learner.policy.sharding.load_state(moving, partial(_read, folder, prefix=REFERENCE))
+    learner.updates.load_state(stored, partial(read_tensors, folder))
+    learner.policy.sharding.load_state(moving, partial(read_tensors, folder, prefix=REFERENCE))
     random = {name: state for name, state in _random_states(learner).items() if name in stored}
-    _read(folder, random)
+    read_tensors(folder, random)
     _set_random_states(random)
 
 
@@ -63,33 +54,14 @@ def read_policy(policy: Policy, folder: Path) -> None:
     """The trained parameters alone, of a policy that is trained no further. ``ModelError`` if they are others."""
     parameters = policy.trainable_parameters()
     shapes = {f"{POLICY}{name}": policy.sharding.shape(parameter) for name, parameter in parameters.items()}
-    stored = {name: shape for name, shape in _stored_shapes(folder).items() if name.startswith(POLICY)}
+    stored = {name: shape for name, shape in stored_shapes(folder).items() if name.startswith(POLICY)}
     if stored != shapes:
         different = sorted(name for name in stored | shapes if stored.get(name) != shapes.get(name))
         raise ModelError(
             f"{folder} trains other parameters than {policy.config.path} has ({len(different)} differ, such as "
             f"{different[0]}): give the model that was trained"
         )
-    policy.sharding.load_state(parameters, partial(_read, folder, prefix=POLICY))
-
-
-def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _read(folder: Path, tensors: dict[str, Tensor], prefix: str = "") -> None:
-    with _single_process_is_meant():
-        named = {prefix + name: tensor for name, tensor in tensors.items()}
-        dcp.load(named, checkpoint_id=folder, no_dist=True)
-
-
-@contextmanager
-def _single_process_is_meant() -> Iterator[None]:
-    """Without torch's warning at every checkpoint of a single rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    policy.sharding.load_state(parameters, partial(read_tensors, folder, prefix=POLICY))
 
 
 def _moving(learner: Learner) -> dict[str, nn.Parameter]:

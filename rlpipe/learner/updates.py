@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.moments import MOMENTS, STEPS, read_moments, write_moments
 from rlpipe.learner.optimizer import make_optimizer
-from rlpipe.learner.sharding import Read
+from rlpipe.stored import Read
 
 
 class TorchUpdates:

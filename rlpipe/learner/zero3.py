@@ -26,7 +26,8 @@ from rlpipe.learner.moments import MOMENTS, STEPS, read_moments, write_moments
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Read, Updates
+from rlpipe.learner.sharding import Updates
+from rlpipe.stored import Read
 
 
 class Zero3(Ranks):

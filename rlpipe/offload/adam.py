@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.chunk import ChunkMemory
 
+STEPS = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -109,7 +110,7 @@ class ChunkAdam:
     def state(self, name: str) -> dict[str, Tensor]:
         """Of a tensor: the number of its updates, and this rank's part of its moments, flat; shares memory."""
         own = self.pieces[name].in_part
-        return {"step": self._steps[name]} | {key: flat[own] for key, flat in self._moments.items()}
+        return {STEPS: self._steps[name]} | {key: flat[own] for key, flat in self._moments.items()}
 
     def is_updated(self, name: str) -> bool:
         """Whether a tensor was, ever."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.errors import ConfigError
+from rlpipe.offload.adam import MOMENTS, STEPS
 from rlpipe.offload.comparison import Comparison
 from rlpipe.offload.runtime import OffloadedModel
+from rlpipe.offload.state import chunk_state, load_chunk_state, moment_key, weight_key
+from rlpipe.stored import read_tensors, stored_shapes, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +30,13 @@ class OffloadedAdamW:
     def __init__(self, offloaded: OffloadedModel, config: OptimizerConfig) -> None:
         self._offloaded, self._config = offloaded, config
         self._comparison = Comparison(offloaded.decision, offloaded.device) if offloaded.decision else None
-        self._resident = [parameter for parameter in offloaded.resident.values() if parameter.requires_grad]
-        matrices = [parameter for parameter in self._resident if parameter.ndim > 1]
-        vectors = [parameter for parameter in self._resident if parameter.ndim <= 1]
+        named = dict(offloaded.model.named_parameters()).items()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        places = {name: offloaded.place_of(parameter) for name, parameter in trained.items()}
+        self._names = {place: name for name, place in places.items() if place is not None}
+        self._resident = {name: parameter for name, parameter in trained.items() if places[name] is None}
+        matrices = [parameter for parameter in self._resident.values() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self._resident.values() if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}],
@@ -49,7 +60,7 @@ class OffloadedAdamW:
             self.zero_grad()
             return norm
         scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-        for parameter in self._resident:
+        for parameter in self._resident.values():
             if parameter.grad is not None and scale != 1:
                 parameter.grad.mul_(scale)
         for group in self._adam.param_groups:
@@ -68,3 +79,43 @@ class OffloadedAdamW:
         self._offloaded.check_open()
         self._offloaded.optimizer.drop()
         self._adam.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        """Writes what is trained, and its moments, by torch's distributed checkpoint: any number of ranks can read it,
+        however their chunks are arranged. All ranks must call it.
+
+        Raises ``OSError`` if it can't be written; gradients that were not applied are not part of it.
+        """
+        self._offloaded.check_open()
+        resident = self._resident_state()
+        write_tensors(
+            folder, resident | chunk_state(self._offloaded, self._names), num_ranks=self._offloaded.ranks.num_ranks
+        )
+
+    def load(self, folder: Path) -> None:
+        """Goes on from what ``save`` wrote, of the same model; drops gradients. All ranks must call it.
+
+        Raises ``ConfigError`` where other parameters were trained.
+        """
+        self.zero_grad()
+        stored = stored_shapes(folder)
+        weights = {weight_key(name) for name in (*self._resident, *self._names.values())}
+        if other := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
+            raise ConfigError(
+                f"{folder} trains other parameters than this model ({len(other)} differ, such as {other[0]})"
+            )
+        self._adam.state.clear()
+        for name, parameter in self._resident.items():
+            if moment_key(name, STEPS) in stored:
+                moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+                self._adam.state[parameter] = {STEPS: torch.zeros((), device=parameter.device), **moments}
+        read_tensors(folder, self._resident_state())
+        load_chunk_state(self._offloaded, self._names, stored, partial(read_tensors, folder))
+
+    def _resident_state(self) -> dict[str, Tensor]:
+        held = {weight_key(name): parameter.detach() for name, parameter in self._resident.items()}
+        return held | {
+            moment_key(name, key): moment
+            for name, parameter in self._resident.items()
+            for key, moment in self._adam.state.get(parameter, {}).items()
+        }

@@ -103,6 +103,32 @@ def assert_equal_training(
         assert torch.equal(*both), f"{name} differs between the ranks"
 
 
+def save_and_go_on(folder: Path) -> None:
+    """What ranks with shares saved goes on with whole copies, and the other way round."""
+    options = OPTIONS | {"num_steps": 2}
+    for sharing, other in ((Sharded, Replicated), (Replicated, Sharded)):
+        where, found = folder / sharing.__name__, []
+        for ranks, path in ((sharing(), None), (other(), where)):
+            model = make_qwen()
+            arrangement = arrange_all(model, Mode.CHECKPOINT, num_persistent=1, num_slots=3)
+            with OffloadedModel(
+                model, arrangement, device=CPU, optimizer=CONFIG, ranks=ranks, sizes=[100 * 1024]
+            ) as offloaded:
+                optimizer = OffloadedAdamW(offloaded, CONFIG)
+                if path is None:
+                    train_offloaded(offloaded, token_loss, CONFIG, optimizer=optimizer, **options)
+                    optimizer.save(where)
+                else:
+                    optimizer.load(path)
+                found.append(train_offloaded(offloaded, token_loss, CONFIG, optimizer=optimizer, **options)[2])
+        for name, values in found[0].items():
+            torch.testing.assert_close(found[1][name], values, atol=1e-6, rtol=0, msg=name)
+
+
+def test_ranks_go_on_from_what_others_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_and_go_on, tmp_path)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("modes", CYCLES)
 @pytest.mark.parametrize("kind", MAKERS)

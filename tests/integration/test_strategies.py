@@ -21,8 +21,8 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.export import ADAPTER_FILE
-from rlpipe.learner.flat_part import FlatPart
 from rlpipe.learner.step import Learner
+from rlpipe.offload.flat_part import FlatPart
 from rlpipe.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.slow

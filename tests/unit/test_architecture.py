@@ -25,6 +25,7 @@ FLOORS = [
     ("rlpipe.conversion", 3),
     ("rlpipe.models", 3),
     ("rlpipe.nf4", 3),
+    ("rlpipe.stored", 3),
     ("rlpipe.tiny", 3),
     ("rlpipe.training_record", 3),
     ("rlpipe.rollout", 4),
