@@ -47,6 +47,8 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 slots=int(rng.choice([1, 1, 1, 3])),
                 gradient_bytes=size if trained else 0,
                 state_bytes=3 * size if trained else 0,
+                staging_bytes=int(rng.integers(0, 20)) if trained else 0,
+                update_bytes=int(rng.integers(0, 60)) if trained else 0,
                 num_trained=size if trained else 0,
             )
         )
@@ -56,7 +58,6 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
         slot_bytes=int(rng.integers(5, 40)),
         resident_bytes=int(rng.integers(0, 50)),
         shared_bytes=int(rng.integers(0, 10)),
-        staging_bytes=int(rng.integers(0, 20)),
         alpha=float(rng.uniform(0.9, 1.2)),
         num_micro_batches=int(rng.integers(1, 4)),
     )
