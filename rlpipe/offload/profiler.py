@@ -167,5 +167,6 @@ def _sum_room(layout: Layout, inventory: Inventory, num_parts: int) -> int:
 
 
 def _gather_room(layout: Layout, num_parts: int) -> int:
-    """A share, while it is spread to the other ranks."""
-    return 0 if num_parts == 1 else layout.slot_bytes // num_parts
+    """A share of the largest chunk, while it is spread to the other ranks."""
+    largest = max(chunk.num_bytes for chunk in layout.chunks)
+    return 0 if num_parts == 1 else aligned(largest, ALIGNMENT * num_parts) // num_parts

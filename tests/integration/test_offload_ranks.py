@@ -289,6 +289,44 @@ def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype:
     ranks.run(compare_room, dtype, is_sharded)
 
 
+class Wide(Layers):
+    """With a head that takes four slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 128, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.head(hidden).square().sum()
+
+
+def compare_gather() -> None:
+    class Watched(Sharded):
+        peak = 0
+
+        def gather(self, whole: Tensor) -> None:
+            with Tracker() as tracker:
+                super().gather(whole)
+            self.peak = max(self.peak, tracker.peak)
+
+    model, hidden, watched = Wide(), torch.ones(4, 32), Watched()
+    trace = trace_model(model, find_units(model), lambda _: model(hidden), lambda _: 1e-5)
+    arrangement = arrange_all(model, Mode.CHECKPOINT, num_slots=5)
+    with OffloadedModel(model, arrangement, device=CPU, optimizer=CONFIG, ranks=watched, sizes=[4096]) as offloaded:
+        model(hidden).backward()
+        alone, shared = (
+            make_profile(
+                model, offloaded.inventory, offloaded.layout, trace, precision=Precision(), num_parts=num_parts
+            )
+            for num_parts in (1, 2)
+        )
+        assert watched.peak == shared.resident_bytes - alone.resident_bytes == 2 * offloaded.layout.slot_bytes
+
+
+def test_a_share_that_is_spread_takes_the_room_that_is_predicted(ranks: Ranks) -> None:
+    ranks.run(compare_gather)
+
+
 def compare_host(dtype: torch.dtype, is_sharded: bool, num_persistent: int) -> None:
     model, ranks, worker = make_qwen().to(dtype), Sharded() if is_sharded else Replicated(), HostWorker()
     trace = trace_model(model, find_units(model), lambda _: token_loss(model, 0), lambda _: 1e-5)
