@@ -37,7 +37,6 @@ def make_profile(num_blocks: int, num_chunks: int) -> Profile:
         slot_bytes=CHUNK_BYTES,
         resident_bytes=GIB,
         shared_bytes=256 * MIB,
-        staging_bytes=2 * CHUNK_BYTES,
         alpha=1.0,
         num_micro_batches=2,
     )
@@ -65,6 +64,7 @@ def _chunk(first: float, last: float) -> ChunkProfile:
         num_bytes=CHUNK_BYTES,
         gathered_bytes=CHUNK_BYTES,
         gradient_bytes=CHUNK_BYTES,
+        staging_bytes=2 * CHUNK_BYTES,
         state_bytes=STATE_BYTES_PER_ELEMENT * elements,
         num_trained=elements,
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
+    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -29,6 +29,7 @@ from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.offload.lanes import Done, Event, InlineLane, Queues, Work
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
+from rlpipe.offload.tracker import Tracker
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 
@@ -37,7 +38,7 @@ Loss = Callable[[nn.Module, int], Tensor]
 CPU = torch.device("cpu")
 
 
-def make_qwen(*, num_layers: int = 4, tied: bool = False, **options: Any) -> nn.Module:
+def make_qwen(*, num_layers: int = 4, tied: bool = False, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=97,
@@ -136,15 +137,18 @@ def with_lora(model: nn.Module, *, second: bool = False, **options: Any) -> nn.M
 
 def make_nf4() -> nn.Module:
     """As QLoRA loads it; wide enough for bitsandbytes on a CPU."""
+    return in_nf4(make_qwen(), dtype=torch.float32)
+
+
+def in_nf4(model: PreTrainedModel, *, dtype: torch.dtype) -> nn.Module:
+    """The model as QLoRA loads it, with linear layers in NF4, and all else in ``dtype``."""
     with TemporaryDirectory() as folder:
-        model = make_qwen()
-        model.config.save_pretrained(folder)
-        save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
-        model = Qwen3ForCausalLM.from_pretrained(
-            folder, quantization_config=nf4_config(torch.float32), device_map={"": "cpu"}, dtype=torch.float32
+        model.save_pretrained(folder)
+        quantised = type(model).from_pretrained(
+            folder, quantization_config=nf4_config(dtype), device_map={"": "cpu"}, dtype=dtype
         )
-    settle_nf4(model, CPU)
-    return model.train()
+    settle_nf4(quantised, CPU)
+    return quantised.train()
 
 
 def make_moe() -> nn.Module:
@@ -326,6 +330,28 @@ class EagerWorker(LateWorker):
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = super().submit(function, *args, **kwargs)
         future.result()
+        return future
+
+
+class HostWorker(Executor):
+    """Works at once, as fake tensors belong to one thread; ``live`` is what its work has made, in bytes."""
+
+    def __init__(self) -> None:
+        self._tracker: Tracker | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._tracker is not None
+
+    @property
+    def live(self) -> int:
+        return 0 if self._tracker is None else self._tracker.live
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with Tracker() as self._tracker:
+            future.set_result(function(*args, **kwargs))
+        self._tracker = None
         return future
 
 

@@ -110,7 +110,7 @@ class Chunked:
         comparison = Comparison(self.decision, self.device, resets_peak=True)
 
         def compare(seconds: float, num_micro_batches: int) -> None:
-            if found := comparison.updated(seconds, num_micro_batches):
+            if found := comparison.updated(seconds, num_micro_batches, self._offloaded[0].host_bytes):
                 self.notes.append(f"learner.offload=chunked: {found}")
 
         return ChunkedUpdates(self._offloaded[0], parameters, config, measured=compare)

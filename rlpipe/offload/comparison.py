@@ -17,8 +17,9 @@ class Comparison:
         self._decision, self._device, self._resets_peak = decision, device, resets_peak
         self._num_updates = 0
 
-    def updated(self, seconds: float, num_micro_batches: int) -> str | None:
-        """Told of every update; one line after the third, where something was predicted."""
+    def updated(self, seconds: float, num_micro_batches: int, host_bytes: int) -> str | None:
+        """Told of every update, and of what the offloaded model holds on the host; one line after the third, where
+        something was predicted."""
         self._num_updates += 1
         on_gpu = self._device.type == "cuda"
         if self._num_updates == COMPARED_UPDATE - 1 and self._resets_peak and on_gpu:
@@ -28,6 +29,7 @@ class Comparison:
         return self._decision.compare(
             seconds,
             num_micro_batches,
-            torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
-            psutil.Process().memory_info().rss,
+            device_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
+            host_bytes=host_bytes,
+            process_bytes=psutil.Process().memory_info().rss,
         )

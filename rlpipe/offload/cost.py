@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.offload.profile import Capacity, Mode, Profile, Rates, StageProfile
+from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates, StageProfile
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -138,11 +138,11 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
             profile.resident_bytes
             + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
             + knobs.num_slots * profile.slot_bytes
-            + (profile.shared_bytes if knobs.num_checkpointed else 0)
-            + activation_peak(profile.stages, modes)
+            + working_bytes(profile, knobs, modes)
         ),
-        host_bytes=profile.staging_bytes
-        + sum(chunk.num_bytes + chunk.state_bytes for chunk in others)
+        host_bytes=sum(chunk.num_bytes + chunk.state_bytes for chunk in others)
+        + staging_bytes(others)
+        + update_bytes(others)
         + sum(stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
         forward_s=passes * sum(_forward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
         backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
@@ -150,6 +150,22 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
         host_adam_s=sum(chunk.num_trained for chunk in others) / rates.host_adam,
         num_micro_batches=passes,
     )
+
+
+def working_bytes(profile: Profile, knobs: Knobs, modes: Sequence[Mode]) -> int:
+    """What passes take on the device, or updates, which come after them: the larger of both."""
+    shared = profile.shared_bytes if knobs.num_checkpointed else 0
+    return max(shared + activation_peak(profile.stages, modes), update_bytes(profile.chunks[: knobs.num_persistent]))
+
+
+def staging_bytes(chunks: Sequence[ChunkProfile]) -> int:
+    """On the host, where gradients of these arrive."""
+    return max((chunk.staging_bytes for chunk in chunks), default=0)
+
+
+def update_bytes(chunks: Sequence[ChunkProfile]) -> int:
+    """What the updates of these make and drop, one after another."""
+    return max((chunk.update_bytes for chunk in chunks), default=0)
 
 
 def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> int:

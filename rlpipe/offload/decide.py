@@ -52,8 +52,11 @@ class Decision:
         shared = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
         return f"{shared or ', replicated'}{self.why_shared}" if self.why_shared else shared
 
-    def compare(self, seconds: float, num_micro_batches: int, device_bytes: int | None, host_bytes: int) -> str:
-        """What was predicted, and what an update took; in one line. ``host_bytes`` are those of the whole process."""
+    def compare(
+        self, seconds: float, num_micro_batches: int, *, device_bytes: int | None, host_bytes: int, process_bytes: int
+    ) -> str:
+        """What was predicted, and what an update took; in one line. ``process_bytes`` are all that the process has on
+        the host."""
         prediction = self.prediction
         assert prediction is not None, "without a prediction there is nothing to compare"
         passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
@@ -65,8 +68,8 @@ class Decision:
         if device_bytes is not None:
             took += f"; it took {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
         return (
-            f"{took}; the process takes {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted, "
-            "without code and libraries"
+            f"{took}; it holds {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted; the process "
+            f"takes {gib(process_bytes)}, with code and libraries"
         )
 
 

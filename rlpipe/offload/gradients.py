@@ -87,6 +87,11 @@ class Gradients:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return sum(storages.values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the places where they arrive."""
+        return sum(staging.num_bytes for staging in self._staging)
+
     def settle(self) -> None:
         """Waits until all that was sent has been added up."""
         pending, self._pending = self._pending, []
@@ -182,6 +187,10 @@ class Staging:
         self.part: Tensor | None = None
         """On the device, as long as it is read."""
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else len(self._buffer.bytes)
+
     def wait(self) -> None:
         """Until its last user is done with it; raises what that raised."""
         user, self.user = self.user, None
@@ -190,7 +199,7 @@ class Staging:
 
     def take(self, like: Tensor) -> Tensor:
         """Memory for a tensor; after ``wait``."""
-        if self._buffer is None or len(self._buffer.bytes) < like.nbytes:
+        if self._buffer is None or self.num_bytes < like.nbytes:
             self.close()
             self._buffer = HostBuffer(like.nbytes, pin=self._pin)
         return self._buffer.bytes[: like.nbytes].view(like.dtype)

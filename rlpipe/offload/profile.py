@@ -64,6 +64,10 @@ class ChunkProfile:
     """What a backward pass sends to the host; 0 for frozen ones."""
     state_bytes: int = 0
     """Where it is updated: its summed gradient, its moments, its weights in the optimizer's type; 0 for frozen ones."""
+    staging_bytes: int = 0
+    """On the host, where its gradients arrive there: places that all chunks use, each as large as it needs."""
+    update_bytes: int = 0
+    """What its update makes where it goes on, and drops: a tensor's gradient in the optimizer's type."""
     num_trained: int = 0
     """Elements that the optimizer updates."""
 
@@ -102,8 +106,6 @@ class Profile:
     chunks on their way."""
     shared_bytes: int = 0
     """On the device where any block is checkpointed: what all of those are given."""
-    staging_bytes: int = 0
-    """On the host whatever is decided."""
     alpha: float = 1.0
     """What the allocator takes over what is asked of it."""
     num_micro_batches: int = 1

@@ -47,7 +47,6 @@ def make_profile(
         slot_bytes=layout.slot_bytes,
         resident_bytes=resident_bytes(model, inventory) + on_the_way,
         shared_bytes=trace.shared_bytes,
-        staging_bytes=NUM_STAGED * max((chunk.gradient_bytes for chunk in chunks), default=0),
         alpha=alpha,
         num_micro_batches=num_micro_batches,
     )
@@ -114,6 +113,8 @@ def _profile_chunk(
     state = precision.state or dtype
     elements = num_bytes // num_parts // dtype.itemsize
     copies = NUM_MOMENTS + (state is not dtype)
+    gradient_bytes = elements * (dtype.itemsize if num_ranks == 1 else FLOAT32_BYTES)
+    largest = min(elements, max(place.num_bytes for place in chunk.places) // dtype.itemsize)
     return ChunkProfile(
         stages=stages,
         num_bytes=num_bytes // num_parts,
@@ -121,8 +122,10 @@ def _profile_chunk(
         slots=slots,
         gather_bytes=num_bytes - num_bytes // num_parts,
         reduce_bytes=_reduce_bytes(elements * num_parts, num_ranks, num_parts),
-        gradient_bytes=elements * (dtype.itemsize if num_ranks == 1 else FLOAT32_BYTES),
+        gradient_bytes=gradient_bytes,
         state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
+        staging_bytes=NUM_STAGED * gradient_bytes,
+        update_bytes=0 if precision.gradient is state else largest * state.itemsize,
         num_trained=elements,
     )
 
@@ -164,5 +167,6 @@ def _sum_room(layout: Layout, inventory: Inventory, num_parts: int) -> int:
 
 
 def _gather_room(layout: Layout, num_parts: int) -> int:
-    """A share, while it is spread to the other ranks."""
-    return 0 if num_parts == 1 else layout.slot_bytes // num_parts
+    """A share of the largest chunk, while it is spread to the other ranks."""
+    largest = max(chunk.num_bytes for chunk in layout.chunks)
+    return 0 if num_parts == 1 else aligned(largest, ALIGNMENT * num_parts) // num_parts

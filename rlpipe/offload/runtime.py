@@ -213,6 +213,13 @@ class OffloadedModel:
         states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if adam.memory.is_persistent)
         return chunks + states + self.optimizer.gradients.device_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Of chunks and their gradients and states, and of swapped activations, at this moment."""
+        chunks = sum(len(memory.host_bytes) for memory in self._memories if not memory.is_persistent)
+        states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if not adam.memory.is_persistent)
+        return chunks + states + self.optimizer.gradients.host_bytes + self._arena.num_bytes
+
     def end_update(self) -> tuple[float, int]:
         """Seconds since the update's first forward pass began, and how many there were; call it once for each."""
         began_s, num_passes = self._calls.began_s, self._calls.num_passes

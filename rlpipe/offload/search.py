@@ -252,13 +252,16 @@ class _Space:
         held = self._held("gathered_bytes")
         checkpointed = np.array([division[1] > 0 for division in self.divisions])
         activations = self._activation_peaks() + checkpointed * self._profile.shared_bytes
-        return self._profile.resident_bytes + held[self.persistent][None] + activations[:, None]
+        updates = _most(self._of_chunks("update_bytes"))[self.persistent]
+        working = np.maximum(activations[:, None], updates[None])
+        return self._profile.resident_bytes + held[self.persistent][None] + working
 
     def _host_bytes(self) -> Floats:
         """``[K, P]``."""
         held = self._held("num_bytes")
         swapped = self._is(Mode.SWAP) @ self._of_stages("swapped_bytes")  # [K]
-        return self._profile.staging_bytes + (held[-1] - held[self.persistent])[None] + swapped[:, None]
+        passing = sum(_most(self._of_chunks(name)[::-1])[::-1] for name in ("staging_bytes", "update_bytes"))
+        return (held[-1] - held + passing)[self.persistent][None] + swapped[:, None]
 
     def _activation_peaks(self) -> Floats:
         """As ``activation_peak``, ``[K]``."""
@@ -360,6 +363,11 @@ def _prefix(values: Floats) -> Floats:
     values = np.atleast_1d(values)
     zeros = np.zeros((*values.shape[:-1], 1))
     return np.concatenate([zeros, np.cumsum(values, -1)], -1)
+
+
+def _most(values: Floats) -> Floats:
+    """The largest of the first values, from none to all."""
+    return np.asarray(np.maximum.accumulate([0.0, *values]))
 
 
 def _describe(fixed: Mapping[str, int]) -> str:

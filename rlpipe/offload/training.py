@@ -72,7 +72,9 @@ class OffloadedAdamW:
 
     def _compare(self) -> None:
         seconds, num_micro_batches = self._offloaded.end_update()
-        if self._comparison is not None and (found := self._comparison.updated(seconds, num_micro_batches)):
+        if self._comparison is None:
+            return
+        if found := self._comparison.updated(seconds, num_micro_batches, self._offloaded.host_bytes):
             logger.info("offload: %s", found)
 
     def zero_grad(self) -> None:

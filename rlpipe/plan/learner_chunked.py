@@ -10,7 +10,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.hardware.device import Device
 from rlpipe.learner.chunk_options import chunk_sizes, fixed_knobs, precision_of
 from rlpipe.offload.auto import choices_of
-from rlpipe.offload.cost import Knobs, activation_peak, arrange, predict
+from rlpipe.offload.cost import Knobs, arrange, predict, staging_bytes, update_bytes, working_bytes
 from rlpipe.offload.decide import Decision, decide
 from rlpipe.offload.layout import Layout, make_layout
 from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates
@@ -117,15 +117,14 @@ def chunked_memory(
             weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * small,
             gradients=device_gradients + small + profile.resident_bytes - resident,
             optimizer=device_states + 2 * small,
-            activations=activation_peak(profile.stages, modes)
-            + (profile.shared_bytes if knobs.num_checkpointed else 0),
+            activations=working_bytes(profile, knobs, modes),
             slots=knobs.num_slots * profile.slot_bytes,
             reference=reference.device_bytes if reference is not None else 0,
         ),
         host=HostBytes(
             weights=sum(chunk.num_bytes for chunk in others),
-            gradients=host_gradients + profile.staging_bytes,
-            optimizer=host_states,
+            gradients=host_gradients + staging_bytes(others),
+            optimizer=host_states + update_bytes(others),
             activations=sum(
                 stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
             ),

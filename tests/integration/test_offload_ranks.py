@@ -12,6 +12,7 @@ import torch.distributed as dist
 from learner_cases import make_model_config
 from offload_cases import (
     CPU,
+    HostWorker,
     LateWorker,
     Loss,
     arrange_all,
@@ -33,10 +34,11 @@ from rlpipe.learner.chunked import Chunked
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.workload import Workload
 from rlpipe.offload.auto import offload
+from rlpipe.offload.cost import Knobs, predict
 from rlpipe.offload.decide import Decision
 from rlpipe.offload.fakes import trace_model
 from rlpipe.offload.lanes import InlineLane, Queues
-from rlpipe.offload.profile import Capacity, Mode
+from rlpipe.offload.profile import Capacity, Mode, Rates
 from rlpipe.offload.profiler import make_profile
 from rlpipe.offload.ranks import Replicated, Sharded
 from rlpipe.offload.runtime import OffloadedModel, Precision
@@ -47,6 +49,7 @@ from rlpipe.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.slow
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+RATES = Rates(host_to_device=1.0, device_to_host=1.0, both=1.0, device_adam=1.0, host_adam=1.0)
 OPTIONS = {"num_steps": 3, "num_micro_batches": 4, "max_norm": 0.5}
 CYCLES = {
     "keep": [Mode.KEEP],
@@ -310,6 +313,86 @@ def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype: torch.dtype, is_sharded: bool) -> None:
     ranks.run(compare_room, dtype, is_sharded)
+
+
+class Wide(Layers):
+    """With a head that takes four slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 128, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.head(hidden).square().sum()
+
+
+def compare_gather() -> None:
+    class Watched(Sharded):
+        peak = 0
+
+        def gather(self, whole: Tensor) -> None:
+            with Tracker() as tracker:
+                super().gather(whole)
+            self.peak = max(self.peak, tracker.peak)
+
+    model, hidden, watched = Wide(), torch.ones(4, 32), Watched()
+    trace = trace_model(model, find_units(model), lambda _: model(hidden), lambda _: 1e-5)
+    arrangement = arrange_all(model, Mode.CHECKPOINT, num_slots=5)
+    with OffloadedModel(model, arrangement, device=CPU, optimizer=CONFIG, ranks=watched, sizes=[4096]) as offloaded:
+        model(hidden).backward()
+        alone, shared = (
+            make_profile(
+                model, offloaded.inventory, offloaded.layout, trace, precision=Precision(), num_parts=num_parts
+            )
+            for num_parts in (1, 2)
+        )
+        assert watched.peak == shared.resident_bytes - alone.resident_bytes == 2 * offloaded.layout.slot_bytes
+
+
+def test_a_share_that_is_spread_takes_the_room_that_is_predicted(ranks: Ranks) -> None:
+    ranks.run(compare_gather)
+
+
+def compare_host(dtype: torch.dtype, is_sharded: bool, num_persistent: int) -> None:
+    model, ranks, worker = make_qwen().to(dtype), Sharded() if is_sharded else Replicated(), HostWorker()
+    trace = trace_model(model, find_units(model), lambda _: token_loss(model, 0), lambda _: 1e-5)
+    with OffloadedModel(
+        model,
+        arrange_all(model, Mode.SWAP, num_persistent=num_persistent, num_slots=3),
+        device=CPU,
+        optimizer=CONFIG,
+        ranks=ranks,
+        sizes=[100 * 1024],
+        queues=Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=worker),
+    ) as offloaded:
+        profile = make_profile(
+            model,
+            offloaded.inventory,
+            offloaded.layout,
+            trace,
+            precision=Precision(),
+            num_ranks=2,
+            num_parts=ranks.num_parts,
+        )
+        optimizer, held = OffloadedAdamW(offloaded, CONFIG), [0]
+        for number in range(2):
+            token_loss(model, number).backward()
+            optimizer.step()
+        with Tracker(lambda _: held.append(offloaded.host_bytes + worker.live)):
+            token_loss(model, 2).backward()
+            optimizer.step()
+    knobs = Knobs(num_persistent=num_persistent, num_slots=3, num_swapped=len(profile.blocks))
+    ratio = predict(profile, knobs, RATES).host_bytes / max(held)
+    assert 0.98 <= ratio <= 1.05, ratio
+
+
+@pytest.mark.parametrize("num_persistent", [0, 2])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_ranks_hold_on_the_host_what_is_predicted(
+    ranks: Ranks, dtype: torch.dtype, is_sharded: bool, num_persistent: int
+) -> None:
+    ranks.run(compare_host, dtype, is_sharded, num_persistent)
 
 
 def fail_on_the_first_rank() -> None:

@@ -47,6 +47,7 @@ from rlpipe.offload.runtime import least_memory
 from rlpipe.offload.search import DoesNotFit
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.tiny import make_tiny_policy
+from rlpipe.units import gib
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SIZES = [100 * 1024]
@@ -157,12 +158,13 @@ def test_the_way_that_fits_trains_as_without_offload(caplog: pytest.LogCaptureFi
     ):
         assert 0 < offloaded.arrangement.num_slots < len(offloaded.layout.chunks)
         _, _, found = train_offloaded(offloaded, token_loss, CONFIG, **options)
+        held, predicted = offloaded.host_bytes, offloaded.decision.prediction.host_bytes
     decided, small, compared = (record.getMessage() for record in caplog.records)
     assert "chunks stay (all would take " in decided
     assert "slots; of 6 layers" in decided
     assert small == "offload: " + describe_small_update(2)
     assert compared.startswith("offload: an update of 2 micro batches took ")
-    assert "; the process takes " in compared
+    assert f"; it holds {gib(held)} on the host; {gib(predicted)} were predicted; the process takes " in compared
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from itertools import product
 
 import numpy as np
@@ -47,6 +49,8 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 slots=int(rng.choice([1, 1, 1, 3])),
                 gradient_bytes=size if trained else 0,
                 state_bytes=3 * size if trained else 0,
+                staging_bytes=int(rng.integers(0, 200)) if trained else 0,
+                update_bytes=int(rng.integers(0, 200)) if trained else 0,
                 num_trained=size if trained else 0,
             )
         )
@@ -56,7 +60,6 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
         slot_bytes=int(rng.integers(5, 40)),
         resident_bytes=int(rng.integers(0, 50)),
         shared_bytes=int(rng.integers(0, 10)),
-        staging_bytes=int(rng.integers(0, 20)),
         alpha=float(rng.uniform(0.9, 1.2)),
         num_micro_batches=int(rng.integers(1, 4)),
     )
@@ -107,6 +110,23 @@ def test_the_search_finds_the_best_of_all_ways(seed: int) -> None:
     choice = search(profile, rates, capacity)
     assert choice.prediction.seconds == pytest.approx(fastest, rel=1e-9)
     assert choice.prediction.fits(capacity)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_way_is_found_where_there_is_just_what_it_takes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile, rates = random_profile(rng, num_blocks=3, num_chunks=4, trained=True), random_rates(rng)
+    ways = all_ways(profile, rates, Capacity(device_bytes=2000, host_bytes=2000))
+    for index in rng.choice(len(ways), 20):
+        knobs, prediction = ways[index]
+        device, host, fixed = math.ceil(prediction.device_bytes), prediction.host_bytes, asdict(knobs)
+        assert search(profile, rates, Capacity(device_bytes=device, host_bytes=host), fixed).knobs == knobs
+        for less in (
+            Capacity(device_bytes=device - 1, host_bytes=host),
+            Capacity(device_bytes=device, host_bytes=host - 1),
+        ):
+            with pytest.raises(DoesNotFit):
+                search(profile, rates, less, fixed)
 
 
 @pytest.mark.parametrize("seed", range(10))
