@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from rlpipe.hardware.device import Device
 from rlpipe.plan.section import Section
@@ -31,7 +31,28 @@ def _rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "PCIe", f"{to_device} GB/s to the device, {to_host} back, {both} each way at once"
     else:
         yield "copies", f"{to_device} GB/s one at a time, {both} each of two at once"
-    through = " (as both ways at once: no link is known)" if device.link is None else ""
-    yield "between ranks", f"{giga(device.exchange)} GB/s{through}"
-    yield "Adam", f"{giga(device.device_adam)} billion elements/s on the device, {giga(device.host_adam)} on the host"
-    yield "host memory", gib(device.host_memory_bytes)
+    yield from _link_rows(device)
+    label = "Adam"
+    for dtype, rate in device.device_adam.items():
+        on_host = giga(device.host_adam[dtype])
+        yield label, f"{giga(rate)} billion elements/s on the device, {on_host} on the host in {dtype}"
+        label = ""
+    added = ", ".join(f"{giga(rate)} {name}" for name, rate in device.host_adding.items())
+    yield "adding", f"billion elements/s on the host: {added}"
+    yield "host memory", f"{gib(device.host_memory_bytes)}, {giga(device.host_bandwidth)} GB/s"
+
+
+def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
+    """Where all exchange is alike, its rate with a gigabyte; else the rates by what a rank receives."""
+    label = "between ranks"
+    if device.link is None:
+        yield label, f"{giga(device.both)} GB/s (as both ways at once: no link is known)"
+        return
+    curves = {entry.name.replace("_", "-"): getattr(device.link, entry.name) for entry in fields(device.link)}
+    if len(set(curves.values())) == 1:
+        yield label, f"{giga(device.link.all_gather.rate(1e9))} GB/s"
+        return
+    for name, curve in curves.items():
+        rates = ", ".join(f"{gib(size)} at {giga(curve.rate(size))}" for size in curve.num_bytes)
+        yield label, f"{name} of {rates} GB/s"
+        label = ""

@@ -40,7 +40,16 @@ from rlpipe.offload.units import find_units, take_inventory
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 SIZES = [8 * MIB]
-RATES = Rates(host_to_device=5e10, device_to_host=5e10, both=4e10, device_adam=1e11, host_adam=1e9)
+RATES = Rates(
+    host_to_device=5e10,
+    device_to_host=5e10,
+    both=4e10,
+    device_adam={"float32": 1e11},
+    host_adam={"float32": 1e9},
+    host_adding={"float32 to float32": 1e10},
+    device_bandwidth=1e12,
+    host_bandwidth=1e11,
+)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
