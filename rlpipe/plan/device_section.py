@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
-from rlpipe.hardware.device import Device
+from rlpipe.hardware.device import STATE_DTYPES, Device, adding
 from rlpipe.plan.section import Section
 from rlpipe.units import gib, giga
 
@@ -32,14 +32,22 @@ def _rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
     else:
         yield "copies", f"{to_device} GB/s one at a time, {both} each of two at once"
     yield from _link_rows(device)
-    label = "Adam"
-    for dtype, rate in device.device_adam.items():
-        on_host = giga(device.host_adam[dtype])
-        yield label, f"{giga(rate)} billion elements/s on the device, {on_host} on the host in {dtype}"
-        label = ""
-    added = ", ".join(f"{giga(rate)} {name}" for name, rate in device.host_adding.items())
-    yield "adding", f"billion elements/s on the host: {added}"
+    yield from _state_rows(device)
     yield "host memory", f"{gib(device.host_memory_bytes)}, {giga(device.host_bandwidth)} GB/s"
+
+
+def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
+    """What becomes of gradients, by the type of what they change."""
+    label = "Adam"
+    for dtype in STATE_DTYPES:
+        on_device, on_host = giga(device.device_adam[dtype]), giga(device.host_adam[dtype])
+        yield label, f"{on_device} billion elements/s on the device, {on_host} on the host in {dtype}"
+        label = ""
+    label = "adding"
+    for total in STATE_DTYPES:
+        parts = ", ".join(f"{giga(device.host_adding[adding(part, total)])} of {part}" for part in STATE_DTYPES)
+        yield label, f"billion elements/s on the host: {parts}, to {total}"
+        label = ""
 
 
 def _link_rows(device: Device) -> Iterator[tuple[str, str]]:

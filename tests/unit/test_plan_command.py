@@ -11,6 +11,7 @@ import pytest
 from rlpipe import cli
 from rlpipe.commands.plan import print_measurement
 from rlpipe.configs.compose import load_config
+from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.devices import find_device
 from rlpipe.hardware.machines import path_of, stored_names
 from rlpipe.plan.engine import plan_engine
@@ -144,9 +145,13 @@ def test_a_measurement_is_shown_with_all_of_its_rates(capsys: pytest.CaptureFixt
     assert "between ranks  45 GB/s (as both ways at once: no link is known)\n" in text
     assert "Adam           96 billion elements/s on the device, 5.4 on the host in float32\n" in text
     assert "                 191 billion elements/s on the device, 11 on the host in bfloat16\n" in text
-    assert "adding         billion elements/s on the host: 12 float32 to float32, 15 bfloat16 to float32, 19" in text
+    assert "adding         billion elements/s on the host: 12 of float32, 15 of bfloat16, to float32\n" in text
+    assert "                 billion elements/s on the host: 19 of float32, 25 of bfloat16, to bfloat16\n" in text
     assert "host memory    128.0 GiB, 150 GB/s\n" in text
     assert text.endswith(f"stored in {path_of('node-cuda')}\n")
+    sums = Curve(num_bytes=(2.0**19, 2.0**26), seconds=(2**19 / 1e9, 2**26 / 20e9))
+    print_measurement(replace(device, link=replace(Link.at_rate(1e9), all_reduce=sums)), as_json=False)
+    assert "                 all-reduce of 512.0 KiB at 1.0, 64.0 MiB at 20 GB/s\n" in capsys.readouterr().out
     print_measurement(device, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["device"]["hardware"], found["path"]) == ("GPU X", str(path_of("node-cuda")))
