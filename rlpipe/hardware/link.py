@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlpipe.hardware.curve import Curve, Link
-from rlpipe.hardware.timing import REPETITIONS, time_calls
+from rlpipe.hardware.timing import time_calls
 
 TENSOR_BYTES = (2**16, 2**20, 2**23, 2**25, 2**27)
 """Of the whole that ranks gather or sum up: from a small layer's weights to a chunk of the model."""
-REPETITION_BYTES = 2**25
+REPETITIONS = 3
+REPETITION_BYTES = 2**23
 """That one repetition takes, in calls one after another, if not a single one is more."""
 MAX_CALLS = 16
 

@@ -61,6 +61,6 @@ def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
         yield label, f"{giga(device.link.all_gather.rate(1e9))} GB/s"
         return
     for name, curve in curves.items():
-        rates = ", ".join(f"{gib(size)} at {giga(curve.rate(size))}" for size in curve.num_bytes)
+        rates = ", ".join(f"{gib(size)} at {curve.rate(size) / 1e9:,.3g}" for size in curve.num_bytes)
         yield label, f"{name} of {rates} GB/s"
         label = ""

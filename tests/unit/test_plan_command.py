@@ -151,7 +151,7 @@ def test_a_measurement_is_shown_with_all_of_its_rates(capsys: pytest.CaptureFixt
     assert text.endswith(f"stored in {path_of('node-cuda')}\n")
     sums = Curve(num_bytes=(2.0**19, 2.0**26), seconds=(2**19 / 1e9, 2**26 / 20e9))
     print_measurement(replace(device, link=replace(Link.at_rate(1e9), all_reduce=sums)), as_json=False)
-    assert "                 all-reduce of 512.0 KiB at 1.0, 64.0 MiB at 20 GB/s\n" in capsys.readouterr().out
+    assert "                 all-reduce of 512.0 KiB at 1, 64.0 MiB at 20 GB/s\n" in capsys.readouterr().out
     print_measurement(device, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["device"]["hardware"], found["path"]) == ("GPU X", str(path_of("node-cuda")))
