@@ -123,13 +123,17 @@ def reasons(sides: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def giga_by_name(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in rates.items())
+
+
 def describe(machine: Mapping[str, Any]) -> str:
     tflops = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in machine["matmul_flops"].items())
     return (
         f"{machine['hardware']}: to the device {machine['host_to_device'] / 1e9:.1f} GB/s, to the host "
         f"{machine['device_to_host'] / 1e9:.1f}, both at once {machine['both'] / 1e9:.1f} each way; Adam on the host "
-        f"{machine['host_adam'] / 1e9:.2f} G elements/s, on the device {machine['device_adam'] / 1e9:.2f}; TFLOP/s "
-        f"{tflops}"
+        f"({giga_by_name(machine['host_adam'])}) G elements/s, on the device ({giga_by_name(machine['device_adam'])}); "
+        f"adding on the host ({giga_by_name(machine['host_adding'])}); TFLOP/s {tflops}"
     )
 
 

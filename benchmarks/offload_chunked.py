@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_row, make_scorer
 from benchmarks.updates import measure_updates
 from rlpipe.configs.schema_learner import ChunkedConfig, OptimizerConfig
-from rlpipe.hardware.device import BYTES_PER_ADAM_STEP, Device
+from rlpipe.hardware.device import Device
 from rlpipe.learner.chunk_options import capacity
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.offload.cost import Knobs, arrange, first_cached
@@ -32,8 +32,6 @@ from rlpipe.offload.units import find_units, take_inventory
 
 MAX_NORM = 1.0
 GIB = 2**30
-NARROW_BYTES_PER_ADAM_STEP = 16
-"""Of states in bfloat16: weight and moments are read and written, a gradient in float32 is read."""
 BACKWARD_OVER_FORWARD = 2
 """Of attention's products, without those that fast kernels compute again."""
 
@@ -163,13 +161,12 @@ def make_roof(
     attention_s = (1 + BACKWARD_OVER_FORWARD) * shape.layers * attention / rate
     to_device, to_host = moved_bytes(profile, knobs, rates)
     prediction = decision.prediction
-    narrow = NARROW_BYTES_PER_ADAM_STEP / BYTES_PER_ADAM_STEP if case.states == "bfloat16" else 1.0
     return Roof(
         compute_s=case.micro_batches * (products_s + attention_s + recomputed_s),
         recomputed_s=case.micro_batches * recomputed_s,
         to_device_s=to_device / rates.host_to_device,
         to_host_s=to_host / rates.device_to_host,
-        adam_s=narrow * max(prediction.host_adam_s, prediction.device_adam_s),
+        adam_s=max(prediction.host_adam_s, prediction.device_adam_s),
     )
 
 

@@ -22,7 +22,16 @@ CHUNK_BYTES = 256 * MIB
 BYTES_PER_ELEMENT = 2
 STATE_BYTES_PER_ELEMENT = 16
 """Gradient, weight and two moments in float32."""
-RATES = Rates(host_to_device=55e9, device_to_host=50e9, both=45e9, device_adam=1e11, host_adam=5.4e9)
+RATES = Rates(
+    host_to_device=55e9,
+    device_to_host=50e9,
+    both=45e9,
+    device_adam={"float32": 1e11},
+    host_adam={"float32": 5.4e9},
+    host_adding={"float32 to float32": 12.5e9},
+    device_bandwidth=2.7e12,
+    host_bandwidth=150e9,
+)
 CAPACITY = Capacity(device_bytes=70 * GIB, host_bytes=400 * GIB)
 
 
@@ -64,6 +73,8 @@ def _chunk(first: float, last: float) -> ChunkProfile:
         num_bytes=CHUNK_BYTES,
         gathered_bytes=CHUNK_BYTES,
         gradient_bytes=CHUNK_BYTES,
+        begin_bytes=6 * elements,
+        cast_bytes=6 * elements,
         staging_bytes=2 * CHUNK_BYTES,
         state_bytes=STATE_BYTES_PER_ELEMENT * elements,
         num_trained=elements,

@@ -27,7 +27,7 @@ from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.offload.lanes import Done, Event, InlineLane, Queues, Work
-from rlpipe.offload.profile import Mode
+from rlpipe.offload.profile import Mode, Rates
 from rlpipe.offload.runtime import Arrangement, OffloadedModel
 from rlpipe.offload.tracker import Tracker
 from rlpipe.offload.training import OffloadedAdamW
@@ -36,6 +36,16 @@ from rlpipe.offload.units import find_units
 Loss = Callable[[nn.Module, int], Tensor]
 """Of a model and the number of a micro batch."""
 CPU = torch.device("cpu")
+RATES = Rates(
+    host_to_device=5e10,
+    device_to_host=5e10,
+    both=4e10,
+    device_adam={"float32": 1e11},
+    host_adam={"float32": 1e9},
+    host_adding={"float32 to float32": 1e10},
+    device_bandwidth=1e12,
+    host_bandwidth=1e11,
+)
 
 
 def make_qwen(*, num_layers: int = 4, tied: bool = False, **options: Any) -> PreTrainedModel:

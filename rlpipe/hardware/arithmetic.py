@@ -1,16 +1,19 @@
-"""Measures what a device computes in a second: matrix products, and updates of AdamW."""
+"""Measures what a device computes in a second: matrix products, updates of AdamW, and sums on the host."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from rlpipe.hardware.adding import add_to
+from rlpipe.hardware.device import STATE_DTYPES, adding
 from rlpipe.hardware.timing import Work, rate, time_calls
 
 DTYPES = ("float32", "bfloat16", "float16")
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
 LONGEST_PRODUCT_S = 0.1
 ADAM_ELEMENTS = {"cuda": 2**26, "cpu": 2**25}
+ADDED_ELEMENTS = 2**25
 
 
 def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:
@@ -47,10 +50,29 @@ def _product(device: torch.device, dtype: torch.dtype, width: int) -> Work:
     return lambda: torch.mm(left, right, out=out)
 
 
-def adam_elements(device: torch.device, *, scale: float = 1.0) -> float:
-    """Elements a second of torch's fused AdamW, with weights, gradients and moments in float32."""
+def adam_elements(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:
+    """Elements a second of torch's fused AdamW, by the dtype of weights, gradients and moments."""
+    return {name: _adam_elements(device, getattr(torch, name), scale) for name in STATE_DTYPES}
+
+
+def _adam_elements(device: torch.device, dtype: torch.dtype, scale: float) -> float:
     num_elements = int(scale * ADAM_ELEMENTS[device.type])
-    weights = nn.Parameter(torch.zeros(num_elements, device=device))
+    weights = nn.Parameter(torch.zeros(num_elements, dtype=dtype, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
     return rate(num_elements, optimizer.step, device, scale=scale)
+
+
+def added_elements(*, scale: float = 1.0) -> dict[str, float]:
+    """Elements a second of gradients that the host adds to a sum, by ``adding``."""
+    return {
+        adding(part, total): _added_elements(getattr(torch, part), getattr(torch, total), scale)
+        for total in STATE_DTYPES
+        for part in STATE_DTYPES
+    }
+
+
+def _added_elements(part_dtype: torch.dtype, total_dtype: torch.dtype, scale: float) -> float:
+    part = torch.ones(int(scale * ADDED_ELEMENTS), dtype=part_dtype)
+    total = torch.zeros(len(part), dtype=total_dtype)
+    return rate(len(part), lambda: add_to(total, part), part.device, scale=scale)

@@ -8,9 +8,20 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from rlpipe.errors import ConfigError
+from rlpipe.hardware.curve import Link
 
-BYTES_PER_ADAM_STEP = 28
-"""What an element moves in float32: weight, both moments and gradient are read; all but the gradient are written."""
+ADAM_ACCESSES = 7
+"""Of an element: weight, both moments and gradient are read; all but the gradient are written."""
+STATE_DTYPES = ("float32", "bfloat16")
+"""In which AdamW's weights and moments may be, and sums of gradients."""
+
+
+def adding(part: str, total: str) -> str:
+    """The name of a rate: of tensors in the dtype ``part`` that are added to such in ``total``."""
+    return f"{part} to {total}"
+
+
+ADDINGS = tuple(adding(part, total) for total in STATE_DTYPES for part in STATE_DTYPES)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,15 +42,18 @@ class Device:
     device_to_host: float
     both: float
     """Bytes in each direction while both are busy."""
-    link: float | None
-    """Bytes that a rank receives from the others of its machine in a gather, or sends in a reduction; None: there is no
-    figure, and ranks are taken to exchange through PCIe and the host."""
-    device_adam: float
-    """Elements."""
-    host_adam: float
-    """Elements, of all ranks of a machine together."""
+    link: Link | None
+    """Between the ranks of a machine; None: it is not known, and they are taken to exchange through PCIe and the
+    host."""
+    device_adam: Mapping[str, float] = field(hash=False)
+    """Elements by the dtype of weights, gradients and moments."""
+    host_adam: Mapping[str, float] = field(hash=False)
+    """The same, of all ranks of a machine together, as all that follows."""
+    host_adding: Mapping[str, float] = field(hash=False)
+    """Elements of gradients that are added to their sum, by ``adding``."""
+    host_bandwidth: float
+    """Bytes that are read and written while the host copies within its memory."""
     host_memory_bytes: int
-    """Of a machine."""
     hardware: str | None = None
     """What the driver calls the GPU, or the machine its processor; None in the table."""
     measured_at: str | None = None
@@ -47,10 +61,8 @@ class Device:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            rates = {f"{entry.name}.{key}": rate for key, rate in value.items()} if isinstance(value, Mapping) else {}
-            for name, rate in (rates or {entry.name: value}).items():
-                if isinstance(rate, int | float) and not 0 < rate < math.inf:
+            for name, rate in _rates_of(entry.name, getattr(self, entry.name)).items():
+                if not 0 < rate < math.inf:
                     raise ConfigError(f"device {self.name}: {name} is {rate}, and must be above 0 and finite")
 
     @property
@@ -59,9 +71,9 @@ class Device:
         return "assumed from data sheets" if self.measured_at is None else f"measured {self.measured_at}"
 
     @property
-    def exchange(self) -> float:
-        """Bytes a second that a rank receives from others: over the link, or as both directions of PCIe allow."""
-        return self.both if self.link is None else self.link
+    def exchange(self) -> Link:
+        """Between ranks: over the link, or as both directions of PCIe allow."""
+        return Link.at_rate(self.both) if self.link is None else self.link
 
     def flops(self, dtype: str) -> float:
         """FLOP a second of dense matrix products; ``ConfigError`` for a dtype whose rate is not known."""
@@ -69,3 +81,13 @@ class Device:
             known = ", ".join(self.matmul_flops)
             raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {known}")
         return self.matmul_flops[dtype]
+
+
+def _rates_of(name: str, value: object) -> dict[str, float]:
+    """All numbers of a field, by their names; of a link those of its largest tensors."""
+    if isinstance(value, Mapping):
+        return {f"{name}.{key}": rate for key, rate in value.items()}
+    if isinstance(value, Link):
+        curves = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+        return {f"{name}.{key}": curve.rate(curve.num_bytes[-1]) for key, curve in curves.items()}
+    return {name: value} if isinstance(value, int | float) else {}

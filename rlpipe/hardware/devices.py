@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.device import BYTES_PER_ADAM_STEP, Device
+from rlpipe.hardware.curve import Link
+from rlpipe.hardware.device import ADAM_ACCESSES, STATE_DTYPES, Device, adding
 from rlpipe.hardware.machines import load_stored, own_stored_names, stored_names
 
 MATMUL_SHARE = 0.55
@@ -14,9 +15,10 @@ MATMUL_SHARE = 0.55
 MEMORY_SHARE = 0.8
 """Of the device memory's peak: what kernels that read and write much reach."""
 LINK_SHARE = 0.8
-"""Of NVLink's peak in one direction: what NCCL's gathers of many megabytes reach."""
+"""Of NVLink's peak in one direction: what NCCL reaches with many megabytes."""
 OWN_MACHINE = "this"
 """The name that stands for this machine's own measurement."""
+_ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _GIB = 2**30
 
 
@@ -33,7 +35,7 @@ class _Bus:
 class _Host:
     memory_bytes: int
     bandwidth: float
-    """Bytes a second that Adam on the host reaches."""
+    """Bytes a second between its cores and its memory."""
 
 
 _GEN5 = _Bus(host_to_device=55e9, device_to_host=50e9, both=45e9)
@@ -68,11 +70,23 @@ def _assume(
         host_to_device=bus.host_to_device,
         device_to_host=bus.device_to_host,
         both=bus.both,
-        link=None if link is None else link * 1e9 * LINK_SHARE,
-        device_adam=memory / BYTES_PER_ADAM_STEP,
-        host_adam=host.bandwidth / BYTES_PER_ADAM_STEP,
+        link=None if link is None else Link.at_rate(link * 1e9 * LINK_SHARE),
+        device_adam=_adam(memory),
+        host_adam=_adam(host.bandwidth),
+        host_adding={
+            # The sum is read and written.
+            adding(part, total): host.bandwidth / (_ITEMSIZES[part] + 2 * _ITEMSIZES[total])
+            for total in STATE_DTYPES
+            for part in STATE_DTYPES
+        },
+        host_bandwidth=host.bandwidth,
         host_memory_bytes=host.memory_bytes,
     )
+
+
+def _adam(bandwidth: float) -> dict[str, float]:
+    """Elements a second, by what they move."""
+    return {dtype: bandwidth / (ADAM_ACCESSES * _ITEMSIZES[dtype]) for dtype in STATE_DTYPES}
 
 
 # Memory is what torch reports, which is less than the name says: a part is kept for error correction and the driver.

@@ -1,32 +1,57 @@
-"""Measures how fast ranks gather from each other."""
+"""Measures how fast ranks gather from each other, and sum up, by how much that is."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from rlpipe.hardware.timing import REPETITIONS, time_calls
+from rlpipe.hardware.curve import Curve, Link
+from rlpipe.hardware.timing import time_calls
 
-GATHERED_BYTES = 2**27
-"""What a gather makes of the ranks' parts, as of a chunk of the model."""
+TENSOR_BYTES = (2**16, 2**20, 2**23, 2**25, 2**27)
+"""Of the whole that ranks gather or sum up: from a small layer's weights to a chunk of the model."""
+REPETITIONS = 3
+REPETITION_BYTES = 2**23
+"""That one repetition takes, in calls one after another, if not a single one is more."""
+MAX_CALLS = 16
+
+Collective = Callable[[Tensor, Tensor], object]
+"""Takes a tensor that all ranks have, and one of this rank's part of it."""
 
 
-def measure_link(device: torch.device, *, scale: float = 1.0) -> float:
-    """Bytes a second that a rank receives from the others in an all-gather over the default process group.
+def measure_link(device: torch.device, *, scale: float = 1.0) -> Link:
+    """How long the default process group takes for each kind of exchange that chunks need, in float32.
 
-    All of its ranks must call this together. Each is given the rate of the slowest.
+    All of its ranks must call this together. Each is given the times of the slowest. ``scale`` is of the tensors.
     """
-    num_ranks = dist.get_world_size()
-    part = torch.ones(max(1, int(scale * GATHERED_BYTES) // num_ranks), dtype=torch.uint8, device=device)
-    whole = torch.empty(num_ranks * part.nbytes, dtype=torch.uint8, device=device)
+    return Link(
+        all_gather=_measure(lambda whole, part: dist.all_gather_single(whole, part), 1, device, scale),
+        reduce_scatter=_measure(lambda whole, part: dist.reduce_scatter_single(part, whole), 1, device, scale),
+        all_reduce=_measure(lambda whole, _: dist.all_reduce(whole), 2, device, scale),
+    )
 
-    def gather() -> None:
-        dist.all_gather_into_tensor(whole, part)
 
-    gather()  # which opens the connections
-    seconds = torch.tensor(median(time_calls(gather, 1, device) for _ in range(REPETITIONS)), device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return (num_ranks - 1) * part.nbytes / seconds.item() if seconds > 0 else math.inf
+def _measure(collective: Collective, num_rounds: int, device: torch.device, scale: float) -> Curve:
+    """``num_rounds`` is how often every part goes round."""
+    sizes, times = [], []
+    for tensor_bytes in TENSOR_BYTES:
+        part = torch.zeros(max(1, int(scale * tensor_bytes) // 4 // dist.get_world_size()), device=device)
+        whole = torch.zeros(len(part) * dist.get_world_size(), device=device)
+        sizes.append(num_rounds * (whole.nbytes - part.nbytes))
+        times.append(_slowest(partial(collective, whole, part), tensor_bytes, device))
+    return Curve(num_bytes=tuple(sizes), seconds=tuple(times))
+
+
+def _slowest(call: Callable[[], object], tensor_bytes: int, device: torch.device) -> float:
+    """Seconds of one of several calls, of the rank that takes longest."""
+    call()  # which opens the connections
+    num_calls = max(1, min(MAX_CALLS, REPETITION_BYTES // tensor_bytes))
+    seconds = median(time_calls(call, num_calls, device) for _ in range(REPETITIONS)) / num_calls
+    slowest = torch.tensor(seconds, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()

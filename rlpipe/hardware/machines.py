@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 from rlpipe.errors import ConfigError
 from rlpipe.folders import why_not_writable, write_whole
-from rlpipe.hardware.device import Device
+from rlpipe.hardware.curve import Curve, Link
+from rlpipe.hardware.device import ADDINGS, STATE_DTYPES, Device
 
 KINDS = ("cuda", "cpu")
 _TEXTS = ("name", "kind")
 _TEXTS_OR_NONE = ("hardware", "measured_at")
+_KEYS = {"device_adam": STATE_DTYPES, "host_adam": STATE_DTYPES, "host_adding": ADDINGS}
 
 
 def machines_folder() -> Path:
@@ -74,14 +77,34 @@ def _read_device(content: Any) -> Device:
     """Raises ``ValueError`` or ``TypeError`` that says what is wrong."""
     if not isinstance(content, dict):
         raise TypeError("it holds no object")
-    known = {entry.name for entry in fields(Device)}
-    required = {entry.name for entry in fields(Device) if entry.default is MISSING}
+    _check_names(content, Device)
+    for name, value in content.items():
+        _check(name, value)
+    link = content["link"]
+    return Device(**{**content, "link": None if link is None else _read_link(link)})
+
+
+def _read_link(content: Mapping[str, Any]) -> Link:
+    _check_names(content, Link)
+    return Link(**{name: _read_curve(name, curve) for name, curve in content.items()})
+
+
+def _read_curve(name: str, content: Any) -> Curve:
+    if not isinstance(content, dict):
+        raise TypeError(f"link.{name} is {content!r}")
+    _check_names(content, Curve)
+    for key, values in content.items():
+        if not (isinstance(values, list) and all(map(_is_number, values))):
+            raise TypeError(f"link.{name}.{key} is {values!r}")
+    return Curve(**{key: tuple(values) for key, values in content.items()})
+
+
+def _check_names(content: Mapping[str, Any], kind: type[Device] | type[Link] | type[Curve]) -> None:
+    known = {entry.name for entry in fields(kind)}
+    required = {entry.name for entry in fields(kind) if entry.default is MISSING}
     wrong = sorted((required - content.keys()) | (content.keys() - known))
     if wrong:
         raise ValueError(f"{wrong[0]} is {'unknown' if wrong[0] in content else 'missing'}")
-    for name, value in content.items():
-        _check(name, value)
-    return Device(**content)
 
 
 def _check(name: str, value: Any) -> None:
@@ -90,13 +113,19 @@ def _check(name: str, value: Any) -> None:
     elif name in _TEXTS_OR_NONE:
         right = value is None or isinstance(value, str)
     elif name == "link":
-        right = value is None or _is_number(value)
+        right = value is None or isinstance(value, dict)
     elif name == "matmul_flops":
-        right = isinstance(value, dict) and all(_is_number(rate) for rate in value.values())
+        right = _are_rates(value)
+    elif name in _KEYS:
+        right = _are_rates(value) and sorted(value) == sorted(_KEYS[name])
     else:
         right = _is_number(value)
     if not right:
         raise TypeError(f"{name} is {value!r}")
+
+
+def _are_rates(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Measures a device and the machine around it, by small pieces of work that take about ten seconds together."""
+"""Measures a device and the machine around it, by small pieces of work that take about fifteen seconds together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlpipe.hardware.arithmetic import adam_elements, matmul_flops
+from rlpipe.hardware.arithmetic import adam_elements, added_elements, matmul_flops
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.timing import all_cores
@@ -41,19 +41,22 @@ def measure(device: torch.device, *, name: str, scale: float = 1.0) -> Device:
 
 def _measure(device: torch.device, name: str, scale: float) -> Device:
     transfers = measure_transfers(device, scale=scale)
+    bandwidth = memory_bandwidth(device, scale=scale)
     host_adam = adam_elements(CPU, scale=scale)
     return Device(
         name=name,
         kind="cuda" if device.type == "cuda" else "cpu",
         memory_bytes=_memory_bytes(device),
         matmul_flops=matmul_flops(device, scale=scale),
-        memory_bandwidth=memory_bandwidth(device, scale=scale),
+        memory_bandwidth=bandwidth,
         host_to_device=transfers.host_to_device,
         device_to_host=transfers.device_to_host,
         both=transfers.both,
         link=None,
         device_adam=adam_elements(device, scale=scale) if device.type == "cuda" else host_adam,
         host_adam=host_adam,
+        host_adding=added_elements(scale=scale),
+        host_bandwidth=memory_bandwidth(CPU, scale=scale) if device.type == "cuda" else bandwidth,
         host_memory_bytes=host_memory_bytes(),
         hardware=hardware_name(device),
         measured_at=date.today().isoformat(),

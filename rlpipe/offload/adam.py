@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.hardware.adding import add_to
 from rlpipe.offload.chunk import ChunkMemory
 
 STEPS = "step"
@@ -71,7 +72,7 @@ class ChunkAdam:
         if is_first:
             self.gradient.copy_(part)
         else:
-            self.gradient.add_(part)
+            add_to(self.gradient, part)
 
     def take(self) -> list[str]:
         """Names of the tensors that have gradients, for ``update``; what is expected from here on is the next one's."""

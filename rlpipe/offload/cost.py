@@ -1,15 +1,16 @@
 """What a way to carry out a training step takes: bytes on device and host, and seconds.
 
-Every chunk costs the larger of its computation and its transfers. The optimizer's work on the host goes on beside the
-next forward pass, as exact clipping needs the whole backward pass before it. Source: ProTrain, arXiv:2406.08334, which
-clips in another way and has it beside the backward pass.
+Every chunk costs the largest of its computation, its transfers, what ranks exchange of it, and what the host adds up of
+its gradient. The optimizer's work on the host goes on beside the next forward pass, as exact clipping needs the whole
+backward pass before it. Source: ProTrain, arXiv:2406.08334, which clips in another way and has it beside the backward
+pass.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,8 +147,8 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
         + sum(stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP),
         forward_s=passes * sum(_forward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
         backward_s=passes * sum(_backward_s(profile, knobs, rates, modes, i) for i in range(len(profile.chunks))),
-        device_adam_s=sum(chunk.num_trained for chunk in persistent) / rates.device_adam,
-        host_adam_s=sum(chunk.num_trained for chunk in others) / rates.host_adam,
+        device_adam_s=sum(device_update_s(rates, chunk) for chunk in persistent),
+        host_adam_s=sum(host_update_s(rates, chunk) for chunk in others),
         num_micro_batches=passes,
     )
 
@@ -203,9 +204,9 @@ def _forward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mod
     compute_s = sum(share * profile.stages[stage].forward_s for stage, share in chunk.stages.items())
     is_kept = not chunk.num_trained and index < first_cold(profile, knobs.num_persistent, knobs.num_slots)
     is_there = index < knobs.num_persistent or is_kept
-    in_bytes, gathered = (0, 0) if is_there else (chunk.num_bytes, chunk.gather_bytes)
+    in_bytes, exchange_s = (0, 0.0) if is_there else (chunk.num_bytes, gather_s(rates, chunk))
     out_bytes = _swapped(profile, modes, index)
-    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), gathered / rates.gather)
+    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s)
 
 
 def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mode], index: int) -> float:
@@ -219,9 +220,9 @@ def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mo
     is_there = stays or index >= first_cached(profile, knobs.num_slots)
     in_bytes = (0 if is_there else chunk.num_bytes) + _swapped(profile, modes, index)
     out_bytes = 0 if stays else chunk.gradient_bytes
-    gathered = 0 if is_there else chunk.gather_bytes
-    exchange_s = gathered / rates.gather + chunk.reduce_bytes / rates.reduce
-    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s)
+    exchange_s = (0.0 if is_there else gather_s(rates, chunk)) + reduce_s(rates, chunk)
+    adding_s = 0.0 if stays else host_adding_s(rates, chunk, profile.num_micro_batches)
+    return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s, adding_s)
 
 
 def _swapped(profile: Profile, modes: Sequence[Mode], index: int) -> float:
@@ -235,3 +236,38 @@ def transfer_s(rates: Rates, in_bytes: Any, out_bytes: Any) -> Any:
     shared = np.minimum(in_bytes, out_bytes)
     rest_s = (in_bytes - shared) / rates.host_to_device + (out_bytes - shared) / rates.device_to_host
     return shared / rates.both + rest_s
+
+
+def gather_s(rates: Rates, chunk: ChunkProfile) -> float:
+    """Seconds until a chunk that ranks share is whole."""
+    return rates.link.all_gather.time(chunk.gather_bytes)
+
+
+def reduce_s(rates: Rates, chunk: ChunkProfile) -> float:
+    """Seconds until the ranks' gradients of a chunk are summed."""
+    return rates.link.reduce_scatter.time(chunk.scatter_bytes) + rates.link.all_reduce.time(chunk.reduce_bytes)
+
+
+def host_adding_s(rates: Rates, chunk: ChunkProfile, num_micro_batches: int) -> float:
+    """Seconds that the host takes for a chunk's gradient of a backward pass, in the mean over an update's: the first
+    one is copied, the others are added to it."""
+    first_s = chunk.begin_bytes / rates.host_bandwidth
+    other_s = chunk.num_trained / rate_of(rates.host_adding, chunk.adding)
+    return (first_s + (num_micro_batches - 1) * other_s) / num_micro_batches
+
+
+def host_update_s(rates: Rates, chunk: ChunkProfile) -> float:
+    """Seconds of a chunk's update on the host."""
+    return chunk.num_trained / rate_of(rates.host_adam, chunk.state_dtype) + chunk.cast_bytes / rates.host_bandwidth
+
+
+def device_update_s(rates: Rates, chunk: ChunkProfile) -> float:
+    """The same of one that stays on the device, whose new weights ranks that share it then gather."""
+    spread_s = gather_s(rates, chunk) if chunk.num_trained else 0.0
+    update_s = chunk.num_trained / rate_of(rates.device_adam, chunk.state_dtype)
+    return update_s + chunk.cast_bytes / rates.device_bandwidth + spread_s
+
+
+def rate_of(rates: Mapping[str, float], name: str) -> float:
+    """The one of that name, or the slowest where that was not measured."""
+    return rates[name] if name in rates else min(rates.values())

@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from rlpipe.hardware.curve import Link
+
+FREE_LINK = Link.at_rate(math.inf)
+
 
 class Mode(StrEnum):
     """What becomes of a block's activations between its forward and its backward pass."""
@@ -58,10 +62,16 @@ class ChunkProfile:
     """That it takes."""
     gather_bytes: int = 0
     """What other ranks send of it whenever it is brought to the device."""
+    scatter_bytes: int = 0
+    """What it receives of others' gradients in a backward pass, where each sums up its part."""
     reduce_bytes: int = 0
-    """What a rank exchanges with others of its gradient."""
+    """The same where each is given the whole sum."""
     gradient_bytes: int = 0
     """What a backward pass sends to the host; 0 for frozen ones."""
+    begin_bytes: int = 0
+    """What the host reads and writes to begin an update's sum with the first of them."""
+    adding: str = "float32 to float32"
+    """How the host adds the others, by its name among the rates."""
     state_bytes: int = 0
     """Where it is updated: its summed gradient, its moments, its weights in the optimizer's type; 0 for frozen ones."""
     staging_bytes: int = 0
@@ -70,6 +80,10 @@ class ChunkProfile:
     """What its update makes where it goes on, and drops: a tensor's gradient in the optimizer's type."""
     num_trained: int = 0
     """Elements that the optimizer updates."""
+    state_dtype: str = "float32"
+    """In which it does."""
+    cast_bytes: int = 0
+    """What an update reads and writes beside that: gradients that come into this type, weights that leave it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -81,18 +95,24 @@ class Rates:
     device_to_host: float
     both: float
     """Bytes a second in each direction while both are busy."""
-    device_adam: float
-    """Elements a second."""
-    host_adam: float
-    gather: float = math.inf
-    """Bytes a second of what ranks gather from each other; one rank gathers nothing."""
-    reduce: float = math.inf
+    device_adam: Mapping[str, float]
+    """Elements a second, by the dtype of the state; others are taken for the slowest of them, here and below."""
+    host_adam: Mapping[str, float]
+    host_adding: Mapping[str, float]
+    """Elements of gradients a second, by ``hardware.device.adding``."""
+    device_bandwidth: float
+    """Bytes a second that are read and written within the device's memory."""
+    host_bandwidth: float
+    link: Link = FREE_LINK
+    """Between ranks; one rank exchanges nothing."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            rate = getattr(self, entry.name)
-            if not rate > 0:
-                raise ValueError(f"the rate {entry.name} is {rate}; measure the machine: rlpipe plan --calibrate")
+            value = getattr(self, entry.name)
+            rates = value.values() if isinstance(value, Mapping) else [value]
+            for rate in rates:
+                if not (isinstance(rate, Link) or rate > 0):
+                    raise ValueError(f"the rate {entry.name} is {rate}; measure the machine: rlpipe plan --calibrate")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

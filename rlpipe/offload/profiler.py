@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import nlargest
 
 import torch
 from torch import nn
 
+from rlpipe.hardware.device import adding
 from rlpipe.offload.gradients import NUM_STAGED
 from rlpipe.offload.layout import ALIGNMENT, Chunk, Layout, aligned
 from rlpipe.offload.profile import ChunkProfile, Profile
@@ -75,12 +77,6 @@ def stages_of_chunks(stages: Sequence[Stage], layout: Layout, inventory: Invento
     return found
 
 
-def _reduce_bytes(elements: int, num_ranks: int, num_parts: int) -> int:
-    """In float32; ranks that hold all of it send the sums back to each other."""
-    once = elements * FLOAT32_BYTES * (num_ranks - 1) // num_ranks
-    return once if num_parts > 1 else 2 * once
-
-
 def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
     """On the device at all times, beside the chunks: trained parameters with gradient and moments, others, buffers."""
     parameters = inventory.resident.values()
@@ -101,33 +97,47 @@ def _profile_chunk(
     num_bytes = aligned(chunk.num_bytes, ALIGNMENT * num_parts)
     slots = layout.slots_of(chunk)
     gathered = max(slots * layout.slot_bytes, num_bytes)
-    if not chunk.is_trained:
-        return ChunkProfile(
-            stages=stages,
-            num_bytes=num_bytes // num_parts,
-            gathered_bytes=gathered,
-            slots=slots,
-            gather_bytes=num_bytes - num_bytes // num_parts,
-        )
-    dtype = inventory.members[chunk.places[0].name].dtype
-    state = precision.state or dtype
-    elements = num_bytes // num_parts // dtype.itemsize
-    copies = NUM_MOMENTS + (state is not dtype)
-    gradient_bytes = elements * (dtype.itemsize if num_ranks == 1 else FLOAT32_BYTES)
-    largest = min(elements, max(place.num_bytes for place in chunk.places) // dtype.itemsize)
-    return ChunkProfile(
+    profile = ChunkProfile(
         stages=stages,
         num_bytes=num_bytes // num_parts,
         gathered_bytes=gathered,
         slots=slots,
         gather_bytes=num_bytes - num_bytes // num_parts,
-        reduce_bytes=_reduce_bytes(elements * num_parts, num_ranks, num_parts),
+    )
+    if not chunk.is_trained:
+        return profile
+    dtype = inventory.members[chunk.places[0].name].dtype
+    state = precision.state or dtype
+    elements = num_bytes // num_parts // dtype.itemsize
+    copies = NUM_MOMENTS + (state is not dtype)
+    sent = dtype if num_ranks == 1 else torch.float32
+    exchanged = elements * num_parts * FLOAT32_BYTES * (num_ranks - 1) // num_ranks
+    gradient_bytes = elements * sent.itemsize
+    largest = min(elements, max(place.num_bytes for place in chunk.places) // dtype.itemsize)
+    return replace(
+        profile,
+        scatter_bytes=exchanged if num_parts > 1 else 0,
+        reduce_bytes=0 if num_parts > 1 else 2 * exchanged,  # sums go back to each other
         gradient_bytes=gradient_bytes,
+        begin_bytes=elements * (sent.itemsize + precision.gradient.itemsize),
+        adding=adding(_name(sent), _name(precision.gradient)),
         state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
         staging_bytes=NUM_STAGED * gradient_bytes,
         update_bytes=0 if precision.gradient is state else largest * state.itemsize,
         num_trained=elements,
+        state_dtype=_name(state),
+        cast_bytes=elements * (_cast_bytes(precision.gradient, state) + _cast_bytes(state, dtype)),
     )
+
+
+def _cast_bytes(source: torch.dtype, target: torch.dtype) -> int:
+    """That an element moves."""
+    return 0 if source is target else source.itemsize + target.itemsize
+
+
+def _name(dtype: torch.dtype) -> str:
+    """As rates have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _gradient_room(layout: Layout, uses: Sequence[dict[int, float]], stages: Sequence[Stage]) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 from rlpipe.hardware.device import Device
-from rlpipe.offload.profile import Rates
+from rlpipe.offload.profile import FREE_LINK, Rates
 from rlpipe.offload.trace import Seconds
 from rlpipe.offload.tracker import Operator
 
@@ -14,17 +14,23 @@ DEVICES_PER_MACHINE = 8
 
 
 def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
-    """Those of one rank out of ``num_ranks``, which share the memory of their hosts, but no PCIe slot."""
+    """Those of one rank out of ``num_ranks``, which share the memory and cores of their hosts, but no PCIe slot."""
     neighbours = min(num_ranks, DEVICES_PER_MACHINE)
     return Rates(
         host_to_device=device.host_to_device,
         device_to_host=device.device_to_host,
         both=device.both,
         device_adam=device.device_adam,
-        host_adam=device.host_adam / neighbours,
-        gather=device.exchange if num_ranks > 1 else math.inf,
-        reduce=device.exchange if num_ranks > 1 else math.inf,
+        host_adam=_share(device.host_adam, neighbours),
+        host_adding=_share(device.host_adding, neighbours),
+        device_bandwidth=device.memory_bandwidth,
+        host_bandwidth=device.host_bandwidth / neighbours,
+        link=device.exchange if num_ranks > 1 else FREE_LINK,
     )
+
+
+def _share(rates: Mapping[str, float], count: int) -> dict[str, float]:
+    return {name: rate / count for name, rate in rates.items()}
 
 
 def roofline(device: Device) -> Seconds:

@@ -6,9 +6,9 @@ slower. Shapes: K ways to divide the blocks among the modes, P numbers of persis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,18 @@ from rlpipe.offload.cost import (
     Knobs,
     Prediction,
     checkpoints_per_swap,
+    device_update_s,
+    gather_s,
+    host_adding_s,
+    host_update_s,
     interleave,
     predict,
+    reduce_s,
     swap_spans,
     transfer_s,
     why_impossible,
 )
-from rlpipe.offload.profile import Capacity, Mode, Profile, Rates
+from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates
 from rlpipe.units import gib
 
 Floats = NDArray[np.float64]
@@ -235,6 +240,9 @@ class _Space:
     def _of_chunks(self, name: str) -> Floats:
         return np.array([getattr(chunk, name) for chunk in self._profile.chunks], np.float64)
 
+    def _seconds_of_chunks(self, seconds: Callable[[Rates, ChunkProfile], float]) -> Floats:
+        return np.array([seconds(self._rates, chunk) for chunk in self._profile.chunks], np.float64)
+
     def _held(self, weights: str) -> Floats:
         """Bytes of the first chunks with their states, for each number of them ``[C + 1]``."""
         return _prefix(self._of_chunks(weights) + self._of_chunks("state_bytes"))
@@ -313,22 +321,23 @@ class _Space:
         backward_s = (self._of_stages("backward_s") @ shares)[None] + (checkpoints * forward) @ shares  # [K, C]
         swapped = (self._is(Mode.SWAP)[rows] * self._of_stages("swapped_bytes")) @ shares  # [K, C]
         own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
-        gather_s = self._of_chunks("gather_bytes") / rates.gather
-        reduce_s = self._of_chunks("reduce_bytes") / rates.reduce
+        gathering_s = self._seconds_of_chunks(gather_s)
+        reducing_s = self._seconds_of_chunks(reduce_s)
+        adding_s = self._seconds_of_chunks(partial(host_adding_s, num_micro_batches=profile.num_micro_batches))
         changes = self._of_chunks("num_trained") > 0
 
-        def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, exchange_s: Floats) -> Floats:
+        def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, beside_s: Floats) -> Floats:
             """Seconds of the first chunks, for each number of them ``[K, C + 1]``."""
             moved_s = transfer_s(rates, in_bytes, out_bytes)
-            return _prefix(np.maximum(np.maximum(compute_s, moved_s), exchange_s))
+            return _prefix(np.maximum(np.maximum(compute_s, moved_s), beside_s))
 
         none = np.zeros_like(own)
         forward_stays = chunk_s(forward_s, none, swapped, none)
-        forward_loads = chunk_s(forward_s, own, swapped, gather_s)
-        forward_kept = chunk_s(forward_s, own * changes, swapped, gather_s * changes)
-        backward_stays = chunk_s(backward_s, swapped, none, reduce_s)
-        backward_cached = chunk_s(backward_s, swapped, gradient, reduce_s)
-        backward_loads = chunk_s(backward_s, own + swapped, gradient, gather_s + reduce_s)
+        forward_loads = chunk_s(forward_s, own, swapped, gathering_s)
+        forward_kept = chunk_s(forward_s, own * changes, swapped, gathering_s * changes)
+        backward_stays = chunk_s(backward_s, swapped, none, reducing_s)
+        backward_cached = chunk_s(backward_s, swapped, gradient, np.maximum(reducing_s, adding_s))
+        backward_loads = chunk_s(backward_s, own + swapped, gradient, np.maximum(gathering_s + reducing_s, adding_s))
 
         rows, first = np.arange(len(rows))[:, None], self.persistent[None]
         prefix = self._slots()
@@ -344,9 +353,9 @@ class _Space:
             + (backward_loads[rows, cached] - backward_loads[rows, first])
             + (backward_cached[rows, count] - backward_cached[rows, cached])
         )
-        trained = _prefix(self._of_chunks("num_trained"))
-        device_adam = trained[self.persistent][None] / rates.device_adam
-        host_adam = (trained[-1] - trained[self.persistent])[None] / rates.host_adam
+        device_adam = _prefix(self._seconds_of_chunks(device_update_s))[self.persistent][None]
+        on_host = _prefix(self._seconds_of_chunks(host_update_s))
+        host_adam = (on_host[-1] - on_host[self.persistent])[None]
         passes = profile.num_micro_batches
         exposed = np.maximum(0, host_adam - forward_total)
         return passes * (forward_total + backward_total) + device_adam + exposed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
-from rlpipe.hardware.device import Device
+from rlpipe.hardware.device import STATE_DTYPES, Device, adding
 from rlpipe.plan.section import Section
 from rlpipe.units import gib, giga
 
@@ -31,7 +31,36 @@ def _rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "PCIe", f"{to_device} GB/s to the device, {to_host} back, {both} each way at once"
     else:
         yield "copies", f"{to_device} GB/s one at a time, {both} each of two at once"
-    through = " (as both ways at once: no link is known)" if device.link is None else ""
-    yield "between ranks", f"{giga(device.exchange)} GB/s{through}"
-    yield "Adam", f"{giga(device.device_adam)} billion elements/s on the device, {giga(device.host_adam)} on the host"
-    yield "host memory", gib(device.host_memory_bytes)
+    yield from _link_rows(device)
+    yield from _state_rows(device)
+    yield "host memory", f"{gib(device.host_memory_bytes)}, {giga(device.host_bandwidth)} GB/s"
+
+
+def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
+    """What becomes of gradients, by the type of what they change."""
+    label = "Adam"
+    for dtype in STATE_DTYPES:
+        on_device, on_host = giga(device.device_adam[dtype]), giga(device.host_adam[dtype])
+        yield label, f"{on_device} billion elements/s on the device, {on_host} on the host in {dtype}"
+        label = ""
+    label = "adding"
+    for total in STATE_DTYPES:
+        parts = ", ".join(f"{giga(device.host_adding[adding(part, total)])} of {part}" for part in STATE_DTYPES)
+        yield label, f"billion elements/s on the host: {parts}, to {total}"
+        label = ""
+
+
+def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
+    """Where all exchange is alike, its rate with a gigabyte; else the rates by what a rank receives."""
+    label = "between ranks"
+    if device.link is None:
+        yield label, f"{giga(device.both)} GB/s (as both ways at once: no link is known)"
+        return
+    curves = {entry.name.replace("_", "-"): getattr(device.link, entry.name) for entry in fields(device.link)}
+    if len(set(curves.values())) == 1:
+        yield label, f"{giga(device.link.all_gather.rate(1e9))} GB/s"
+        return
+    for name, curve in curves.items():
+        rates = ", ".join(f"{gib(size)} at {curve.rate(size) / 1e9:,.3g}" for size in curve.num_bytes)
+        yield label, f"{name} of {rates} GB/s"
+        label = ""

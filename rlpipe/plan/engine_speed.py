@@ -121,14 +121,15 @@ def forward_pass(
     used = shape.num_used(num_tokens) / shape.num_parameters
     per_token = 2 * shape.num_active / setup.num_devices + kv_cache.attention_flops(context)
     element = ELEMENT_BYTES[setup.dtype]
-    hidden_bytes = 2 * shape.num_layers * num_tokens * shape.hidden_size * element if setup.num_devices > 1 else 0.0
+    hidden_bytes = num_tokens * shape.hidden_size * element if setup.num_devices > 1 else 0.0
+    sum_s = device.exchange.all_reduce.time(2 * hidden_bytes * (1 - 1 / setup.num_devices))
     overhead = VLLM_PASS_S if setup.kind == "vllm" else HF_LAYER_S * shape.num_layers
     return Pass(
         weights_s=turns * used * weights_bytes(setup, shape) / device.memory_bandwidth,
         kv_s=turns * num_sequences * kv_cache.read_bytes(context) / device.memory_bandwidth,
         compute_s=turns * num_tokens * per_token / device.flops(setup.dtype),
         # After attention and MLP of each layer the parts are summed, each travelling the ring twice.
-        exchange_s=2 * hidden_bytes * (1 - 1 / setup.num_devices) / device.exchange,
+        exchange_s=2 * shape.num_layers * sum_s,
         overhead_s=overhead,
     )
 

@@ -23,7 +23,16 @@ from rlpipe.plan.learner_outline import Outline, nf4_bytes
 from rlpipe.plan.learner_time import PassTime, StepTime
 from rlpipe.plan.learner_work import Work
 
-FREE = Rates(host_to_device=math.inf, device_to_host=math.inf, both=math.inf, device_adam=math.inf, host_adam=math.inf)
+FREE = Rates(
+    host_to_device=math.inf,
+    device_to_host=math.inf,
+    both=math.inf,
+    device_adam={"float32": math.inf},
+    host_adam={"float32": math.inf},
+    host_adding={"float32 to float32": math.inf},
+    device_bandwidth=math.inf,
+    host_bandwidth=math.inf,
+)
 """Nothing that is moved takes time."""
 
 
@@ -145,8 +154,10 @@ def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, refer
     whole = predict(profile, knobs, rates)
     still = replace(profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages])
     compute = predict(profile, knobs, FREE)
-    transfer = predict(still, knobs, replace(rates, gather=math.inf, reduce=math.inf))
-    exchange = predict(still, knobs, replace(FREE, gather=rates.gather, reduce=rates.reduce))
+    one_way = {name: getattr(rates, name) for name in ("host_to_device", "device_to_host", "both")}
+    transfer = predict(still, knobs, replace(FREE, **one_way))
+    exchange = predict(still, knobs, replace(FREE, link=rates.link))
+    adding = predict(still, knobs, replace(FREE, host_adding=rates.host_adding, host_bandwidth=rates.host_bandwidth))
     updates, policy = work.num_updates, work.num_logprob_passes
     passes = updates * work.num_micro_batches * work.num_reference_passes
     frozen = _reference_pass(profile, reference, rates)
@@ -161,6 +172,7 @@ def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, refer
         transfer_s=float(updates * ((1 + policy) * transfer.forward_s + transfer.backward_s))
         + passes * frozen.transfer_s,
         exchange_s=updates * ((1 + policy) * exchange.forward_s + exchange.backward_s) + passes * frozen.exchange_s,
+        adding_s=updates * adding.backward_s,
         device_adam_s=updates * whole.device_adam_s,
         host_adam_s=updates * whole.host_adam_s,
     )

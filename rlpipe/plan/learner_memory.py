@@ -187,6 +187,7 @@ class Gathered:
 
     root_bytes: int
     """What is in no unit; stays from the forward to the end of the backward pass."""
+    num_units: int
     num_bytes: int
     """At one time."""
     gradient_bytes: int
@@ -205,6 +206,7 @@ def gathered_units(outline: Outline, config: Config) -> Gathered:
     reduced = largest + largest // dtype.itemsize * FLOAT32_BYTES
     return Gathered(
         root_bytes=root,
+        num_units=len(found),
         num_bytes=min(total, root + UNITS_GATHERED * largest) if reshards else total + largest,
         gradient_bytes=head * dtype.itemsize + reduced,
     )

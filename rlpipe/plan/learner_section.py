@@ -103,6 +103,7 @@ def _time_rows(plan: LearnerPlan, time: StepTime) -> Iterator[tuple[str, str]]:
         "computing": time.compute_s,
         "transfers": time.transfer_s,
         "exchange": time.exchange_s,
+        "adding gradients": time.adding_s,
         "Adam on the device": time.device_adam_s,
         "on the host": time.host_adam_s,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rlpipe.configs.schema import Config
+from rlpipe.hardware.curve import Curve
 from rlpipe.hardware.device import Device
 from rlpipe.offload.profile import Mode, Rates, StageProfile
 from rlpipe.offload.rates import rates_of
@@ -34,6 +35,8 @@ class StepTime:
     """Between host and device."""
     exchange_s: float
     """Between ranks."""
+    adding_s: float = 0.0
+    """Gradients of chunks, on the host."""
     device_adam_s: float
     host_adam_s: float
 
@@ -47,6 +50,7 @@ class StepTime:
             "arithmetic and device memory": self.compute_s,
             "transfers between host and device": self.transfer_s,
             "exchange between ranks": self.exchange_s,
+            "adding gradients on the host": self.adding_s,
         }
         if self.optimizer_s > self.seconds - self.optimizer_s:
             return "optimizer on the host" if self.host_adam_s > self.device_adam_s else "optimizer on the device"
@@ -88,7 +92,7 @@ def plain_time(
     backward_s = again_s + sum(stage.backward_s for stage in stages)
     if config.learner.strategy == "single":
         forward, backward = PassTime(compute_s=forward_s), PassTime(compute_s=backward_s)
-        return add_up(forward, backward, Update(device_adam_s=outline.num_trained / rates.device_adam), work)
+        return add_up(forward, backward, Update(device_adam_s=outline.num_trained / rates.device_adam["float32"]), work)
     moved = _moved(outline, config, rates)
     forward = PassTime(compute_s=forward_s, transfer_s=moved.forward_in_s, exchange_s=moved.forward_gather_s)
     backward = PassTime(
@@ -100,8 +104,8 @@ def plain_time(
     on_host = moved.updates_on_host
     update = Update(
         reduce_s=0.0 if moved.sends_each_time else moved.reduce_s + moved.out_s,
-        device_adam_s=0.0 if on_host else own / rates.device_adam,
-        host_adam_s=own / rates.host_adam if on_host else 0.0,
+        device_adam_s=0.0 if on_host else own / rates.device_adam["float32"],
+        host_adam_s=own / rates.host_adam["float32"] if on_host else 0.0,
     )
     return add_up(forward, backward, update, work)
 
@@ -145,21 +149,27 @@ def _moved(outline: Outline, config: Config, rates: Rates) -> _Moved:
     is_fsdp, dtype = learner.strategy == "fsdp2", outline.scorer.compute_dtype
     whole_bytes = outline.stored_bytes(trained_dtype=dtype)
     gathered = gathered_units(outline, config) if is_fsdp else None
-    again = 1.0 if gathered is None else 1 - gathered.root_bytes / whole_bytes
-    if gathered is not None and not learner.fsdp.reshard_after_forward:
-        again = 0.0
-    others = 1 - 1 / num_ranks
+    in_units = 1.0 if gathered is None else 1 - gathered.root_bytes / whole_bytes
+    num_units = 1 if gathered is None else max(1, gathered.num_units)
+    is_gathered_again = gathered is None or learner.fsdp.reshard_after_forward
+
+    def exchange_s(curve: Curve, num_bytes: float) -> tuple[float, float]:
+        """Of what is in no unit, and of all units one by one."""
+        received = num_bytes * (1 - 1 / num_ranks)
+        return curve.time(received * (1 - in_units)), num_units * curve.time(received * in_units / num_units)
+
+    root_s, units_s = exchange_s(rates.link.all_gather, whole_bytes)
     weights_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_parameters)
     updates_on_host = learner.offload == "policy" or (not is_fsdp and learner.zero3.offload_optimizer)
     kept_as = torch.float32 if is_fsdp else dtype  # torch casts on the device, DeepSpeed holds both
     in_s = outline.stored_bytes(trained_dtype=kept_as) / num_ranks / rates.host_to_device if weights_on_host else 0.0
     gradient_bytes = outline.num_trained * FLOAT32_BYTES
     return _Moved(
-        forward_gather_s=others * whole_bytes / rates.gather,
-        backward_gather_s=again * others * whole_bytes / rates.gather,
+        forward_gather_s=root_s + units_s,
+        backward_gather_s=units_s * is_gathered_again,
         forward_in_s=in_s,
-        backward_in_s=again * in_s,
-        reduce_s=others * gradient_bytes / rates.reduce,
+        backward_in_s=in_units * in_s * is_gathered_again,
+        reduce_s=sum(exchange_s(rates.link.reduce_scatter, gradient_bytes)),
         out_s=gradient_bytes / num_ranks / rates.device_to_host if updates_on_host else 0.0,
         sends_each_time=not is_fsdp or config.model.adapter.kind == "none",
         updates_on_host=updates_on_host,

@@ -11,6 +11,7 @@ from rank_cases import Ranks
 from rlpipe.errors import ModelError, RunError
 from rlpipe.hardware import own
 from rlpipe.hardware.first import ask_first
+from rlpipe.hardware.link import TENSOR_BYTES
 from rlpipe.hardware.machines import load_stored, own_name
 from rlpipe.hardware.own import own_device
 
@@ -30,7 +31,13 @@ def check_own_device(cache: Path) -> None:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         first = own_device(CPU, scale=0.01)
         assert first.link is not None
-        assert 1e6 < first.link < 1e12
+        curves = [first.link.all_gather, first.link.reduce_scatter, first.link.all_reduce]
+        for curve, rounds in zip(curves, (1, 1, 2), strict=True):
+            # Of two ranks, each receives one's half, of a sum that both are given twice.
+            assert curve.num_bytes == tuple(rounds * 4 * (int(0.01 * size) // 8) for size in TENSOR_BYTES)
+            assert all(0 < seconds < 10 for seconds in curve.seconds)
+            assert 1e6 < curve.rate(curve.num_bytes[-1]) < 1e12
+        assert len(set(curves)) == 3
         found = [None, None]
         dist.all_gather_object(found, first)
         assert found == [first, first]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import HostWorker, in_nf4
+from offload_cases import RATES, HostWorker, in_nf4
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -33,7 +33,7 @@ from rlpipe.offload.cost import Knobs, arrange, predict, why_impossible
 from rlpipe.offload.fakes import BITSANDBYTES, RealUnlessWeighted, trace_model
 from rlpipe.offload.lanes import Event, InlineLane, Queues, Work
 from rlpipe.offload.layout import MIB, make_layout
-from rlpipe.offload.profile import Capacity, Mode, Rates
+from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.profiler import make_profile, resident_bytes
 from rlpipe.offload.runtime import Arrangement, OffloadedModel, Precision
 from rlpipe.offload.tracker import Tracker
@@ -43,7 +43,6 @@ from rlpipe.offload.units import SCALES, find_units, take_inventory
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 CONFIG = OptimizerConfig()
-RATES = Rates(host_to_device=5e10, device_to_host=5e10, both=4e10, device_adam=1e11, host_adam=1e9)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from learner_cases import make_model_config
 from offload_cases import (
     CPU,
+    RATES,
     HostWorker,
     LateWorker,
     Loss,
@@ -38,7 +39,7 @@ from rlpipe.offload.cost import Knobs, predict
 from rlpipe.offload.decide import Decision
 from rlpipe.offload.fakes import trace_model
 from rlpipe.offload.lanes import InlineLane, Queues
-from rlpipe.offload.profile import Capacity, Mode, Rates
+from rlpipe.offload.profile import Capacity, Mode
 from rlpipe.offload.profiler import make_profile
 from rlpipe.offload.ranks import Replicated, Sharded
 from rlpipe.offload.runtime import OffloadedModel, Precision
@@ -49,7 +50,6 @@ from rlpipe.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.slow
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-RATES = Rates(host_to_device=1.0, device_to_host=1.0, both=1.0, device_adam=1.0, host_adam=1.0)
 OPTIONS = {"num_steps": 3, "num_micro_batches": 4, "max_norm": 0.5}
 CYCLES = {
     "keep": [Mode.KEEP],

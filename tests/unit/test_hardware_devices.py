@@ -2,12 +2,13 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from rlpipe.errors import ConfigError
+from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.devices import DEVICES, find_device
 from rlpipe.hardware.machines import load_stored, machines_folder, own_name, store, stored_names
 
@@ -17,16 +18,25 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+CURVE = Curve(num_bytes=(2.0**15, 2.0**19, 2.0**26), seconds=(1e-5, 2e-5, 4e-4))
+LINK = Link(all_gather=CURVE, reduce_scatter=CURVE, all_reduce=Curve(num_bytes=(2.0**16,), seconds=(3e-5,)))
+CONTENT = asdict(LINK)
+
+
 def measured(name: str):
-    return replace(DEVICES["h100-80g"], name=name, measured_at="2026-11-22", host_to_device=51e9)
+    return replace(DEVICES["h100-80g"], name=name, measured_at="2026-11-22", host_to_device=51e9, link=LINK)
 
 
 def test_rates_of_the_table_are_shares_of_the_data_sheets() -> None:
     h100 = find_device("h100-80g")
     assert h100.flops("bfloat16") == pytest.approx(0.55 * 989e12)
     assert h100.memory_bandwidth == pytest.approx(0.8 * 3.35e12)
-    assert h100.device_adam == pytest.approx(0.8 * 3.35e12 / 28)
-    assert h100.host_adam == pytest.approx(150e9 / 28)
+    adam = {"float32": 7 * 4, "bfloat16": 7 * 2}  # bytes an element
+    assert h100.device_adam == pytest.approx({name: 0.8 * 3.35e12 / size for name, size in adam.items()})
+    assert h100.host_adam == pytest.approx({name: 150e9 / size for name, size in adam.items()})
+    assert h100.host_adding["bfloat16 to float32"] == pytest.approx(150e9 / 10)
+    assert h100.host_adding["float32 to bfloat16"] == pytest.approx(150e9 / 8)
+    assert h100.exchange.all_reduce.time(0.8 * 450e9) == pytest.approx(1)
     assert (h100.host_to_device, h100.device_to_host) == (55e9, 50e9)
     assert h100.source == "assumed from data sheets"
 
@@ -53,8 +63,12 @@ def test_a_dtype_without_a_rate_is_named() -> None:
 
 
 def test_a_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device x: link is 0, and must be above 0 and finite"):
-        replace(DEVICES["h100-80g"], name="x", link=0)
+    with pytest.raises(ConfigError, match="device x: both is 0, and must be above 0 and finite"):
+        replace(DEVICES["h100-80g"], name="x", both=0)
+    with pytest.raises(ConfigError, match=r"device x: link\.all_gather is inf"):
+        replace(DEVICES["h100-80g"], name="x", link=Link.at_rate(math.inf))
+    with pytest.raises(ConfigError, match=r"device x: host_adam\.float32 is 0"):
+        replace(DEVICES["h100-80g"], name="x", host_adam={"float32": 0, "bfloat16": 1})
     with pytest.raises(ConfigError, match="device x: memory_bandwidth is nan"):
         replace(DEVICES["h100-80g"], name="x", memory_bandwidth=math.nan)
     with pytest.raises(ConfigError, match=r"device x: matmul_flops\.float16 is inf"):
@@ -64,7 +78,7 @@ def test_a_rate_of_zero_is_refused() -> None:
 def test_without_a_link_ranks_exchange_through_the_host() -> None:
     desktop = find_device("rtx4090-24g")
     assert desktop.link is None
-    assert desktop.exchange == desktop.both
+    assert desktop.exchange == Link.at_rate(desktop.both)
 
 
 def test_measurements_come_back_as_they_were_stored() -> None:
@@ -95,6 +109,15 @@ def test_no_name_and_this_are_this_machines_measurement() -> None:
         ({"both": None}, "both is None"),
         ({"hardware": 3}, "hardware is 3"),
         ({"link": "fast"}, "link is 'fast'"),
+        ({"link": 3.6e11}, "link is 360000000000.0"),  # one rate for all sizes
+        ({"link": {**CONTENT, "broadcast": 1}}, "broadcast is unknown"),
+        ({"link": {"all_gather": CONTENT["all_gather"]}}, "all_reduce is missing"),
+        ({"link": {**CONTENT, "all_reduce": 3}}, "link.all_reduce is 3"),
+        ({"link": {**CONTENT, "all_reduce": {"num_bytes": [1]}}}, "seconds is missing"),
+        ({"link": {**CONTENT, "all_reduce": {"num_bytes": [1], "seconds": ["x"]}}}, "link.all_reduce.seconds is ['x']"),
+        ({"link": {**CONTENT, "all_reduce": {"num_bytes": [1, 2], "seconds": [1]}}}, "a curve of 2 sizes has 1 times"),
+        ({"host_adam": 5e9}, "host_adam is 5000000000.0"),
+        ({"host_adam": {"float32": 1.0}}, "host_adam is {'float32': 1.0}"),
         ({"memory_bytes": True}, "memory_bytes is True"),
         ({"matmul_flops": {"bfloat16": "x"}}, "matmul_flops is"),
         ({"memory_bytes": -1}, "memory_bytes is -1"),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpipe.hardware.device import Device
+from rlpipe.hardware.curve import Link
+from rlpipe.hardware.device import ADDINGS, Device
 from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.machines import load_stored, machines_folder, own_name, path_of, store, stored_names
 from rlpipe.hardware.measure import measure
@@ -46,11 +47,15 @@ def test_every_rate_of_the_cpu_is_measured(measured: Device) -> None:
         measured.host_to_device,
         measured.device_to_host,
         measured.both,
-        measured.host_adam,
+        *measured.host_adam.values(),
+        *measured.host_adding.values(),
     ]
     assert all(1e6 < rate < 1e15 for rate in rates)
     assert measured.device_adam == measured.host_adam
-    assert measured.exchange == measured.both
+    assert {*measured.host_adam} == {"float32", "bfloat16"}
+    assert {*measured.host_adding} == {*ADDINGS}
+    assert measured.host_bandwidth == measured.memory_bandwidth
+    assert measured.exchange == Link.at_rate(measured.both)
 
 
 def test_a_rate_counts_what_all_calls_do() -> None:
@@ -86,6 +91,16 @@ def test_a_damaged_measurement_is_taken_again(measured: Device, caplog: pytest.L
     assert own_device(CPU, scale=SMALL).hardware == measured.hardware
     assert "is damaged" in caplog.text
     assert load_stored(own_name("cpu")).hardware == measured.hardware
+
+
+def test_a_measurement_of_fewer_rates_is_taken_again(measured: Device, caplog: pytest.LogCaptureFixture) -> None:
+    path = store(measured)
+    content = json.loads(path.read_text())
+    del content["host_adding"]
+    path.write_text(json.dumps({**content, "link": 1e9, "host_adam": 1e9, "device_adam": 1e9}))
+    assert own_device(CPU, scale=SMALL).host_adding
+    assert "the machine is measured again" in caplog.text
+    assert load_stored(own_name("cpu")).host_adding
 
 
 def test_the_share_of_the_memory_is_that_of_now(measured: Device) -> None:

@@ -380,11 +380,14 @@ def test_arrangements_that_do_not_suit_the_model_are_refused() -> None:
 
 
 def test_a_missing_rate_is_no_free_transfer() -> None:
-    rates = {"host_to_device": 1.0, "device_to_host": 1.0, "both": 1.0, "device_adam": 1.0, "host_adam": 1.0}
-    for name in rates:
-        for missing in (0.0, float("nan")):
+    numbers = dict.fromkeys(("host_to_device", "device_to_host", "both", "device_bandwidth", "host_bandwidth"), 1.0)
+    by_dtype = {name: {"float32": 1.0, "bfloat16": 1.0} for name in ("device_adam", "host_adam", "host_adding")}
+    Rates(**numbers, **by_dtype)
+    for missing in (0.0, float("nan")):
+        wrong = dict.fromkeys(numbers, missing) | {name: {"float32": 1.0, "x": missing} for name in by_dtype}
+        for name, value in wrong.items():
             with pytest.raises(ValueError, match=f"the rate {name} is {missing}"):
-                Rates(**rates | {name: missing})
+                Rates(**numbers | by_dtype | {name: value})
 
 
 def test_tracing_leaves_the_model_and_its_gradients_alone() -> None:

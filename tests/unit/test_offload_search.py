@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from rlpipe.hardware.curve import Curve, Link
 from rlpipe.offload.cost import Knobs, Prediction, predict, why_impossible
 from rlpipe.offload.profile import Capacity, ChunkProfile, Profile, Rates, StageProfile
 from rlpipe.offload.search import DoesNotFit, search
@@ -45,6 +46,7 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 num_bytes=size,
                 gathered_bytes=size * int(rng.integers(1, 3)),
                 gather_bytes=int(rng.integers(0, 20)),
+                scatter_bytes=int(rng.integers(0, 20)) if trained else 0,
                 reduce_bytes=int(rng.integers(0, 20)) if trained else 0,
                 slots=int(rng.choice([1, 1, 1, 3])),
                 gradient_bytes=size if trained else 0,
@@ -52,6 +54,10 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 staging_bytes=int(rng.integers(0, 200)) if trained else 0,
                 update_bytes=int(rng.integers(0, 200)) if trained else 0,
                 num_trained=size if trained else 0,
+                begin_bytes=2 * size if trained else 0,
+                adding=str(rng.choice(["bfloat16 to float32", "float32 to float32", "float16 to float32"])),
+                state_dtype=str(rng.choice(["float32", "bfloat16"])),
+                cast_bytes=int(rng.integers(0, 20)) if trained else 0,
             )
         )
     return Profile(
@@ -71,11 +77,21 @@ def random_rates(rng: np.random.Generator) -> Rates:
         host_to_device=one_way[0],
         device_to_host=one_way[1],
         both=float(one_way.min() * rng.uniform(0.5, 1)),
-        device_adam=float(rng.uniform(50, 500)),
-        host_adam=float(rng.uniform(5, 50)),
-        gather=float(rng.uniform(5, 60)),
-        reduce=float(rng.uniform(5, 60)),
+        device_adam={"float32": float(rng.uniform(50, 500)), "bfloat16": float(rng.uniform(50, 500))},
+        host_adam={"float32": float(rng.uniform(5, 50)), "bfloat16": float(rng.uniform(5, 50))},
+        host_adding={name: float(rng.uniform(5, 30)) for name in ("float32 to float32", "bfloat16 to float32")},
+        device_bandwidth=float(rng.uniform(100, 500)),
+        host_bandwidth=float(rng.uniform(10, 100)),
+        link=Link(all_gather=random_curve(rng), reduce_scatter=random_curve(rng), all_reduce=random_curve(rng)),
     )
+
+
+def random_curve(rng: np.random.Generator) -> Curve:
+    """Of one rate, or measured with sizes around those of the chunks."""
+    if rng.integers(2):
+        return Curve.at_rate(float(rng.uniform(5, 60)))
+    sizes = np.sort(rng.uniform(1, 25, 4)).tolist()
+    return Curve(num_bytes=tuple(sizes), seconds=tuple(rng.uniform(0.02, 2, 4).tolist()))
 
 
 def all_ways(profile: Profile, rates: Rates, capacity: Capacity) -> list[tuple[Knobs, Prediction]]:

@@ -11,6 +11,7 @@ import pytest
 from rlpipe import cli
 from rlpipe.commands.plan import print_measurement
 from rlpipe.configs.compose import load_config
+from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.devices import find_device
 from rlpipe.hardware.machines import path_of, stored_names
 from rlpipe.plan.engine import plan_engine
@@ -47,7 +48,7 @@ def test_the_experiment_fits_on_an_h100(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_machine_may_have_more_memory_than_its_name_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "--host-memory-gib", "512"]) == 0
-    assert "host memory     512.0 GiB\n" in capsys.readouterr().out
+    assert "host memory     512.0 GiB, 150 GB/s\n" in capsys.readouterr().out
     assert cli.main([*RUN, "--host-memory-gib", "-1"]) == 2
     assert "--host-memory-gib is -1: give a number above 0" in capsys.readouterr().err
 
@@ -142,8 +143,15 @@ def test_a_measurement_is_shown_with_all_of_its_rates(capsys: pytest.CaptureFixt
     assert "  rates          measured 2026-11-22\n  hardware       GPU X\n" in text
     assert "544.0 TFLOP/s in bfloat16\n                 544.0 TFLOP/s in float16\n" in text
     assert "between ranks  45 GB/s (as both ways at once: no link is known)\n" in text
-    assert "Adam           96 billion elements/s on the device, 5.4 on the host\n" in text
+    assert "Adam           96 billion elements/s on the device, 5.4 on the host in float32\n" in text
+    assert "                 191 billion elements/s on the device, 11 on the host in bfloat16\n" in text
+    assert "adding         billion elements/s on the host: 12 of float32, 15 of bfloat16, to float32\n" in text
+    assert "                 billion elements/s on the host: 19 of float32, 25 of bfloat16, to bfloat16\n" in text
+    assert "host memory    128.0 GiB, 150 GB/s\n" in text
     assert text.endswith(f"stored in {path_of('node-cuda')}\n")
+    sums = Curve(num_bytes=(2.0**19, 2.0**26), seconds=(2**19 / 1e9, 2**26 / 20e9))
+    print_measurement(replace(device, link=replace(Link.at_rate(1e9), all_reduce=sums)), as_json=False)
+    assert "                 all-reduce of 512.0 KiB at 1, 64.0 MiB at 20 GB/s\n" in capsys.readouterr().out
     print_measurement(device, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["device"]["hardware"], found["path"]) == ("GPU X", str(path_of("node-cuda")))

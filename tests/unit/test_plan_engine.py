@@ -9,7 +9,8 @@ import pytest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.device import Device
+from rlpipe.hardware.curve import Curve, Link
+from rlpipe.hardware.device import ADDINGS, Device
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.engine import EnginePlan, plan_engine
 from rlpipe.plan.engine_memory import BESIDE_TORCH_BYTES, COLLECTIVE_BYTES
@@ -24,9 +25,11 @@ ROUND = Device(
     host_to_device=10e9,
     device_to_host=10e9,
     both=10e9,
-    link=100e9,
-    device_adam=1e10,
-    host_adam=1e9,
+    link=Link.at_rate(100e9),
+    device_adam={"float32": 1e10, "bfloat16": 2e10},
+    host_adam={"float32": 1e9, "bfloat16": 2e9},
+    host_adding=dict.fromkeys(ADDINGS, 1e10),
+    host_bandwidth=1e11,
     host_memory_bytes=10**12,
 )
 BASE = (
@@ -158,6 +161,11 @@ def test_gpus_that_share_an_engine_exchange_sums() -> None:
     assert speed is not None
     # Two sums a layer; of each, a GPU sends its half and then the half that it has summed up.
     assert speed.decode.exchange_s == pytest.approx(36 * 2 * 100 * 4096 * 2 * 2 * 0.5 / 100e9)
+    sums = Curve(num_bytes=(2**16, 2**24), seconds=(1e-4, 1e-3))
+    slow_start = replace(ROUND, link=replace(Link.at_rate(100e9), all_reduce=sums))
+    speed = plan(QWEN_8B, "rollout.tensor_parallel_size=2", "rollout.num_gpus=2", device=slow_start).speed
+    assert speed is not None
+    assert speed.decode.exchange_s == pytest.approx(36 * 2 * sums.time(100 * 4096 * 2))
 
 
 def test_few_groups_are_all_sampled_at_one_time() -> None:

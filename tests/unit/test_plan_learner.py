@@ -9,16 +9,20 @@ import pytest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
 from rlpipe.errors import ConfigError, ModelError
+from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
+from rlpipe.offload.rates import rates_of
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.known_models import describe_offline
 from rlpipe.plan.learner import LearnerPlan, plan_case, plan_learner
 from rlpipe.plan.learner_case import Drafts, LearnerCase
 from rlpipe.plan.learner_changes import with_options
+from rlpipe.plan.learner_chunked import chunked_time
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
 from rlpipe.plan.learner_outline import nf4_bytes, outline_policy
 from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, HOST_BYTES
+from rlpipe.plan.learner_time import plain_time
 from rlpipe.plan.learner_work import read_work
 from rlpipe.plan.loop_section import read_loop
 from rlpipe.units import gib
@@ -68,7 +72,7 @@ def test_full_training_holds_four_numbers_in_float32() -> None:
     assert device.reference == device.slots == device.gathered == 0
     assert host.total == HOST_BYTES + 4 * NUM_SMALL  # while the files' bfloat16 is read as float32
     assert found.time is not None
-    assert found.time.device_adam_s == pytest.approx(NUM_SMALL / H100.device_adam)
+    assert found.time.device_adam_s == pytest.approx(NUM_SMALL / H100.device_adam["float32"])
 
 
 def test_an_adapter_is_trained_over_a_base_in_its_own_type() -> None:
@@ -122,7 +126,7 @@ def test_offload_of_fsdp2_holds_all_states_on_the_host() -> None:
     assert (host.weights, host.gradients, host.optimizer) == (4 * NUM_SMALL, 4 * NUM_SMALL, 8 * NUM_SMALL)
     found = plan(SMALL, *options)
     assert found.time is not None
-    assert found.time.optimizer_s == pytest.approx(NUM_SMALL / H100.host_adam)
+    assert found.time.optimizer_s == pytest.approx(NUM_SMALL / H100.host_adam["float32"])
     assert found.time.transfer_s > 0
 
 
@@ -283,3 +287,35 @@ def test_what_can_not_be_planned_is_refused() -> None:
         plan(SMALL, *CHUNKED, "learner.chunked.num_persistent=9999")
     with pytest.raises(ModelError, match=r"model.adapter can't be outlined: .*no_such_proj"):
         plan(SMALL, "model.adapter.target_modules=[no_such_proj]")
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_fsdp2_exchanges_unit_by_unit(reshards: bool) -> None:
+    """A collective takes a second whatever it carries: what counts are those of each layer, and of the rest."""
+    second, free = Curve(num_bytes=(1.0, 1e15), seconds=(1.0, 1.0)), Curve.at_rate(1e30)
+    options = ("model=full", "learner.strategy=fsdp2", "learner.num_ranks=4")
+    case = case_of(config_of(SMALL, *options, f"learner.fsdp.reshard_after_forward={reshards}"), BIG_HOST)
+    stages, num_layers = case.drafts.trace(case.config, case.work.row).profiles(), 28
+    gathers, sums = (2 if reshards else 1) * num_layers + 1, num_layers + 1
+    for link, count in (
+        (Link(all_gather=second, reduce_scatter=free, all_reduce=free), gathers),
+        (Link(all_gather=free, reduce_scatter=second, all_reduce=free), sums),
+    ):
+        time = plain_time(case.outline, stages, case.config, case.work, replace(BIG_HOST, link=link))
+        passes = case.work.num_updates * case.work.num_micro_batches
+        assert (case.work.num_logprob_passes, case.work.num_reference_passes) == (0, 0)
+        assert time.exchange_s == pytest.approx(passes * count)
+
+
+def test_the_hosts_sums_may_be_what_a_step_waits_for() -> None:
+    options = ("model=full", *CHUNKED, "learner.chunked.num_persistent=0")
+    config = config_of(SMALL, *options)
+    case = case_of(config, BIG_HOST)
+    assert case.time.bottleneck == "arithmetic and device memory"
+    decision, profile = case.decision
+    work = replace(case.work, num_micro_batches=profile.num_micro_batches)
+    rates = replace(rates_of(BIG_HOST), host_adding={"bfloat16 to float32": 1e9})
+    slow = chunked_time(profile, decision.knobs, rates, work, case.reference)
+    assert slow.bottleneck == "adding gradients on the host"
+    assert slow.adding_s == pytest.approx(work.num_updates * (work.num_micro_batches - 1) * NUM_SMALL / 1e9, rel=0.1)
+    assert slow.backward_s == pytest.approx(slow.adding_s)
