@@ -62,6 +62,7 @@ class ClassifierReward(RewardActor):
             self._own.pad_token = self._own.eos_token
         loaded: PreTrainedModel = self.auto_class.from_pretrained(self._source, dtype=self._dtype, **self._options)
         loaded.config.pad_token_id = self._own.pad_token_id
+        loaded.config.use_cache = False  # keys and values of all layers would be kept, and nobody reads them
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
 
     def score(self, group: RolloutGroup) -> list[float | None]:
