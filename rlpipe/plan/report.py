@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
 from rlpipe.hardware.device import Device
+from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.device_section import device_section
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.engine_section import engine_section
@@ -17,6 +18,8 @@ from rlpipe.plan.known_models import describe_offline
 from rlpipe.plan.learner import plan_learner
 from rlpipe.plan.learner_section import learner_section, unplanned_section
 from rlpipe.plan.loop_section import loop_section, read_loop
+from rlpipe.plan.scorer import ScorerPlan, plan_scorers
+from rlpipe.plan.scorer_section import scorers_section
 from rlpipe.plan.section import Section, to_text
 from rlpipe.plan.shape import read_shape
 from rlpipe.units import count
@@ -55,7 +58,13 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
         yield engine_section(engine, device)
         learner = plan_learner(config, described, device, engine.setup)
         yield learner_section(learner, device)
-        if (loop := read_loop(config, engine, learner)) is not None:
+        scorers = plan_scorers(
+            config, described, device, [engine_kind(config, engine), rank_kind(config, learner, device)]
+        )
+        if scorers:
+            yield scorers_section(scorers, device)
+        planned = [scorer for scorer in scorers if isinstance(scorer, ScorerPlan)]
+        if (loop := read_loop(config, engine, learner, planned)) is not None:
             yield loop_section(loop)
 
 

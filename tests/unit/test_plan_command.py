@@ -108,6 +108,23 @@ def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str
     assert "\na step\n  time " in text
 
 
+def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -> None:
+    own = "+scoring.rewards.mine={path: 'mine.py:Model', num_gpus: 1}"
+    arguments = ["plan", "experiment=reward_model", "model.path=Qwen/Qwen3-0.6B", own, "--device", "h100-80g"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "  mine            1 process, asking for 1 of a GPU; what mine.py:Model loads is not known\n" in text
+    model = "SequenceReward Skywork/Skywork-Reward-V2-Qwen3-0.6B: 2 processes, each on 0.15 GPU"
+    assert f"  preference      {model}\n    fits          yes\n" in text
+    assert " are left beside 1 rollout engine and 1 preference scorer\n" in text
+    assert " and then scoring " in text
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["scorers"]
+    assert found["mine"]["planned"] is False
+    assert found["preference"]["fits"] is True
+    assert found["preference"]["memory"]["total"] < found["preference"]["room_bytes"]
+
+
 def test_a_learner_that_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     strided = ["experiment=ebft_strided", "model.path=Qwen/Qwen3-0.6B"]
     assert cli.main(["plan", *strided, "--device", "h100-80g"]) == 0
