@@ -9,7 +9,7 @@ from functools import cached_property
 from rlpipe.hardware.device import Device
 from rlpipe.offload.auto import SHARE_USED
 from rlpipe.plan.actors import ActorKind, Placed, fill
-from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, HOST_BYTES
+from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, CPU_HOST_BYTES, HOST_BYTES
 from rlpipe.plan.scorer_model import ScorerModel
 from rlpipe.plan.scorer_setup import ScorerSetup
 from rlpipe.units import gib
@@ -59,7 +59,7 @@ class ScorerCase:
             activations=cost.peak_bytes,
             starting=self.model.starting_bytes,
             beside=BESIDE_TORCH_BYTES if self.is_on_gpu else 0,
-            process=HOST_BYTES,
+            process=HOST_BYTES if self.is_on_gpu else CPU_HOST_BYTES,
             loading=0 if self.model.is_mapped else self.model.starting_bytes,
         )
 

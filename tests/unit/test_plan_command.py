@@ -58,7 +58,7 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
     config = load_config([EXPERIMENT], need_files=False)
     described = describe_offline(config.model.path, config.model)
     plan = plan_engine(config, described, find_device("h100-80g"))
-    assert [*found] == ["device", "model", "engine", "learner", "step"]
+    assert [*found] == ["device", "model", "engine", "learner", "machine", "step"]
     assert found["engine"]["fits"] is True
     assert found["engine"]["memory"]["weights_bytes"] == plan.memory.weights_bytes
     assert plan.speed is not None
@@ -72,6 +72,14 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["learner"]["memory"]["device"]["total"] == learner.memory.device.total
     assert found["learner"]["time"]["seconds"] == learner.time.seconds
     assert found["learner"]["tokens_per_s"] == learner.tokens_per_s
+    assert found["machine"]["fits"] is True
+    assert [actor["name"] for actor in found["machine"]["actors"]] == [
+        "rollout engine",
+        "learner rank",
+        "reward worker",
+        "driver with Ray",
+    ]
+    assert found["machine"]["actors"][0]["host_bytes"] == plan.memory.host_bytes
     assert found["step"]["seconds"] == max(plan.speed.seconds, learner.time.seconds)
     assert found["model"]["num_parameters"] == 8_190_735_360
     assert found["device"]["matmul_flops"]["bfloat16"] == pytest.approx(544e12, rel=1e-3)
@@ -95,7 +103,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
 def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     sft = ["algorithm=sft", "data=jsonl", "data.path=rows.jsonl", "model.path=Qwen/Qwen3-0.6B", "learner=single_gpu"]
     assert cli.main(["plan", *sft, "--device", "h100-80g", "--json"]) == 0
-    assert [*json.loads(capsys.readouterr().out)] == ["device", "model", "learner"]
+    assert [*json.loads(capsys.readouterr().out)] == ["device", "model", "learner", "machine"]
 
 
 def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +124,7 @@ def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -
     assert "  mine            1 process, asking for 1 of a GPU; what mine.py:Model loads is not known\n" in text
     model = "SequenceReward Skywork/Skywork-Reward-V2-Qwen3-0.6B: 2 processes, each on 0.15 GPU"
     assert f"  preference      {model}\n    fits          yes\n" in text
-    assert " are left beside 1 rollout engine and 1 preference scorer\n" in text
+    assert " are left beside 1 preference scorer and 1 rollout engine\n" in text
     assert " and then scoring " in text
     assert cli.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["scorers"]

@@ -146,7 +146,7 @@ def test_who_may_be_on_its_gpu_leaves_less() -> None:
     assert beside.room_bytes == int(SHARE_USED * (H100.memory_bytes - taken))
     found = plan(config_of("reward_model"), beside=(replace(ENGINE, gpu_bytes=H100.memory_bytes),))
     assert found.problem is not None
-    assert found.problem.endswith("may take 0 bytes of its device beside 1 rollout engine and 1 preference scorer")
+    assert found.problem.endswith("may take 0 bytes of its device beside 1 preference scorer and 1 rollout engine")
     assert found.seconds is None
     assert [change.change for change in found.changes] == [OWN_GPU]
 
@@ -155,7 +155,7 @@ def test_what_is_asked_for_decides_who_comes_together() -> None:
     small = replace(ENGINE, name="small", count=5, num_gpus=0.15, gpu_bytes=10**9)
     whole = replace(ENGINE, name="whole", num_gpus=1.0)
     none = replace(ENGINE, name="none", count=3, num_gpus=0)
-    assert fill([none, small, ENGINE, whole], 1, lambda kind: kind.gpu_bytes) == [(none, 3), (ENGINE, 1), (small, 2)]
+    assert fill([none, small, ENGINE, whole], 1, lambda kind: kind.gpu_bytes) == [(none, 3), (small, 2), (ENGINE, 1)]
 
 
 def test_a_smaller_batch_makes_it_fit() -> None:
