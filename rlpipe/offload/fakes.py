@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlpipe.offload import flops
 from rlpipe.offload.trace import Seconds, Trace
+from rlpipe.offload.tracker import Operator, Tracker
 from rlpipe.offload.units import Unit, is_adapted
 
 BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "compress_statistics", "quant_storage")
@@ -61,13 +63,13 @@ def _by_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-class _Loss(nn.Module):
-    def __init__(self, model: nn.Module, loss_of: Callable[[], Tensor]) -> None:
+class _Call(nn.Module):
+    def __init__(self, model: nn.Module, run: Callable[[], Tensor]) -> None:
         super().__init__()
-        self.model, self._loss_of = model, loss_of
+        self.model, self._run = model, run
 
     def forward(self) -> Tensor:
-        return self._loss_of()
+        return self._run()
 
 
 def trace_model(
@@ -85,14 +87,37 @@ def trace_model(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     trace = Trace(units, seconds)
-    wrapper = _Loss(model, lambda: loss_of(trace))
-    tensors = {**dict(wrapper.named_parameters()), **dict(wrapper.named_buffers())}
-    dtype = None if is_adapted(model) else compute_dtype
+    wrapper = _Call(model, lambda: loss_of(trace))
     with mode:
-        fakes = {name: _fake(tensor, dtype) for name, tensor in tensors.items()}
+        fakes = _fakes(wrapper, None if is_adapted(model) else compute_dtype)
     with mode, RealUnlessWeighted():
         trace.run(lambda: functional_call(wrapper, fakes, ()), [fake for fake in fakes.values() if fake.requires_grad])
     return trace
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ForwardCost:
+    """Of a pass that keeps nothing for a backward one."""
+
+    seconds: float
+    peak_bytes: int
+    """Of what it makes; weights do not count."""
+
+
+def trace_forward(model: nn.Module, run: Callable[[], Tensor], seconds: Seconds) -> ForwardCost:
+    """Of ``run``, which calls the model without gradients. As ``trace_model``."""
+    mode, total = FakeTensorMode(allow_non_fake_inputs=True), 0.0
+
+    def observe(operator: Operator) -> None:
+        nonlocal total
+        total += seconds(operator)
+
+    wrapper, tracker = _Call(model, run), Tracker(observe)
+    with mode:
+        fakes = _fakes(wrapper, None)
+    with traceable_experts(model), mode, RealUnlessWeighted(), torch.no_grad(), tracker:
+        functional_call(wrapper, fakes, ())
+    return ForwardCost(seconds=total, peak_bytes=tracker.peak)
 
 
 @contextmanager
@@ -111,6 +136,11 @@ def traceable_experts(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         found.config._experts_implementation = own
+
+
+def _fakes(module: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: _fake(tensor, compute_dtype) for name, tensor in tensors.items()}
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:

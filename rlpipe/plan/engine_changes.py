@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.engine_case import EngineCase
@@ -28,34 +29,56 @@ class Change:
 
 
 def remedies(case: EngineCase) -> list[Change]:
-    """The changes with which the engine fits, each alone."""
-    found = [(text, changed) for text, changed in _smaller(case) if changed.problem is None]
-    return [Change(change=text, seconds=changed.speed.seconds) for text, changed in found]
+    """The changes with which the engine fits, each alone; or where none does, the pairs of them."""
+    alone = [_describe(text, changed) for _, text, changed in _smaller(case)]
+    return alone or list(_pairs(case))
 
 
-def _smaller(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+def _describe(text: str, case: EngineCase) -> Change:
+    return Change(change=text, seconds=case.speed.seconds)
+
+
+def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
+    """Of each kind the smallest change with which the engine fits, with the kind's name."""
+    for kind, changes in _KINDS.items():
+        for text, changed in changes(case):
+            if changed.problem is None:
+                yield kind, text, changed
+                break
+
+
+def _pairs(case: EngineCase) -> Iterator[Change]:
+    """Of each two kinds the smallest change of the one that fits with the smallest of the other."""
+    found: list[set[str]] = []
+    for kind, changes in _KINDS.items():
+        for first, halfway in changes(case):
+            for other, second, changed in _smaller(halfway):
+                if other != kind and {kind, other} not in found:
+                    found.append({kind, other})
+                    yield _describe(f"{first} {second}", changed)
+
+
+def _more_of_the_gpu(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
     setup = case.setup
     if setup.kind == "vllm" and setup.cpu_kv_bytes is None:
         share = int(100 * MOST_UTILIZATION / setup.engines_per_device) / 100
-        changed = replace(case, setup=replace(setup, utilization=share))
-        yield f"rollout.engine_args.gpu_memory_utilization={share:g}", changed
-    if setup.kind == "hf":
-        room = case.memory.sequences_full // setup.group_size * setup.group_size
-        if room:
-            tokens = room * setup.prompt_tokens
-            fewer = replace(setup, max_sequences=room, batched_tokens=min(tokens, setup.batched_tokens))
-            yield f"rollout.engine_args.max_batch_size={room}", replace(case, setup=fewer)
-    yield from _shorter(case)
-    if setup.kind == "vllm" and setup.cpu_kv_bytes is None and setup.engines_per_device == 1:
-        yield from _more_devices(case)
-    larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
-    fitting = [device for device in larger if replace(case, device=device).problem is None]
-    if fitting and case.device.kind == "cuda":
-        yield f"--device {fitting[-1].name}", replace(case, device=fitting[-1])
+        yield (
+            f"rollout.engine_args.gpu_memory_utilization={share:g}",
+            replace(case, setup=replace(setup, utilization=share)),
+        )
+
+
+def _smaller_batch(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+    setup = case.setup
+    room = case.memory.sequences_full // setup.group_size * setup.group_size
+    if setup.kind == "hf" and room:
+        tokens = min(room * setup.prompt_tokens, setup.batched_tokens)
+        changed = replace(case, setup=replace(setup, max_sequences=room, batched_tokens=tokens))
+        yield f"rollout.engine_args.max_batch_size={room}", changed
 
 
 def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
-    """A bound of the length that is no greater than needed, or completions of the greatest length that fits."""
+    """A bound of the length that is no greater than needed, or completions of the greatest length that fits, if any."""
     setup = case.setup
     tight = replace(case, setup=replace(setup, max_model_len=setup.num_tokens))
     if setup.num_tokens < setup.max_model_len and tight.problem is None:
@@ -72,13 +95,33 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 
 def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
-    """The fewest GPUs that fit; they must divide the heads."""
-    count = case.setup.num_devices
+    """Two, four, eight of them, if they divide the heads; the fewest first."""
+    setup = case.setup
+    if setup.kind != "vllm" or setup.cpu_kv_bytes is not None or setup.engines_per_device > 1:
+        return
+    count = setup.num_devices
     while (count := 2 * count) <= DEVICES_AT_MOST:
-        changed = replace(case, setup=replace(case.setup, num_devices=count))
-        if case.shape.num_heads % count == 0 and changed.problem is None:
+        if case.shape.num_heads % count == 0:
+            changed = replace(case, setup=replace(setup, num_devices=count))
             yield f"rollout.tensor_parallel_size={count} rollout.num_gpus={count}", changed
-            return
+
+
+def _larger_device(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
+    """Those of the table, the smallest first."""
+    if case.device.kind == "cuda":
+        for device in reversed(DEVICES.values()):
+            if device.memory_bytes > 1.1 * case.device.memory_bytes:
+                yield f"--device {device.name}", replace(case, device=device)
+
+
+_KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
+    "utilization": _more_of_the_gpu,
+    "batch": _smaller_batch,
+    "length": _shorter,
+    "devices": _more_devices,
+    "device": _larger_device,
+}
+"""Changes, of each kind the smallest first."""
 
 
 def accelerations(case: EngineCase, speed: EngineSpeed) -> list[Change]:
@@ -99,5 +142,5 @@ def _faster(case: EngineCase, speed: EngineSpeed) -> Iterator[tuple[str, EngineC
     if setup.groups_per_step > setup.num_engines and setup.engines_per_device == 1:
         more = replace(setup, num_engines=setup.num_engines + 1)
         yield f"rollout.num_engines={setup.num_engines + 1}", replace(case, setup=more)
-    if setup.kind == "vllm" and setup.cpu_kv_bytes is None and setup.engines_per_device == 1:
-        yield from _more_devices(case)
+    fitting = ((text, changed) for text, changed in _more_devices(case) if changed.problem is None)
+    yield from islice(fitting, 1)

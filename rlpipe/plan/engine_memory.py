@@ -17,8 +17,8 @@ COLLECTIVE_BYTES = 2**30
 LOGITS_BYTES = {"vllm": 3 * 4, "hf": 2 * 4 + 3 * 8}
 """Of an element of the logits: vLLM has it in float32 as logit, as log-prob and sorted; transformers' engine has it in
 float32 as logit and log-prob, and in float64 as log-prob, as probability and summed up."""
-HOST_BYTES = 6 * 2**30
-"""Of an engine's process: Python, torch, vLLM and the libraries of CUDA; an assumption."""
+HOST_BYTES = {"cuda": 6 * 2**30, "cpu": 2 * 2**30}
+"""Of an engine's process, by the kind of its device: Python, torch, vLLM and the libraries of CUDA; an assumption."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,7 +53,10 @@ def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devi
     reserve = reserve_bytes(setup, shape, device)
     left = budget - weights - adapter - reserve
     kv_bytes = left if setup.cpu_kv_bytes is None else min(left, setup.cpu_kv_bytes)
-    host = HOST_BYTES + adapter + setup.bucket_bytes
+    host = HOST_BYTES[device.kind] + adapter + setup.bucket_bytes
+    held_bytes = (
+        min(kv_bytes, _batch(setup) * kv_cache.held_bytes(setup.num_tokens)) if setup.kind == "hf" else kv_bytes
+    )
     return EngineMemory(
         budget_bytes=budget,
         weights_bytes=weights,
@@ -63,8 +66,13 @@ def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devi
         longest_bytes=kv_cache.held_bytes(setup.max_model_len),
         sequences_full=max(0, kv_bytes // kv_cache.held_bytes(setup.num_tokens)),
         sequences_mean=max(0, kv_bytes // kv_cache.held_bytes(setup.mean_tokens)),
-        host_bytes=host if device.kind == "cuda" else host + weights + reserve + max(0, kv_bytes),
+        host_bytes=host if device.kind == "cuda" else host + weights + reserve + max(0, held_bytes),
     )
+
+
+def _batch(setup: EngineSetup) -> int:
+    """Sequences for which transformers' engine holds keys and values; vLLM takes the memory for them at its start."""
+    return min(setup.max_sequences, setup.groups_per_engine * setup.group_size)
 
 
 def weights_bytes(setup: EngineSetup, shape: ModelShape) -> int:

@@ -77,7 +77,7 @@ def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str
 def _change_rows(plan: EnginePlan) -> Iterator[tuple[str, str]]:
     label = "faster with" if plan.fits else "fits with"
     if not plan.fits and not plan.changes:
-        yield label, "no single change that a plan knows; take a smaller model, or shorter prompts"
+        yield label, "no change, nor two of them, that a plan knows; take a smaller model, or shorter prompts"
     for entry in plan.changes:
         yield label, f"{entry.change} ({entry.seconds:.1f} s a step)"
         label = ""

@@ -18,30 +18,28 @@ from rlpipe.imports import describe_error
 from rlpipe.models import describe_model
 
 HUB_TIMEOUT_S = 2.0
-FIX = "give model.path a folder with a config.json"
 
 
-def describe_offline(path: str, config: ModelConfig) -> PreTrainedConfig:
+def describe_offline(path: str, config: ModelConfig, option: str = "model.path") -> PreTrainedConfig:
     """transformers' config of a model, from the first that has it: the folder, the hub's cache, ``known_models.yaml``
     where no revision is asked for, the hub.
 
-    Raises ``ModelError`` if none of them does, or if the config can't be read.
+    Raises ``ModelError``, which names the ``option`` that has the path, if none of them does, or if the config can't be
+    read.
     """
     folder = Path(path).expanduser()
     if folder.exists():
-        return _describe(str(folder), path, config)
-    cached = _cached_folder(path, config)
+        return _describe(str(folder), path, config, option)
+    cached = _cached_folder(path, config, option)
     if cached is not None:
-        return _describe(cached, path, config)
+        return _describe(cached, path, config, option)
     if config.revision is None and path in known_models():
         return _make_config(known_models()[path])
-    if hub_has(
-        path, kind="model", option="model.path", error=ModelError, revision=config.revision, timeout_s=HUB_TIMEOUT_S
-    ):
-        return _describe(path, path, config)
+    if hub_has(path, kind="model", option=option, error=ModelError, revision=config.revision, timeout_s=HUB_TIMEOUT_S):
+        return _describe(path, path, config, option)
     raise ModelError(
-        f"model.path={path}: there is no such folder, the hub can't be reached, and the model is not among those that "
-        f"a plan knows: {FIX}"
+        f"{option}={path}: there is no such folder, the hub can't be reached, and the model is not among those that "
+        f"a plan knows: {_fix(option)}"
     )
 
 
@@ -57,22 +55,27 @@ def _make_config(known: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(shape.pop("model_type"), **shape)
 
 
-def _cached_folder(path: str, config: ModelConfig) -> str | None:
+def _cached_folder(path: str, config: ModelConfig, option: str) -> str | None:
     try:
         found = try_to_load_from_cache(path, "config.json", revision=config.revision)
     except HFValidationError:
-        raise ModelError(f"model.path: there is no folder {path!r}, and it is no hub id: {_remedy(config)}") from None
+        remedy = _remedy(config, option)
+        raise ModelError(f"{option}: there is no folder {path!r}, and it is no hub id: {remedy}") from None
     return str(Path(found).parent) if isinstance(found, str) else None
 
 
-def _remedy(config: ModelConfig) -> str:
+def _remedy(config: ModelConfig, option: str) -> str:
     if config.prepare is not None:
-        return f"{config.prepare} makes it when a run starts; begin one, or {FIX}"
-    return FIX
+        return f"{config.prepare} makes it when a run starts; begin one, or {_fix(option)}"
+    return _fix(option)
 
 
-def _describe(source: str, path: str, config: ModelConfig) -> PreTrainedConfig:
+def _fix(option: str) -> str:
+    return f"give {option} a folder with a config.json"
+
+
+def _describe(source: str, path: str, config: ModelConfig, option: str) -> PreTrainedConfig:
     try:
         return describe_model(source, config)
     except (OSError, ValueError, LookupError, TypeError, ImportError, StrictDataclassError) as error:
-        raise ModelError(f"model.path={path} can't be read: {describe_error(error)}") from None
+        raise ModelError(f"{option}={path} can't be read: {describe_error(error)}") from None

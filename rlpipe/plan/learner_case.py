@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -24,7 +24,7 @@ from rlpipe.plan.engine_setup import EngineSetup
 from rlpipe.plan.learner_chunked import Chunks, chunked_memory, chunked_time, decide_chunks, make_chunks
 from rlpipe.plan.learner_memory import LearnerMemory, plain_memory
 from rlpipe.plan.learner_outline import Outline, outline_policy
-from rlpipe.plan.learner_room import Room, read_room
+from rlpipe.plan.learner_room import CPU_HOST_BYTES, Room, read_room
 from rlpipe.plan.learner_time import StepTime, plain_time
 from rlpipe.plan.learner_trace import trace_policy
 from rlpipe.plan.learner_work import Work, read_work
@@ -140,6 +140,14 @@ class LearnerCase:
     @cached_property
     def memory(self) -> LearnerMemory | None:
         """None where no way to offload fits."""
+        memory = self._memory
+        if memory is None or self.device.kind == "cuda":
+            return memory
+        return replace(memory, host=replace(memory.host, process=CPU_HOST_BYTES))
+
+    @property
+    def _memory(self) -> LearnerMemory | None:
+        """As of a process with CUDA."""
         decision = self.decision
         if isinstance(decision, DoesNotFit):
             return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,8 @@ RANKS = (2, 4, 8)
 LIMITS = ("device_memory_gib", "host_memory_gib")
 MOST_DOUBLED = 4
 """Times that a machine's memory may be doubled."""
+MOST_PAIRS = 3
+"""Of changes, that are proposed where none alone is enough."""
 
 Options = Mapping[str, Any]
 """By their names, as on the command line."""
@@ -38,9 +41,41 @@ class LearnerChange:
 
 
 def remedies(case: LearnerCase) -> list[LearnerChange]:
-    """The changes with which the learner fits, each alone; of a kind, the smallest."""
+    """The changes with which the learner fits, each alone, and of a kind the smallest; or where none does, pairs."""
+    return _alone(case) or list(islice(_pairs(case), MOST_PAIRS))
+
+
+def _alone(case: LearnerCase) -> list[LearnerChange]:
     found = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
     return [*found, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
+
+
+def _pairs(case: LearnerCase) -> Iterator[LearnerChange]:
+    """What lowers most of what a rank holds, chunked offload or else more ranks, with the least of another kind that
+    fits with it; and then pairs with other hardware. Not all of them: a look at one takes up to seconds."""
+    kinds = [options for kind in _kinds(case) if (options := [*kind])]
+    offload, ranks = _chunked(case.config), _more_ranks(case)
+    strongest = (offload or ranks)[-1:]
+    for kind in (*kinds, *([ranks] if offload and ranks else [])):
+        pairs: list[Options] = [
+            {**most, **options} for most in strongest for options in kind if not {*most} & {*options}
+        ]
+        if (change := _first_that_fits(case, pairs)) is not None:
+            yield change
+    for most in strongest:
+        yield from _with_hardware(case, most, _more_host_memory)
+    for kind in kinds:
+        if kind != offload:  # chunks would be traced anew for every device
+            yield from _with_hardware(case, kind[-1], _larger_device)
+
+
+def _with_hardware(
+    case: LearnerCase, options: Options, larger: Callable[[LearnerCase], Iterator[LearnerChange]]
+) -> Iterator[LearnerChange]:
+    changed = _change(case, options)
+    if changed is not None:
+        for found in larger(changed[1]):
+            yield replace(found, change=f"{changed[0]} {found.change}")
 
 
 def with_options(config: Config, options: Options) -> Config:
@@ -62,7 +97,6 @@ def read_option(config: Config, name: str) -> Any:
 def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     """Each kind from what changes least on."""
     config, learner = case.config, case.config.learner
-    offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
     is_whole = config.model.adapter.kind == "none"
     if learner.offload == "chunked":
         yield _unlimited(config)
@@ -70,7 +104,7 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
     else:
         yield [{"model.gradient_checkpointing": True}]
         yield [{"learner.optimizer.name": "adamw_8bit"}]
-        yield [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_whole else [])]
+        yield _chunked(config)
     if learner.strategy == "zero3":
         yield [{"learner.zero3.offload_optimizer": True}]
         yield [{"learner.zero3.offload_optimizer": True, "learner.zero3.offload_parameters": True}]
@@ -81,6 +115,15 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
         yield [{"model.adapter.kind": "lora"}]
 
 
+def _chunked(config: Config) -> list[Options]:
+    """Chunked offload, where it is not chosen yet."""
+    if config.learner.offload == "chunked":
+        return []
+    offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
+    is_whole = config.model.adapter.kind == "none"
+    return [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_whole else [])]
+
+
 def _unlimited(config: Config) -> list[Options]:
     """Without what the config says of chunks: one thing alone, or all of it."""
     given = [f"learner.chunked.{name}" for name in (*LIMITS, *(entry.name for entry in fields(Knobs)))]
@@ -88,11 +131,17 @@ def _unlimited(config: Config) -> list[Options]:
     return [*({name: None} for name in given), dict.fromkeys(given)]
 
 
+def _more_ranks(case: LearnerCase) -> list[Options]:
+    """Each with less to hold."""
+    sharded = {"learner.strategy": "fsdp2"} if case.config.learner.strategy == "single" else {}
+    return [{**sharded, "learner.num_ranks": count} for count in RANKS if count > case.config.learner.num_ranks]
+
+
 def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
-    """More of them, each with less to hold; or less, as those of a machine share its memory."""
-    now, single = case.config.learner.num_ranks, case.config.learner.strategy == "single"
-    for count in (*(count for count in RANKS if count > now), *range(now - 1, 0, -1)):
-        changed = _change(case, {**({"learner.strategy": "fsdp2"} if single else {}), "learner.num_ranks": count})
+    """More of them; or less, as those of a machine share its memory."""
+    fewer = [{"learner.num_ranks": count} for count in range(case.config.learner.num_ranks - 1, 0, -1)]
+    for options in (*_more_ranks(case), *fewer):
+        changed = _change(case, options)
         if changed is not None and _fits(changed[1]):
             yield _describe(*changed)
             return

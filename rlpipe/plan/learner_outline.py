@@ -73,10 +73,13 @@ class Outline:
         return total
 
 
-def outline_policy(described: PreTrainedConfig, model: ModelConfig) -> Outline:
-    """``described`` is transformers' config of the model. Raises ``ModelError`` where the model or its adapter can't be
-    outlined, ``ConfigError`` for a type that the model can't have."""
-    whole = model.adapter.kind == "none"
+def outline_policy(described: PreTrainedConfig, model: ModelConfig, *, frozen: bool = False) -> Outline:
+    """``described`` is transformers' config of the model; ``frozen`` is a copy of the initial one, without adapter.
+
+    Raises ``ModelError`` where the model or its adapter can't be outlined, ``ConfigError`` for a type that the model
+    can't have.
+    """
+    whole = model.adapter.kind == "none" and not frozen
     compute_dtype: torch.dtype = getattr(torch, model.dtype)
     causal = _outline(described, model)
     cast(nn.Module, causal).to(torch.float32 if whole else compute_dtype)
@@ -84,7 +87,9 @@ def outline_policy(described: PreTrainedConfig, model: ModelConfig) -> Outline:
     quantized = nf4_parameters(causal) if model.adapter.kind == "qlora" else set()
     nf4 = [parameter for name, parameter in causal.named_parameters() if name in quantized]
     scorer = TokenScorer(causal, compute_dtype=compute_dtype, layout=layout)
-    if not whole:
+    if frozen:
+        scorer.requires_grad_(False)
+    elif not whole:
         scorer.model = _add_adapter(causal, model.adapter)
     scorer.train()
     ids = {id(parameter) for parameter in nf4}

@@ -17,6 +17,8 @@ BESIDE_TORCH_BYTES = 2**30
 """Of a GPU: CUDA's context, the workspaces of its libraries, NCCL's buffers; an assumption."""
 HOST_BYTES = 5 * 2**30
 """Of a rank's process: Python, torch, and the libraries of CUDA; an assumption."""
+CPU_HOST_BYTES = 2 * 2**30
+"""The same without CUDA; an assumption."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -118,7 +118,7 @@ def _seconds(seconds: float) -> str:
 def _change_rows(plan: LearnerPlan) -> Iterator[tuple[str, str]]:
     label = "fits with"
     if not plan.fits and not plan.changes:
-        yield label, "no single change that a plan knows; take a smaller model, or shorter sequences"
+        yield label, "no change, nor two of them, that a plan knows; take a smaller model, or shorter sequences"
     for entry in plan.changes:
         yield label, f"{entry.change} ({entry.seconds:.1f} s a step, {gib(entry.device_bytes)})"
         label = ""

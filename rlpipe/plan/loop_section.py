@@ -1,51 +1,78 @@
-"""What a report says of a whole step: sampling and training, one after the other or at the same time."""
+"""What a report says of a whole step: sampling, scoring and training, one after the other or at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from rlpipe.configs.schema import Config
 from rlpipe.plan.engine import EnginePlan
 from rlpipe.plan.learner import LearnerPlan
+from rlpipe.plan.scorer import ScorerPlan
 from rlpipe.plan.section import Section
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Loop:
     sampling_s: float
+    scoring_s: float
+    """By models, as far as the time is known."""
     training_s: float
     tokens: int
     """Of a step."""
     takes_turns: bool
     """Nothing is sampled while a step is trained: the run is synchronous, or both are on the same GPU."""
+    scores_after: bool
+    """Groups are scored once all of a step's are sampled, or with what also samples; else as they are finished."""
+
+    @property
+    def generating_s(self) -> float:
+        """Sampling and scoring."""
+        both = (self.sampling_s, self.scoring_s)
+        return sum(both) if self.scores_after else max(both)
 
     @property
     def seconds(self) -> float:
         """Of a step, once the run is under way."""
-        both = (self.sampling_s, self.training_s)
+        both = (self.generating_s, self.training_s)
         return sum(both) if self.takes_turns else max(both)
 
     @property
     def bottleneck(self) -> str:
-        return "sampling" if self.sampling_s > self.training_s else "training"
+        parts = {"training": self.training_s, "scoring": self.scoring_s, "sampling": self.sampling_s}
+        if not self.takes_turns and self.training_s < self.generating_s:
+            del parts["training"]
+        return max(parts, key=lambda name: parts[name])
 
 
-def read_loop(config: Config, engine: EnginePlan, learner: LearnerPlan) -> Loop | None:
+def read_loop(
+    config: Config, engine: EnginePlan, learner: LearnerPlan, scorers: Sequence[ScorerPlan] = ()
+) -> Loop | None:
     """None where one of them does not fit."""
-    if engine.speed is None or learner.time is None:
+    if engine.speed is None or learner.time is None or not all(scorer.fits for scorer in scorers):
         return None
+    in_turns = [scorer.seconds or 0.0 for scorer in scorers if scorer.may_share]
+    apart = [scorer.seconds or 0.0 for scorer in scorers if not scorer.may_share]
     return Loop(
         sampling_s=engine.speed.seconds,
+        scoring_s=max(sum(in_turns), *apart, 0.0),
         training_s=learner.time.seconds,
         tokens=learner.work.step_tokens,
         takes_turns=config.replay.max_staleness == 0 or learner.room.engines > 0,
+        scores_after=not config.replay.streaming or any(_is_beside_engines(config, scorer) for scorer in scorers),
     )
+
+
+def _is_beside_engines(config: Config, scorer: ScorerPlan) -> bool:
+    """Whether both may be on one GPU, or are on the CPU."""
+    parts = (config.rollout.num_gpus, scorer.setup.num_gpus)
+    return parts == (0, 0) or (all(0 < part < 1 for part in parts) and sum(parts) <= 1 + 1e-9)
 
 
 def loop_section(loop: Loop) -> Section:
     data = {
         **asdict(loop),
+        "generating_s": loop.generating_s,
         "seconds": loop.seconds,
         "bottleneck": loop.bottleneck,
         "tokens_per_s": loop.tokens / loop.seconds,
@@ -55,6 +82,8 @@ def loop_section(loop: Loop) -> Section:
 
 def _rows(loop: Loop) -> Iterator[tuple[str, str]]:
     how = "one after the other" if loop.takes_turns else "at the same time"
-    parts = f"sampling {loop.sampling_s:.1f}, training {loop.training_s:.1f}, {how}"
-    yield "time", f"{loop.seconds:.1f} s: {parts}"
+    generating = f"sampling {loop.sampling_s:.1f}"
+    if loop.scoring_s:
+        generating += f" {'and then' if loop.scores_after else 'beside'} scoring {loop.scoring_s:.1f}"
+    yield "time", f"{loop.seconds:.1f} s: {generating}, training {loop.training_s:.1f}, {how}"
     yield "speed", f"{loop.tokens / loop.seconds:,.0f} tokens/s; bottleneck: {loop.bottleneck}"

@@ -10,13 +10,19 @@ from transformers import PreTrainedConfig
 
 from rlpipe.configs.schema import Config
 from rlpipe.hardware.device import Device
+from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.device_section import device_section
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.engine_section import engine_section
 from rlpipe.plan.known_models import describe_offline
-from rlpipe.plan.learner import plan_learner
+from rlpipe.plan.learner import plan_case
+from rlpipe.plan.learner_case import Drafts, LearnerCase
 from rlpipe.plan.learner_section import learner_section, unplanned_section
 from rlpipe.plan.loop_section import loop_section, read_loop
+from rlpipe.plan.machine import plan_machine
+from rlpipe.plan.machine_section import machine_section
+from rlpipe.plan.scorer import ScorerPlan, plan_scorers
+from rlpipe.plan.scorer_section import scorers_section
 from rlpipe.plan.section import Section, to_text
 from rlpipe.plan.shape import read_shape
 from rlpipe.units import count
@@ -49,14 +55,27 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
     if config.algorithm.kind == "ebft_strided":
         yield unplanned_section(config.algorithm.kind)
     elif config.algorithm.kind != "rl":
-        yield learner_section(plan_learner(config, described, device), device)
+        case = LearnerCase(config=config, drafts=Drafts(described, device), engines=None)
+        yield learner_section(plan_case(case), device)
+        yield machine_section(plan_machine(case, None, [], device), device)
     else:
-        engine = plan_engine(config, described, device)
-        yield engine_section(engine, device)
-        learner = plan_learner(config, described, device, engine.setup)
-        yield learner_section(learner, device)
-        if (loop := read_loop(config, engine, learner)) is not None:
-            yield loop_section(loop)
+        yield from _make_sections_of_rl(config, described, device)
+
+
+def _make_sections_of_rl(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
+    engine = plan_engine(config, described, device)
+    yield engine_section(engine, device)
+    case = LearnerCase(config=config, drafts=Drafts(described, device), engines=engine.setup)
+    learner = plan_case(case)
+    yield learner_section(learner, device)
+    engines = engine_kind(config, engine)
+    scorers = plan_scorers(config, described, device, [engines, rank_kind(config, case.memory, case.room, device)])
+    if scorers:
+        yield scorers_section(scorers, device)
+    planned = [scorer for scorer in scorers if isinstance(scorer, ScorerPlan)]
+    yield machine_section(plan_machine(case, engines, planned, device), device)
+    if (loop := read_loop(config, engine, learner, planned)) is not None:
+        yield loop_section(loop)
 
 
 def model_section(config: Config, described: PreTrainedConfig) -> Section:

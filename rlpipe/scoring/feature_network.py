@@ -58,11 +58,11 @@ def open_feature_network(
         device=device,
         max_tokens=max_tokens,
     )
-    _drop_unread(scorer, max(layer_indices(config.layers, scorer.num_layers)))
+    drop_unread(scorer, max(layer_indices(config.layers, scorer.num_layers)))
     return reader
 
 
-def _drop_unread(scorer: TokenScorer, deepest: int) -> None:
+def drop_unread(scorer: TokenScorer, deepest: int) -> None:
     """Frees the lm_head, and the layers behind the one that gives the ``deepest`` hidden states."""
     scorer.causal_model.set_output_embeddings(nn.Identity())
     layers = find_layers(scorer.causal_model)

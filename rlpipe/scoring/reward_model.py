@@ -51,17 +51,19 @@ class ClassifierReward(RewardActor):
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-        self._source, self._dtype = model, getattr(torch, dtype)
-        self._options = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self._batch_tokens, self._max_tokens = batch_tokens, max_tokens
+        self.source, self.dtype = model, dtype
+        self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
 
     def setup(self) -> None:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._source, **self._options)
+        self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
         if self._own.pad_token_id is None:
             self._own.pad_token = self._own.eos_token
-        loaded: PreTrainedModel = self.auto_class.from_pretrained(self._source, dtype=self._dtype, **self._options)
+        dtype = getattr(torch, self.dtype)
+        loaded: PreTrainedModel = self.auto_class.from_pretrained(self.source, dtype=dtype, **self.options)
         loaded.config.pad_token_id = self._own.pad_token_id
+        loaded.config.use_cache = False  # keys and values of all layers would be kept, and nobody reads them
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
 
     def score(self, group: RolloutGroup) -> list[float | None]:
@@ -91,10 +93,10 @@ class ClassifierReward(RewardActor):
     def run(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """The logits of each sequence, in float32 on the CPU: ``[L]``, or for token classification ``[T, L]``."""
         for sequence in sequences:
-            if len(sequence) > self._max_tokens:
-                raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self._max_tokens}")
+            if len(sequence) > self.max_tokens:
+                raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self.max_tokens}")
         found: dict[int, Tensor] = {}
-        for members in padded_parts([len(sequence) for sequence in sequences], self._batch_tokens):
+        for members in padded_parts([len(sequence) for sequence in sequences], self.batch_tokens):
             longest = len(sequences[members[0]])
             filled = [[*sequences[i], *[self._own.pad_token_id] * (longest - len(sequences[i]))] for i in members]
             mask = [[1] * len(sequences[i]) + [0] * (longest - len(sequences[i])) for i in members]

@@ -59,7 +59,7 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
     config = load_config([EXPERIMENT], need_files=False)
     described = describe_offline(config.model.path, config.model)
     plan = plan_engine(config, described, find_device("h100-80g"))
-    assert [*found] == ["device", "model", "engine", "learner", "step"]
+    assert [*found] == ["device", "model", "engine", "learner", "machine", "step"]
     assert found["engine"]["fits"] is True
     assert found["engine"]["memory"]["weights_bytes"] == plan.memory.weights_bytes
     assert plan.speed is not None
@@ -73,6 +73,14 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["learner"]["memory"]["device"]["total"] == learner.memory.device.total
     assert found["learner"]["time"]["seconds"] == learner.time.seconds
     assert found["learner"]["tokens_per_s"] == learner.tokens_per_s
+    assert found["machine"]["fits"] is True
+    assert [actor["name"] for actor in found["machine"]["actors"]] == [
+        "rollout engine",
+        "learner rank",
+        "reward worker",
+        "driver with Ray",
+    ]
+    assert found["machine"]["actors"][0]["host_bytes"] == plan.memory.host_bytes
     assert found["step"]["seconds"] == max(plan.speed.seconds, learner.time.seconds)
     assert found["model"]["num_parameters"] == 8_190_735_360
     assert found["device"]["matmul_flops"]["bfloat16"] == pytest.approx(544e12, rel=1e-3)
@@ -96,7 +104,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
 def test_runs_without_engines_have_no_section_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     sft = ["algorithm=sft", "data=jsonl", "data.path=rows.jsonl", "model.path=Qwen/Qwen3-0.6B", "learner=single_gpu"]
     assert cli.main(["plan", *sft, "--device", "h100-80g", "--json"]) == 0
-    assert [*json.loads(capsys.readouterr().out)] == ["device", "model", "learner"]
+    assert [*json.loads(capsys.readouterr().out)] == ["device", "model", "learner", "machine"]
 
 
 def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +115,23 @@ def test_the_learner_is_said_beside_the_engine(capsys: pytest.CaptureFixture[str
     assert "  parameters      8.28B, 87.3M trained\n" in text
     assert "a step's work   256 sequences of 1,536 tokens: 1 x 26 micro batches a rank\n" in text
     assert "\na step\n  time " in text
+
+
+def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -> None:
+    own = "+scoring.rewards.mine={path: 'mine.py:Model', num_gpus: 1}"
+    arguments = ["plan", "experiment=reward_model", "model.path=Qwen/Qwen3-0.6B", own, "--device", "h100-80g"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "  mine            1 process, asking for 1 of a GPU; what mine.py:Model loads is not known\n" in text
+    model = "SequenceReward Skywork/Skywork-Reward-V2-Qwen3-0.6B: 2 processes, each on 0.15 GPU"
+    assert f"  preference      {model}\n    fits          yes\n" in text
+    assert " are left beside 1 preference scorer and 1 rollout engine\n" in text
+    assert " and then scoring " in text
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["scorers"]
+    assert found["mine"]["planned"] is False
+    assert found["preference"]["fits"] is True
+    assert found["preference"]["memory"]["total"] < found["preference"]["room_bytes"]
 
 
 def test_a_learner_that_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,8 +226,23 @@ def test_too_long_a_sequence_is_cut_or_spread() -> None:
     assert plan(QWEN_8B, "rollout.max_model_len=1536", device=device).fits
 
 
-def test_a_model_that_no_single_change_makes_fit_has_no_remedy() -> None:
-    found = plan("Qwen/Qwen2.5-72B", "model.dtype=float32", device=replace(ROUND, memory_bytes=10 * 10**9))
+def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
+    options = ("Qwen/Qwen2.5-72B", "model.dtype=float32")
+    found = plan(*options, device=replace(ROUND, memory_bytes=30 * 10**9))
+    assert not found.fits
+    (pair,) = changes(found)
+    spread, _, device = pair.partition(" --device ")
+    # 291 GB of weights: eight GPUs of 24 GB and four of 80 GB are too small for half of their memory each.
+    assert spread == "rollout.tensor_parallel_size=4 rollout.num_gpus=4"
+    larger = replace(DEVICES[device], matmul_flops=ROUND.matmul_flops)
+    assert plan(*options, *spread.split(), device=larger).fits
+    assert not plan(*options, *spread.split(), device=replace(ROUND, memory_bytes=80 * 10**9)).fits
+    assert found.changes[0].seconds > 0
+
+
+def test_a_model_that_no_two_changes_make_fit_has_no_remedy() -> None:
+    shared = ("rollout.num_engines=2", "rollout.num_gpus=0.5")
+    found = plan("Qwen/Qwen2.5-72B", "model.dtype=float32", *shared, device=replace(ROUND, memory_bytes=10 * 10**9))
     assert not found.fits
     assert not found.changes
 

@@ -17,7 +17,7 @@ from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.known_models import describe_offline
 from rlpipe.plan.learner import LearnerPlan, plan_case, plan_learner
 from rlpipe.plan.learner_case import Drafts, LearnerCase
-from rlpipe.plan.learner_changes import with_options
+from rlpipe.plan.learner_changes import MOST_PAIRS, with_options
 from rlpipe.plan.learner_chunked import chunked_time
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
 from rlpipe.plan.learner_outline import nf4_bytes, outline_policy
@@ -214,6 +214,28 @@ def test_changes_fit_when_they_are_made() -> None:
         assert again.memory is not None
         assert changes[text].device_bytes == again.memory.device.total
         assert changes[text].seconds == again.time.seconds
+
+
+def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
+    model, device = "Qwen/Qwen3-14B", DEVICES["rtx3090-24g"]
+    found = plan(model, "model=full", device=device)
+    assert not found.fits
+    assert len(found.changes) == MOST_PAIRS
+    chunked = "learner.offload=chunked model.gradient_checkpointing=false learner.chunked.state_dtype=bfloat16"
+    assert [change.change for change in found.changes[:2]] == [
+        f"{chunked} model.adapter.kind=lora",
+        f"{chunked} --host-memory-gib 256",
+    ]
+    hosts = replace(device, host_memory_bytes=256 * GIB)
+    fitting = [
+        plan(model, "model=full", *chunked.split(), "model.adapter.kind=lora", device=device),
+        plan(model, "model=full", *chunked.split(), device=hosts),
+    ]
+    for again, change in zip(fitting, found.changes, strict=False):
+        assert again.fits
+        assert again.memory is not None
+        assert again.memory.device.total == change.device_bytes
+    assert not plan(model, "model=full", *chunked.split(), device=device).fits
 
 
 def test_limits_that_the_config_sets_are_what_changes_first() -> None:

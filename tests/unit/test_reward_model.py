@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,15 @@ def test_steps_are_read_where_they_end(tmp_path: Path, chat: bool, step_token: s
         )
         got = ready(reward).score(make_group("\n".join(steps), "\n \n", "\n\n".join(steps), chat=chat))
         assert got == [pytest.approx(value, abs=1e-5), None, pytest.approx(value, abs=1e-5)]
+
+
+def test_no_keys_and_values_are_kept(any_model: Path) -> None:
+    kind = SequenceReward if any_model.name == "sequence" else StepReward
+    reward = ready(kind(model=str(any_model), dtype="float32"))
+    outputs: list[Any] = []
+    reward._model.base_model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    reward.score(make_group("4"))
+    assert [output.past_key_values for output in outputs] == [None]
 
 
 def test_a_sequence_that_is_too_long_is_an_error(any_model: Path) -> None:

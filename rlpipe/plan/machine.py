@@ -1,0 +1,172 @@
+"""Whether the actors of a run that may come to run on one machine find room in its host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rlpipe.configs.schema import Config
+from rlpipe.hardware.device import Device
+from rlpipe.learner.chunk_options import GIB
+from rlpipe.offload.rates import DEVICES_PER_MACHINE
+from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
+from rlpipe.plan.learner_case import LearnerCase
+from rlpipe.plan.learner_changes import MOST_DOUBLED, with_options
+from rlpipe.plan.scorer import ScorerPlan
+from rlpipe.plan.scorer_setup import num_copies, scoring_pools
+from rlpipe.units import gib
+
+RUN_BYTES = 3 * 2**30
+"""Of the driver, of the actors for replay and weights, and of Ray with its object store; an assumption."""
+REWARD_BYTES = 2**30
+"""Of a process with reward functions: Python, the tokenizer, torch; an assumption. What functions take themselves comes
+on top, and is bounded by ``scoring.memory_gb``."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MachinePlan:
+    """Of the machine that has most to hold."""
+
+    num_machines: int
+    placed: Sequence[Placed]
+    num_bytes: int
+    problem: str | None
+    """Why they do not fit."""
+    changes: Sequence[str]
+    """Where they do not fit, those with which they do."""
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MachineCase:
+    """The kinds of actors of a run, on machines that are alike; changes are tried on others of them."""
+
+    kinds: Sequence[ActorKind]
+    device: Device
+    gpus_per_machine: float = DEVICES_PER_MACHINE
+
+    @property
+    def num_gpus(self) -> float:
+        return sum(kind.count * kind.num_gpus for kind in self.kinds)
+
+    @property
+    def num_machines(self) -> int:
+        return max(1, math.ceil(self.num_gpus / self.gpus_per_machine - 1e-9))
+
+    @property
+    def placed(self) -> list[Placed]:
+        """On the fullest: actors that ask for no GPU are all there."""
+        return fill(self.kinds, self.gpus_per_machine, lambda kind: kind.host_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(count * kind.host_bytes for kind, count in self.placed)
+
+    @property
+    def fits(self) -> bool:
+        return self.num_bytes <= self.device.host_memory_bytes
+
+    def changed(self, kind: ActorKind, other: ActorKind) -> MachineCase:
+        """With the one in place of the other."""
+        return replace(self, kinds=[other if entry is kind else entry for entry in self.kinds])
+
+
+def plan_machine(
+    learner: LearnerCase, engine: ActorKind | None, scorers: Sequence[ScorerPlan], device: Device
+) -> MachinePlan:
+    """Adds up the actors of ``learner``'s config, beside what Ray and the driver take."""
+    ranks = rank_kind(learner.config, learner.memory, learner.room, device)
+    engines = [] if engine is None else [engine]
+    others = [scorer.actor for scorer in scorers]
+    kinds = [*engines, ranks, *others, *_reward_kinds(learner.config, scorers), _run_kind()]
+    case = MachineCase(kinds=kinds, device=device)
+    return MachinePlan(
+        num_machines=case.num_machines,
+        placed=case.placed,
+        num_bytes=case.num_bytes,
+        problem=None if case.fits else _describe(case),
+        changes=[] if case.fits else [*_remedies(case, learner, ranks, engine)],
+    )
+
+
+def _describe(case: MachineCase) -> str:
+    assumed = ", which are assumed: --host-memory-gib says another" if case.device.measured_at is None else ""
+    return f"its actors need {gib(case.num_bytes)} of {gib(case.device.host_memory_bytes)}{assumed}"
+
+
+def _run_kind() -> ActorKind:
+    return ActorKind(name="driver with Ray", count=1, num_gpus=0, gpu_bytes=0, host_bytes=RUN_BYTES)
+
+
+def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[ActorKind]:
+    """Processes of functions, and of rewards of which a plan knows no more."""
+    known = {scorer.name for scorer in planned}
+    for pool, members in scoring_pools(config).items():
+        reward = next(iter(members.values()))
+        if pool not in known and not known & {*members}:
+            yield ActorKind(
+                name="reward worker",
+                count=num_copies(config, members),
+                num_gpus=reward.num_gpus,
+                gpu_bytes=0,
+                host_bytes=REWARD_BYTES,
+            )
+
+
+def _remedies(case: MachineCase, learner: LearnerCase, ranks: ActorKind, engine: ActorKind | None) -> Iterator[str]:
+    """Each alone."""
+    if engine is not None:
+        yield from _less_engines(case, engine)
+    if learner.config.learner.offload == "chunked":
+        yield from _less_for_chunks(case, learner, ranks)
+    else:
+        yield from _more_memory(case)
+    yield from _more_machines(case)
+
+
+def _less_engines(case: MachineCase, engine: ActorKind) -> Iterator[str]:
+    for count in range(engine.count - 1, 0, -1):
+        if case.changed(engine, replace(engine, count=count)).fits:
+            yield f"rollout.num_engines={count}"
+            return
+
+
+def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) -> Iterator[str]:
+    """What the others leave: ranks decide as if the machine was theirs."""
+    num_ranks = sum(count for kind, count in case.placed if kind is ranks)
+    memory = learner.memory
+    if memory is None or not num_ranks:
+        return
+    left = case.device.host_memory_bytes - case.num_bytes + num_ranks * ranks.host_bytes
+    gibs = (left // num_ranks - memory.host.process) // GIB
+    if gibs <= 0:
+        return
+    limited = with_options(learner.config, {"learner.chunked.host_memory_gib": float(gibs)})
+    changed = replace(learner, config=limited)
+    if changed.problem is None:
+        fewer = rank_kind(limited, changed.memory, changed.room, case.device)
+        if case.changed(ranks, fewer).fits:
+            yield f"learner.chunked.host_memory_gib={gibs}"
+
+
+def _more_memory(case: MachineCase) -> Iterator[str]:
+    """The least, in powers of two; chunks would take more of it themselves."""
+    for doubled in range(1, MOST_DOUBLED + 1):
+        larger = replace(case.device, host_memory_bytes=case.device.host_memory_bytes * 2**doubled)
+        if replace(case, device=larger).fits:
+            yield f"--host-memory-gib {larger.host_memory_bytes / GIB:g}"
+            return
+
+
+def _more_machines(case: MachineCase) -> Iterator[str]:
+    """With less of the GPUs each."""
+    most = min(DEVICES_PER_MACHINE, math.ceil(case.num_gpus)) - 1
+    for count in range(most, 0, -1):
+        changed = replace(case, gpus_per_machine=count)
+        if changed.fits:
+            yield f"machines that have {count} of its GPUs each"
+            return

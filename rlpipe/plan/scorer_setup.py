@@ -1,0 +1,134 @@
+"""The scorers of a config that run a model of their own: how many there are, and their part of a step's work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_scoring import RewardConfig
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.device import Device
+from rlpipe.imports import import_object
+from rlpipe.learner.workload import sequence_tokens
+from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, feature_configs, split_rewards, split_served
+from rlpipe.scoring.reward_model import ClassifierReward
+
+REWARD_MODELS = "rlpipe.scoring.reward_model:"
+"""In the paths of rewards whose models a plan knows."""
+CLASSES = (REWARD_MODELS, "rlpipe.scoring.judge:")
+"""Those that are known to run in processes of their own."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ScorerSetup:
+    """One process, all of a kind being alike."""
+
+    name: str
+    option: str
+    """Of its section in the config."""
+    batch_option: str
+    reward: ClassifierReward | None
+    """As it is before it loads its model; None: EBFT's feature network."""
+    copies: int
+    """Processes, or replicas under load."""
+    num_gpus: float
+    """That one of them asks for."""
+    batch_tokens: int
+    """Of a pass, filling included."""
+    sequence_tokens: int
+    groups_per_copy: int
+    """Of a step."""
+    groups_per_call: int
+    sequences_per_group: int
+
+    @property
+    def copies_per_gpu(self) -> int:
+        return min(self.copies, int(1 / self.num_gpus + 1e-9) or 1) if self.num_gpus else self.copies
+
+    @property
+    def batch(self) -> int:
+        """Sequences of one pass."""
+        most = self.groups_per_call * self.sequences_per_group
+        return min(most, max(1, self.batch_tokens // self.sequence_tokens))
+
+    @property
+    def num_passes(self) -> float:
+        """Of a step."""
+        return max(1.0, self.groups_per_copy * self.sequences_per_group / self.batch)
+
+
+def scoring_pools(config: Config) -> dict[str, Mapping[str, RewardConfig]]:
+    """The rewards of each deployment and pool of processes, as a run makes them; the learner's ranks are none."""
+    rewards = {name: _completed(reward) for name, reward in config.scoring.rewards.items()}
+    if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
+        rewards |= feature_configs(config.algorithm.ebft.features)
+    return {**split_served(rewards), **split_rewards(rewards)}
+
+
+def num_copies(config: Config, members: Mapping[str, RewardConfig]) -> int:
+    """Processes of a pool, or replicas under load."""
+    reward = next(iter(members.values()))
+    if reward.is_served:
+        return reward.serve.max_replicas or reward.serve.replicas
+    return reward.num_processes or config.scoring.num_processes
+
+
+def has_model(members: Mapping[str, RewardConfig]) -> bool:
+    """Whether each process of a pool loads a model that a plan knows."""
+    return next(iter(members.values())).path.startswith((FEATURE_PATH, REWARD_MODELS))
+
+
+def read_scorer_setups(config: Config, device: Device) -> Iterator[ScorerSetup]:
+    """Raises ``ConfigError`` for scorers that run elsewhere than on such a device, or that can't be made."""
+    for members in scoring_pools(config).values():
+        name, reward = next(iter(members.items()))
+        if has_model(members):
+            setup = _read_setup(config, name, reward, num_copies(config, members))
+            if device.kind == "cpu" and reward.num_gpus > 0:
+                asked = f"{setup.option}.num_gpus={reward.num_gpus:g}"
+                raise ConfigError(f"{asked}: {device.name} has no GPU; give the GPU's --device, or set 0")
+            yield setup
+
+
+def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int) -> ScorerSetup:
+    is_features = reward.path == FEATURE_PATH
+    option = "algorithm.ebft.features" if is_features else f"scoring.rewards.{name}"
+    model = None if is_features else _make_reward(option, reward)
+    groups, length = -(-config.algorithm.groups_per_step // copies), sequence_tokens(config)
+    per_call = reward.serve.batch_groups if reward.is_served else MAX_GROUPS_PER_CALL
+    return ScorerSetup(
+        name="features" if is_features else name,
+        option=option,
+        batch_option=_batch_option(option, reward),
+        reward=model,
+        copies=copies,
+        num_gpus=reward.num_gpus,
+        batch_tokens=config.algorithm.ebft.features.micro_batch_tokens if model is None else model.batch_tokens,
+        sequence_tokens=length if model is None else min(length, model.max_tokens),
+        groups_per_copy=groups,
+        groups_per_call=min(groups, per_call),
+        sequences_per_group=config.algorithm.group_size + is_features,  # and the ground truth
+    )
+
+
+def _make_reward(option: str, reward: RewardConfig) -> ClassifierReward:
+    kind = import_object(reward.path, what=f"{option}.path", error=ConfigError)
+    try:
+        made: ClassifierReward = kind(**reward.kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{option}.kwargs: {error}") from None
+    return made
+
+
+def _batch_option(option: str, reward: RewardConfig) -> str:
+    """What bounds a pass, as on the command line, where a plus adds what the config does not have yet."""
+    if reward.path == FEATURE_PATH:
+        return f"{option}.micro_batch_tokens"
+    return f"{'' if 'batch_tokens' in reward.kwargs else '+'}{option}.kwargs.batch_tokens"
+
+
+def _completed(reward: RewardConfig) -> RewardConfig:
+    """With processes of its own, as what asks for GPUs and what is a class has them."""
+    alone = reward.num_gpus > 0 or reward.path.startswith(CLASSES)
+    return replace(reward, num_processes=reward.num_processes or 1) if alone and not reward.is_served else reward
