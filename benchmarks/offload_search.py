@@ -73,7 +73,6 @@ def _chunk(first: float, last: float) -> ChunkProfile:
         num_bytes=CHUNK_BYTES,
         gathered_bytes=CHUNK_BYTES,
         gradient_bytes=CHUNK_BYTES,
-        begin_bytes=6 * elements,
         cast_bytes=6 * elements,
         staging_bytes=2 * CHUNK_BYTES,
         state_bytes=STATE_BYTES_PER_ELEMENT * elements,

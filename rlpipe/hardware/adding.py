@@ -1,4 +1,4 @@
-"""Adds up tensors of different types on the host without the detour that torch takes."""
+"""Adds up gradients on the host, without the detours that torch takes where types differ."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**22
-"""Elements: few enough that their converted copies stay in the caches, and enough that threads seldom wait for each
-other, which takes long where something else runs on the cores."""
+"""Elements: few enough that they and their converted copies stay in the caches, and enough that threads seldom wait for
+each other, which takes long where something else runs on the cores."""
 
 
-def add_to(total: Tensor, part: Tensor) -> None:
-    """Adds ``part`` to ``total`` in place; both are flat, ``[N]``.
+def add_up(total: Tensor, part: Tensor, *, is_first: bool = False) -> Tensor:
+    """Adds ``part`` to ``total`` in place, or puts the first one there; both are flat, ``[N]``, and on the CPU.
 
-    On the CPU torch first converts whole operands of another type into new memory, which takes several times as long.
+    Returns the sum of squares of what is then in ``total`` (scalar, float64): it costs little while a block is at hand,
+    and another pass over memory later. On the CPU torch would convert whole operands of another type into new memory,
+    which takes several times as long. Neither type is wider than float32.
     """
-    if total.is_cuda or total.dtype is part.dtype:
-        total.add_(part)
-        return
-    wide = torch.promote_types(total.dtype, part.dtype)
-    room = torch.empty(min(BLOCK, len(total)), dtype=wide, device=total.device)
+    wide = torch.float32
+    room = torch.empty(room_bytes(len(total), total.dtype, part.dtype) // wide.itemsize, dtype=wide)
+    squared = torch.zeros((), dtype=torch.float64)
     for own, other in zip(total.split(BLOCK), part.split(BLOCK), strict=True):
         converted = room[: len(own)]
-        if total.dtype is wide:
+        if is_first:
+            own.copy_(other)
+        elif own.dtype is other.dtype is wide:
+            own.add_(other)
+        elif own.dtype is wide:
             own.add_(converted.copy_(other))
         else:
             own.copy_(converted.copy_(own).add_(other))
+        values = own if own.dtype is wide else converted.copy_(own)
+        squared += torch.dot(values, values)
+    return squared
+
+
+def room_bytes(num_elements: int, *dtypes: torch.dtype) -> int:
+    """What ``add_up`` takes for copies of so many elements of these types, and gives back."""
+    return 0 if all(dtype is torch.float32 for dtype in dtypes) else min(BLOCK, num_elements) * torch.float32.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rlpipe.hardware.adding import add_to
+from rlpipe.hardware.adding import add_up
 from rlpipe.hardware.device import STATE_DTYPES, adding
 from rlpipe.hardware.timing import Work, rate, time_calls
 
@@ -64,7 +64,7 @@ def _adam_elements(device: torch.device, dtype: torch.dtype, scale: float) -> fl
 
 
 def added_elements(*, scale: float = 1.0) -> dict[str, float]:
-    """Elements a second of gradients that the host adds to a sum, by ``adding``."""
+    """Elements a second of gradients that the host adds to a sum, whose squares it adds up, by ``adding``."""
     return {
         adding(part, total): _added_elements(getattr(torch, part), getattr(torch, total), scale)
         for total in STATE_DTYPES
@@ -75,4 +75,4 @@ def added_elements(*, scale: float = 1.0) -> dict[str, float]:
 def _added_elements(part_dtype: torch.dtype, total_dtype: torch.dtype, scale: float) -> float:
     part = torch.ones(int(scale * ADDED_ELEMENTS), dtype=part_dtype)
     total = torch.zeros(len(part), dtype=total_dtype)
-    return rate(len(part), lambda: add_to(total, part), part.device, scale=scale)
+    return rate(len(part), lambda: add_up(total, part), part.device, scale=scale)

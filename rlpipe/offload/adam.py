@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.hardware.adding import add_to
+from rlpipe.hardware.adding import add_up
 from rlpipe.offload.chunk import ChunkMemory
 
 STEPS = "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Casts:
+    """Brings gradients on the host into the type that weights are updated in, one at a time, in memory that is used
+    again: to get new pages takes longer than the copy."""
+
+    def __init__(self) -> None:
+        self._room: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._room is None else self._room.nbytes
+
+    def cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Right until the next one."""
+        if gradient.dtype is dtype:
+            return gradient
+        num_bytes = len(gradient) * dtype.itemsize
+        if self._room is None or self.num_bytes < num_bytes:
+            self._room = None
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._room[:num_bytes].view(dtype).copy_(gradient)
 
 
 class ChunkAdam:
@@ -28,14 +51,17 @@ class ChunkAdam:
         config: OptimizerConfig,
         *,
         gradient_dtype: torch.dtype,
+        casts: Casts,
     ) -> None:
         assert memory.master is not None
-        self.memory = memory
+        self.memory, self._casts = memory, casts
         master = memory.master
         self.gradient = torch.zeros(len(master), dtype=gradient_dtype, device=master.device)
         """The sum of this update so far."""
         self.has_gradient: dict[str, bool] = dict.fromkeys(memory.names, False)
         """Of which tensors; belongs to the thread that trains, and is ahead of the sum, which others make."""
+        self._squares: dict[str, Tensor] = {}
+        """On the host: of the sum so far, by tensor; added up with it, so that it is not read once more."""
         self._is_empty = True
         """Nothing is added yet: gradients of other ranks may come where this one has none."""
         self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
@@ -69,10 +95,12 @@ class ChunkAdam:
 
     def add(self, part: Tensor, *, is_first: bool) -> None:
         """Adds this rank's part of a backward pass's gradients; the first ones replace what was there."""
-        if is_first:
-            self.gradient.copy_(part)
-        else:
-            add_to(self.gradient, part)
+        if self.gradient.is_cuda:
+            self.gradient.copy_(part) if is_first else self.gradient.add_(part)
+            return
+        for name, piece in self.pieces.items():
+            own = piece.in_part
+            self._squares[name] = add_up(self.gradient[own], part[own], is_first=is_first)
 
     def take(self) -> list[str]:
         """Names of the tensors that have gradients, for ``update``; what is expected from here on is the next one's."""
@@ -82,10 +110,12 @@ class ChunkAdam:
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part (scalar, float32)."""
-        # The gaps between tensors are anything.
-        parts = [self.gradient[piece.in_part] for name, piece in self.pieces.items() if self.has_gradient[name]]
-        if not parts:
+        names = [name for name, has in self.has_gradient.items() if has]
+        if not names:
             return torch.zeros((), device=self.gradient.device)
+        if not self.gradient.is_cuda:
+            return torch.stack([self._squares[name] for name in names]).sum().float()
+        parts = [self.gradient[self.pieces[name].in_part] for name in names]  # the gaps between them are anything
         return torch.stack(list(torch._foreach_norm(parts, dtype=torch.float32))).square().sum()
 
     def update(self, names: Iterable[str], learning_rate: float, scale: float) -> None:
@@ -98,7 +128,9 @@ class ChunkAdam:
         divisor = None if scale == 1 else torch.full((), scale, device=master.device).reciprocal_()
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         for name in names:
-            self._updated[name].grad = self.gradient[self.pieces[name].in_part].to(master.dtype)
+            gradient = self.gradient[self.pieces[name].in_part]
+            cast = gradient.to if self.memory.is_persistent else partial(self._casts.cast, gradient)
+            self._updated[name].grad = cast(master.dtype)
             self._optimizer.step()
             self._updated[name].grad = None
         self.memory.spread()

@@ -221,7 +221,7 @@ def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mo
     in_bytes = (0 if is_there else chunk.num_bytes) + _swapped(profile, modes, index)
     out_bytes = 0 if stays else chunk.gradient_bytes
     exchange_s = (0.0 if is_there else gather_s(rates, chunk)) + reduce_s(rates, chunk)
-    adding_s = 0.0 if stays else host_adding_s(rates, chunk, profile.num_micro_batches)
+    adding_s = 0.0 if stays else host_adding_s(rates, chunk)
     return max(compute_s, transfer_s(rates, in_bytes, out_bytes), exchange_s, adding_s)
 
 
@@ -248,12 +248,10 @@ def reduce_s(rates: Rates, chunk: ChunkProfile) -> float:
     return rates.link.reduce_scatter.time(chunk.scatter_bytes) + rates.link.all_reduce.time(chunk.reduce_bytes)
 
 
-def host_adding_s(rates: Rates, chunk: ChunkProfile, num_micro_batches: int) -> float:
-    """Seconds that the host takes for a chunk's gradient of a backward pass, in the mean over an update's: the first
-    one is copied, the others are added to it."""
-    first_s = chunk.begin_bytes / rates.host_bandwidth
-    other_s = chunk.num_trained / rate_of(rates.host_adding, chunk.adding)
-    return (first_s + (num_micro_batches - 1) * other_s) / num_micro_batches
+def host_adding_s(rates: Rates, chunk: ChunkProfile) -> float:
+    """Seconds that the host takes to add a chunk's gradient of a backward pass to those before; the first one, which is
+    copied, takes about as long."""
+    return chunk.num_trained / rate_of(rates.host_adding, chunk.adding)
 
 
 def host_update_s(rates: Rates, chunk: ChunkProfile) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.offload.adam import ChunkAdam
+from rlpipe.offload.adam import Casts, ChunkAdam
 from rlpipe.offload.chunk import ChunkMemory
 from rlpipe.offload.gradients import Gradients
 from rlpipe.offload.lanes import Queues
@@ -37,8 +37,10 @@ class ChunkOptimizer:
     ) -> None:
         """``drop`` frees the slots of a chunk that is about to change."""
         self._ranks, self._drop, self._device = ranks, drop, device
+        self.casts = Casts()
         self.adams = {
-            index: ChunkAdam(memory, config, gradient_dtype=gradient_dtype) for index, memory in memories.items()
+            index: ChunkAdam(memory, config, gradient_dtype=gradient_dtype, casts=self.casts)
+            for index, memory in memories.items()
         }
         self._worker = queues.worker
         self._updates: dict[int, Future[None]] = {}

@@ -68,14 +68,13 @@ class ChunkProfile:
     """The same where each is given the whole sum."""
     gradient_bytes: int = 0
     """What a backward pass sends to the host; 0 for frozen ones."""
-    begin_bytes: int = 0
-    """What the host reads and writes to begin an update's sum with the first of them."""
     adding: str = "float32 to float32"
-    """How the host adds the others, by its name among the rates."""
+    """How the host adds it to those before, by its name among the rates."""
     state_bytes: int = 0
     """Where it is updated: its summed gradient, its moments, its weights in the optimizer's type; 0 for frozen ones."""
     staging_bytes: int = 0
-    """On the host, where its gradients arrive there: places that all chunks use, each as large as it needs."""
+    """On the host, where its gradients arrive there and are added up: places that all chunks use, each as large as it
+    needs."""
     update_bytes: int = 0
     """What its update makes where it goes on, and drops: a tensor's gradient in the optimizer's type."""
     num_trained: int = 0

@@ -10,6 +10,7 @@ from heapq import nlargest
 import torch
 from torch import nn
 
+from rlpipe.hardware.adding import room_bytes
 from rlpipe.hardware.device import adding
 from rlpipe.offload.gradients import NUM_STAGED
 from rlpipe.offload.layout import ALIGNMENT, Chunk, Layout, aligned
@@ -119,10 +120,9 @@ def _profile_chunk(
         scatter_bytes=exchanged if num_parts > 1 else 0,
         reduce_bytes=0 if num_parts > 1 else 2 * exchanged,  # sums go back to each other
         gradient_bytes=gradient_bytes,
-        begin_bytes=elements * (sent.itemsize + precision.gradient.itemsize),
         adding=adding(_name(sent), _name(precision.gradient)),
         state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
-        staging_bytes=NUM_STAGED * gradient_bytes,
+        staging_bytes=NUM_STAGED * gradient_bytes + room_bytes(largest, sent, precision.gradient),
         update_bytes=0 if precision.gradient is state else largest * state.itemsize,
         num_trained=elements,
         state_dtype=_name(state),

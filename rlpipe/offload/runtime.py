@@ -218,7 +218,8 @@ class OffloadedModel:
         """Of chunks and their gradients and states, and of swapped activations, at this moment."""
         chunks = sum(len(memory.host_bytes) for memory in self._memories if not memory.is_persistent)
         states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if not adam.memory.is_persistent)
-        return chunks + states + self.optimizer.gradients.host_bytes + self._arena.num_bytes
+        passing = self.optimizer.gradients.host_bytes + self.optimizer.casts.num_bytes + self._arena.num_bytes
+        return chunks + states + passing
 
     def end_update(self) -> tuple[float, int]:
         """Seconds since the update's first forward pass began, and how many there were; call it once for each."""

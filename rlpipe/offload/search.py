@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -323,7 +323,7 @@ class _Space:
         own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
         gathering_s = self._seconds_of_chunks(gather_s)
         reducing_s = self._seconds_of_chunks(reduce_s)
-        adding_s = self._seconds_of_chunks(partial(host_adding_s, num_micro_batches=profile.num_micro_batches))
+        adding_s = self._seconds_of_chunks(host_adding_s)
         changes = self._of_chunks("num_trained") > 0
 
         def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, beside_s: Floats) -> Floats:

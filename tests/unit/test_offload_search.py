@@ -54,7 +54,6 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 staging_bytes=int(rng.integers(0, 200)) if trained else 0,
                 update_bytes=int(rng.integers(0, 200)) if trained else 0,
                 num_trained=size if trained else 0,
-                begin_bytes=2 * size if trained else 0,
                 adding=str(rng.choice(["bfloat16 to float32", "float32 to float32", "float16 to float32"])),
                 state_dtype=str(rng.choice(["float32", "bfloat16"])),
                 cast_bytes=int(rng.integers(0, 20)) if trained else 0,
