@@ -160,8 +160,9 @@ def working_bytes(profile: Profile, knobs: Knobs, modes: Sequence[Mode]) -> int:
 
 
 def staging_bytes(chunks: Sequence[ChunkProfile]) -> int:
-    """On the host, where gradients of these arrive."""
-    return max((chunk.staging_bytes for chunk in chunks), default=0)
+    """On the host, where gradients of these arrive and are added up."""
+    staging = max((chunk.staging_bytes for chunk in chunks), default=0)
+    return staging + max((chunk.adding_bytes for chunk in chunks), default=0)
 
 
 def update_bytes(chunks: Sequence[ChunkProfile]) -> int:

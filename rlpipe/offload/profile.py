@@ -73,8 +73,9 @@ class ChunkProfile:
     state_bytes: int = 0
     """Where it is updated: its summed gradient, its moments, its weights in the optimizer's type; 0 for frozen ones."""
     staging_bytes: int = 0
-    """On the host, where its gradients arrive there and are added up: places that all chunks use, each as large as it
-    needs."""
+    """On the host, where its gradients arrive there: places that all chunks use, each as large as it needs."""
+    adding_bytes: int = 0
+    """What the host makes to add them up, and drops."""
     update_bytes: int = 0
     """What its update makes where it goes on, and drops: a tensor's gradient in the optimizer's type."""
     num_trained: int = 0

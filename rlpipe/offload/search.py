@@ -38,6 +38,8 @@ ROWS = 1024
 """Divisions that are looked at together: their arrays stay small."""
 TIE = 1 + 1e-12
 """Times the fastest: no slower, but for rounding."""
+PASSING = ("staging_bytes", "adding_bytes", "update_bytes")
+"""On the host, of the chunk that takes most."""
 
 
 class DoesNotFit(ValueError):
@@ -268,7 +270,7 @@ class _Space:
         """``[K, P]``."""
         held = self._held("num_bytes")
         swapped = self._is(Mode.SWAP) @ self._of_stages("swapped_bytes")  # [K]
-        passing = sum(_most(self._of_chunks(name)[::-1])[::-1] for name in ("staging_bytes", "update_bytes"))
+        passing = sum(_most(self._of_chunks(name)[::-1])[::-1] for name in PASSING)
         return (held[-1] - held + passing)[self.persistent][None] + swapped[:, None]
 
     def _activation_peaks(self) -> Floats:

@@ -52,6 +52,7 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
                 gradient_bytes=size if trained else 0,
                 state_bytes=3 * size if trained else 0,
                 staging_bytes=int(rng.integers(0, 200)) if trained else 0,
+                adding_bytes=int(rng.integers(0, 200)) if trained else 0,
                 update_bytes=int(rng.integers(0, 200)) if trained else 0,
                 num_trained=size if trained else 0,
                 adding=str(rng.choice(["bfloat16 to float32", "float32 to float32", "float16 to float32"])),
@@ -148,7 +149,7 @@ def test_a_way_is_found_where_there_is_just_what_it_takes(seed: int) -> None:
 def test_fixed_knobs_stay_and_the_others_are_searched(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile, rates = random_profile(rng, num_blocks=3, num_chunks=4, trained=True), random_rates(rng)
-    capacity = Capacity(device_bytes=400, host_bytes=600)
+    capacity = Capacity(device_bytes=600, host_bytes=800)
     ways = all_ways(profile, rates, capacity)
     knobs, _ = ways[int(rng.integers(len(ways)))]
     for names in (["num_slots"], ["num_persistent", "num_swapped"], ["num_checkpointed", "num_offloaded"]):
