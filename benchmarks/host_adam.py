@@ -1,8 +1,8 @@
 """AdamW on the host: torch's fused kernel, which chunks are updated with, and DeepSpeed's, in elements a second.
 
-Both update one flat tensor in turns, with all cores. DeepSpeed's is compiled when it is first used, which takes a
-minute or more; where that fails the reason is printed, and the ratio, DeepSpeed's over torch's, is null. Without a GPU,
-Ray or vLLM. Run: ``python -m benchmarks.host_adam``.
+Both clip the gradient of one flat tensor, and update it, in turns, with all cores. DeepSpeed's is compiled when it is
+first used, which takes a minute or more; where that fails the reason is printed, and the ratio, DeepSpeed's over
+torch's, is null. Without a GPU, Ray or vLLM. Run: ``python -m benchmarks.host_adam``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,32 @@ from torch import Tensor, nn
 from rlpipe.hardware.timing import all_cores
 
 NUM_WARM = 2
+SCALE = 0.999
+"""Of clipped gradients."""
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 """Of weights, gradients and moments: those of ``learner.chunked.state_dtype``."""
 Step = Callable[[], object]
 
 
-def torch_step(weights: nn.Parameter) -> Step:
-    return torch.optim.AdamW([weights], lr=1e-6, fused=True).step
+def torch_step(weights: nn.Parameter, scale: float) -> Step:
+    """The kernel divides gradients on the way, as torch's GradScaler has it."""
+    optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
+    optimizer.grad_scale = torch.tensor(1 / scale)
+    return optimizer.step
 
 
-def deepspeed_step(weights: nn.Parameter) -> Step:
+def deepspeed_step(weights: nn.Parameter, scale: float) -> Step:
+    """The kernel takes gradients as they are."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     wide = weights.dtype is torch.float32
     optimizer = DeepSpeedCPUAdam([weights], lr=1e-6, adamw_mode=True, fp32_optimizer_states=wide)
-    step: Step = optimizer.step
+
+    def step() -> None:
+        assert weights.grad is not None
+        weights.grad.mul_(scale)
+        optimizer.step()
+
     return step
 
 
@@ -64,7 +75,7 @@ def make_sides(names: Sequence[str], num_elements: int, dtype: torch.dtype) -> d
     found = {}
     for name in names:
         try:
-            found[name] = SIDES[name](make_weights(num_elements, dtype))
+            found[name] = SIDES[name](make_weights(num_elements, dtype), SCALE)
         except (RuntimeError, ImportError, OSError, AttributeError, AssertionError) as error:
             print(f"{name} is not there: {error}", flush=True)
     return found
