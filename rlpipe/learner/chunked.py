@@ -25,7 +25,7 @@ from rlpipe.learner.sharding import Reduce, Updates
 from rlpipe.learner.single import SingleRank
 from rlpipe.learner.workload import Workload
 from rlpipe.offload.agreement import agree, ranks_of
-from rlpipe.offload.auto import choices_of, plan
+from rlpipe.offload.auto import choices_of, is_given, plan
 from rlpipe.offload.comparison import Comparison
 from rlpipe.offload.decide import Decision
 from rlpipe.offload.flat_part import FlatPart
@@ -72,7 +72,7 @@ class Chunked:
         self._offloaded.append(offloaded)
 
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
-        hardware = own_device(self.device)
+        hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
         free = capacity(self._config, self.device, replaced=scorer)
         if self._workload.has_copy:  # which is spread after the policy
             free = free.less(least_memory(scorer, sizes=chunk_sizes(self._config)))
@@ -85,7 +85,7 @@ class Chunked:
 
         return agree(free, decide)
 
-    def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device, free: Capacity) -> Decision:
+    def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
         row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
 
         def loss_of(trace: Trace) -> Tensor:

@@ -65,7 +65,8 @@ def offload(
     check_free(model, optimizer)
     precision = precision or Precision()
     given = dict(batch) if batch is not None else representative_batch(model, num_tokens)
-    hardware, parts = own_device(device), choices_of(sharing, num_ranks())
+    knobs, parts = knobs or {}, choices_of(sharing, num_ranks())
+    hardware = None if is_given(knobs) else own_device(device)
 
     def loss(_: Trace) -> Tensor:
         found = loss_of(model, given) if loss_of is not None else model(**given).loss
@@ -78,7 +79,7 @@ def offload(
             model,
             loss,
             hardware,
-            knobs=knobs or {},
+            knobs=knobs,
             capacity=free,
             precision=precision,
             num_micro_batches=num_micro_batches,
@@ -114,10 +115,15 @@ def choices_of(sharing: str, num_ranks: int) -> tuple[int, ...]:
     return choices[sharing] if num_ranks > 1 else (1,)
 
 
+def is_given(knobs: Mapping[str, int]) -> bool:
+    """Whether all ``knobs`` have values: then nothing is measured, traced or searched."""
+    return knobs.keys() == {entry.name for entry in fields(Knobs)}
+
+
 def plan(
     model: nn.Module,
     loss_of: Callable[[Trace], Tensor],
-    hardware: Device,
+    hardware: Device | None,
     *,
     knobs: Mapping[str, int],
     capacity: Capacity,
@@ -128,7 +134,7 @@ def plan(
     parts: Sequence[int] = (1,),
     is_trained: bool = True,
 ) -> Decision:
-    """The best way; where all ``knobs`` are given, that is it, and nothing is traced.
+    """The best way on this hardware; where all ``knobs`` are given, that is it, and none is needed.
 
     ``parts`` are the numbers of shares that are tried into which ranks may cut the chunks. Raises as ``offload`` does,
     also where the model can't be traced.
@@ -138,8 +144,9 @@ def plan(
     units = find_units(model)
     inventory = take_inventory(model, units, trained=is_trained, compute_dtype=precision.compute)
     layout = make_layout(inventory.tensors, sizes=sizes)
-    if knobs.keys() == {entry.name for entry in fields(Knobs)}:
+    if is_given(knobs):
         return given_decision(units, layout, Knobs(**knobs), num_parts=parts[-1])
+    assert hardware is not None, "what is searched needs rates"
     try:
         with traceable_experts(model):
             trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)

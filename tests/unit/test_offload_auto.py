@@ -39,6 +39,7 @@ from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, Optimize
 from rlpipe.learner.chunked import Chunked
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.workload import Workload
+from rlpipe.offload import auto
 from rlpipe.offload.auto import free_memory, offload
 from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.decide import describe_small_update
@@ -238,8 +239,9 @@ def test_a_copy_is_spread_after_what_is_trained(tmp_path: Path) -> None:
         Chunked(LearnerConfig(offload="chunked"), CPU, Workload()).shard(scorer, trained=False)
 
 
-def test_where_all_knobs_are_given_nothing_is_traced() -> None:
+def test_where_all_knobs_are_given_nothing_is_measured_or_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_qwen()
+    monkeypatch.setattr(auto, "own_device", lambda _: 1 / 0)
     knobs = {"num_persistent": 1, "num_slots": 3, "num_swapped": 1, "num_checkpointed": 2, "num_offloaded": 1}
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with offload(model, device=CPU, optimizer=CONFIG, knobs=knobs, sizes=SIZES) as offloaded:
