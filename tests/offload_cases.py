@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
@@ -153,7 +154,9 @@ def make_nf4() -> nn.Module:
 def in_nf4(model: PreTrainedModel, *, dtype: torch.dtype) -> nn.Module:
     """The model as QLoRA loads it, with linear layers in NF4, and all else in ``dtype``."""
     with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        # Of ranks, transformers' own way to save would have the first alone write.
+        model.config.save_pretrained(folder)
+        save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
         quantised = type(model).from_pretrained(
             folder, quantization_config=nf4_config(dtype), device_map={"": "cpu"}, dtype=dtype
         )
