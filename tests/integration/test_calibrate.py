@@ -34,6 +34,6 @@ def test_the_machine_is_measured_and_stored(capsys: pytest.CaptureFixture[str]) 
 def test_a_plan_follows_where_a_config_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *ON_CPU, "--calibrate", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [*found] == ["device", "model", "engine", "learner", "step"]
+    assert [*found] == ["device", "model", "engine", "learner", "machine", "step"]
     assert found["device"]["name"] == own_name("cpu")
     assert stored_names() == [own_name("cpu")]
