@@ -17,6 +17,16 @@ Read = Callable[[dict[str, Tensor]], None]
 """Fills tensors with what a checkpoint has under their names."""
 
 
+def weight_key(name: str) -> str:
+    """Of a trained parameter."""
+    return f"policy.{name}"
+
+
+def moment_key(name: str, moment: str) -> str:
+    """Of what the optimizer keeps of it."""
+    return f"optimizer.{name}.{moment}"
+
+
 def write_tensors(folder: Path, tensors: dict[str, Tensor], *, num_ranks: int) -> None:
     """All ranks must call it; what several have is written once. Raises ``OSError`` if it can't be written."""
     try:

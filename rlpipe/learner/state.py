@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.step import Learner
-from rlpipe.stored import read_tensors, stored_shapes, write_tensors
+from rlpipe.stored import read_tensors, stored_shapes, weight_key, write_tensors
 
-POLICY, REFERENCE = "policy.", "reference."
+POLICY, REFERENCE = weight_key(""), "reference."
 FLOAT32_BYTES = 4
 NUM_MOMENTS = 2
 """That AdamW keeps of every parameter."""
@@ -41,7 +41,7 @@ def write_state(learner: Learner, folder: Path) -> None:
 def read_state(learner: Learner, folder: Path) -> None:
     """All ranks must call it. Raises ``ConfigError`` if the checkpoint trains other parameters than the learner."""
     stored, moving = stored_shapes(folder), _moving(learner)
-    expected = {f"{POLICY}{name}" for name in learner.policy.trainable_parameters()}
+    expected = {weight_key(name) for name in learner.policy.trainable_parameters()}
     _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
     learner.updates.load_state(stored, partial(read_tensors, folder))
     learner.policy.sharding.load_state(moving, partial(read_tensors, folder, prefix=REFERENCE))
@@ -53,7 +53,7 @@ def read_state(learner: Learner, folder: Path) -> None:
 def read_policy(policy: Policy, folder: Path) -> None:
     """The trained parameters alone, of a policy that is trained no further. ``ModelError`` if they are others."""
     parameters = policy.trainable_parameters()
-    shapes = {f"{POLICY}{name}": policy.sharding.shape(parameter) for name, parameter in parameters.items()}
+    shapes = {weight_key(name): policy.sharding.shape(parameter) for name, parameter in parameters.items()}
     stored = {name: shape for name, shape in stored_shapes(folder).items() if name.startswith(POLICY)}
     if stored != shapes:
         different = sorted(name for name in stored | shapes if stored.get(name) != shapes.get(name))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.learner.moments import MOMENTS, STEPS, read_moments, write_moments
 from rlpipe.learner.optimizer import make_optimizer
-from rlpipe.stored import Read
+from rlpipe.stored import Read, moment_key, weight_key
 
 
 class TorchUpdates:
@@ -66,9 +66,9 @@ class TorchUpdates:
         return [self._local(p.grad) for p in self._parameters.values() if p.grad is not None]
 
     def state(self) -> dict[str, Tensor]:
-        weights = {f"policy.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        weights = {weight_key(name): parameter.detach() for name, parameter in self._parameters.items()}
         return weights | {
-            f"optimizer.{name}.{key}": self._spread(moment, name)
+            moment_key(name, key): self._spread(moment, name)
             for name, updated in self._updated.items()
             for key, moment in read_moments(self.optimizer.state.get(updated, {})).items()
         }
@@ -77,12 +77,12 @@ class TorchUpdates:
         self.optimizer.state.clear()
         moments: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
-            keys = [key for key in MOMENTS if f"optimizer.{name}.{key}" in stored]
+            keys = [key for key in MOMENTS if moment_key(name, key) in stored]
             if keys:
                 room = {key: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for key in keys}
                 moments[name] = room | {STEPS: torch.zeros(())}
-        weights = {f"policy.{name}": parameter.detach() for name, parameter in self._parameters.items()}
-        read(weights | {f"optimizer.{name}.{key}": m for name, own in moments.items() for key, m in own.items()})
+        weights = {weight_key(name): parameter.detach() for name, parameter in self._parameters.items()}
+        read(weights | {moment_key(name, key): m for name, own in moments.items() for key, m in own.items()})
         for name, own in moments.items():
             updated = self._updated[name]
             plain = updated is not self._parameters[name]

@@ -27,7 +27,7 @@ from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.learner.ranks import Ranks
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Updates
-from rlpipe.stored import Read
+from rlpipe.stored import Read, moment_key, weight_key
 
 
 class Zero3(Ranks):
@@ -162,15 +162,15 @@ class Zero3Updates:
         for index, (name, parameter) in enumerate(self._parameters.items()):
             group, offset, size = self._place(parameter)
             own = moments.get(group, {})
-            parts = {f"policy.{name}": safe_get_local_fp32_param(parameter)}
-            parts |= {f"optimizer.{name}.{key}": own[key].narrow(0, offset, size) for key in MOMENTS if key in own}
+            parts = {weight_key(name): safe_get_local_fp32_param(parameter)}
+            parts |= {moment_key(name, key): own[key].narrow(0, offset, size) for key in MOMENTS if key in own}
             mine = index % self._num_ranks == self._rank
             for key, part in parts.items():
                 whole = self._gather(part, parameter)
                 if mine:
                     held[key] = whole.cpu()
             if mine and own:
-                held[f"optimizer.{name}.{STEPS}"] = own[STEPS]
+                held[moment_key(name, STEPS)] = own[STEPS]
         return held
 
     def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
@@ -180,8 +180,8 @@ class Zero3Updates:
             kept[0].partition(kept)  # small ones stay gathered from step to step; the next use gathers what is read
         moments: dict[int, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
-            weight, steps = f"policy.{name}", f"optimizer.{name}.{STEPS}"
-            keys = {key: f"optimizer.{name}.{key}" for key in MOMENTS if f"optimizer.{name}.{key}" in stored}
+            weight, steps = weight_key(name), moment_key(name, STEPS)
+            keys = {key: moment_key(name, key) for key in MOMENTS if moment_key(name, key) in stored}
             tensors = {key: torch.zeros(stored[key]) for key in (weight, *keys.values(), *([steps] if keys else []))}
             read(tensors)
             part = _part(tensors[weight], parameter, self._rank, self._num_ranks)

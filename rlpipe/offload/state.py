@@ -14,18 +14,10 @@ from torch import Tensor
 from rlpipe.offload.adam import MOMENTS, STEPS
 from rlpipe.offload.flat_part import FlatPart
 from rlpipe.offload.runtime import OffloadedModel
-from rlpipe.stored import Read
+from rlpipe.stored import Read, moment_key, weight_key
 
 Names = Mapping[tuple[int, str], str]
 """Of the trained parameters in chunks, by the chunk's number and the name there."""
-
-
-def weight_key(name: str) -> str:
-    return f"policy.{name}"
-
-
-def moment_key(name: str, moment: str) -> str:
-    return f"optimizer.{name}.{moment}"
 
 
 def chunk_state(offloaded: OffloadedModel, names: Names) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from rlpipe.errors import ConfigError
 from rlpipe.offload.adam import MOMENTS, STEPS
 from rlpipe.offload.comparison import Comparison
 from rlpipe.offload.runtime import OffloadedModel
-from rlpipe.offload.state import chunk_state, load_chunk_state, moment_key, weight_key
-from rlpipe.stored import read_tensors, stored_shapes, write_tensors
+from rlpipe.offload.state import chunk_state, load_chunk_state
+from rlpipe.stored import moment_key, read_tensors, stored_shapes, weight_key, write_tensors
 
 logger = logging.getLogger(__name__)
 
