@@ -1,6 +1,7 @@
 """Log-probs and entropies of tokens from hidden states and the lm_head, without holding all logits.
 
-Shapes: T tokens, H hidden size, V vocabulary, K tokens that are not ignored, C tokens of a chunk.
+Shapes: T tokens, H hidden size, V vocabulary (a rank's rows of it, if it is sharded), r rank of a LoRA, K tokens that
+are not ignored.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-IGNORED = -100
-"""The target of a token that does not count; its log-prob and entropy are 0 and have no gradient."""
+from rlpipe.kernels.head_gradients import HeadGradients
+from rlpipe.kernels.head_tiles import HeadOptions, HeadTiles, VocabularyShard, sum_over_shards
+from rlpipe.kernels.logit_change import LogitChange
+from rlpipe.kernels.products import add_product, product, wide
+from rlpipe.kernels.softmax_rows import IGNORED, RowStats
 
 
 def linear_logprob(
@@ -22,166 +25,184 @@ def linear_logprob(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    states: Tensor | None = None,
+    up: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float = 1.0,
     softcap: float | None = None,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
+    entropy_gradient: bool = True,
     has_ignored: bool = True,
+    shard: VocabularyShard | None = None,
+    use_triton: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of ``targets`` under softmax((hidden @ weight.T + bias) / temperature), and the entropy in nats.
-
-    ``softcap`` bounds the logits z, before the temperature, as softcap · tanh(z / softcap) (Gemma).
+    """Log-prob of ``targets`` under softmax(z), with z = softcap · tanh(scale · x / softcap) / temperature and
+    x = hidden @ weight.T + states @ up.T + bias, and the entropy in nats.
 
     ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` ``[T]`` integers, ``IGNORED`` where
-    a token does not count; ``has_ignored=False`` says that all do, and spares the look. Returns ``logprobs [T]`` and
-    ``entropy [T]`` (None unless asked for), in at least float32. Logits are formed for ``chunk_tokens`` tokens at a
-    time, and again in the backward pass; when one chunk holds all tokens, its softmax is kept instead. Differentiable
-    in ``hidden``, and in ``weight`` and ``bias`` where they require it, through both results.
+    a token does not count; ``has_ignored=False`` says that all do, and spares the look. ``states`` ``[T, r]`` and
+    ``up`` ``[V, r]`` are a LoRA's, if there is one. ``temperature`` is one number, or one for each token ``[T]``. With
+    ``shard``, weight, up and bias are this rank's rows, and all ranks must call alike.
+
+    Returns ``logprobs [T]`` and ``entropy [T]`` (None unless asked for), in at least float32; a target outside of the
+    vocabulary has -inf. Differentiable in all tensors that require it, but the temperature, through both results, or
+    through the log-probs alone without ``entropy_gradient``. Of a sharded vocabulary, gradients of ``hidden`` and
+    ``states`` are summed over the ranks.
+
+    Logits exist for ``chunk_tokens`` tokens at one time, or for more tokens and as much less of the vocabulary. The
+    gradient of ``hidden`` and ``states`` through the log-probs is made along with these, up to a factor, where it is
+    all there is to make: with weight, up and bias frozen no product is left for the backward pass. Else that forms
+    the logits again. Triton or torch runs as ``use_triton`` says; None: Triton on CUDA.
     """
-    if not has_ignored:
-        return _compute(hidden, weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy)
-    counted = (targets != IGNORED).nonzero().squeeze(1)  # [K]
-    if len(counted) == len(targets):
-        return _compute(hidden, weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy)
-    logprobs, entropy = _compute(
-        hidden.index_select(0, counted),
-        weight,
-        targets[counted],
-        bias,
-        temperature,
-        softcap,
-        chunk_tokens,
-        with_entropy,
+    if hidden.shape != (len(targets), weight.shape[1]) or (states is None) != (up is None):
+        raise ValueError(
+            f"hidden of shape {[*hidden.shape]}, weight {[*weight.shape]}, targets {[*targets.shape]}: they must be "
+            "[T, H], [V, H] and [T]; and states need up, as it does states"
+        )
+    counted = (targets != IGNORED).nonzero().squeeze(1) if has_ignored else None  # [K]
+    if counted is not None and len(counted) == len(targets):
+        counted = None
+    per_token = temperature.detach() if isinstance(temperature, Tensor) else None
+    options = HeadOptions(
+        scale=scale,
+        softcap=softcap,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        chunk_tokens=chunk_tokens,
+        shard=shard,
+        use_triton=use_triton,
     )
-    zeros = logprobs.new_zeros(len(targets))
-    return zeros.index_copy(0, counted, logprobs), None if entropy is None else zeros.index_copy(0, counted, entropy)
+    found = _compute(
+        _select(hidden, counted).to(weight.dtype),
+        weight,
+        bias,
+        None if states is None else _select(states, counted).to(weight.dtype),
+        None if up is None else up.to(weight.dtype),
+        _select(targets, counted),
+        None if per_token is None else _select(per_token, counted),
+        options,
+        with_entropy,
+        entropy_gradient,
+    )
+    if counted is not None:
+        found = [one.new_zeros(len(targets)).index_copy(0, counted, one) for one in found]
+    return found[0], found[1] if with_entropy else None
+
+
+def _select(tensor: Tensor, counted: Tensor | None) -> Tensor:
+    return tensor if counted is None else tensor.index_select(0, counted)
 
 
 def _compute(
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
     bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    chunk_tokens: int,
+    states: Tensor | None,
+    up: Tensor | None,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    options: HeadOptions,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    logprobs, entropy = LinearLogprob.apply(
-        hidden.to(weight.dtype), weight, targets, bias, temperature, softcap, chunk_tokens, with_entropy
-    )
-    return logprobs, entropy if with_entropy else None
+    entropy_gradient: bool,
+) -> list[Tensor]:
+    """Log-probs, and entropies if asked for ``[T]``."""
+    tensors = (hidden, weight, bias, states, up, targets, temperatures)
+    is_traced = torch.is_grad_enabled()
+    if not is_traced or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return _results(HeadTiles(*tensors, options=options).stats(with_entropy), with_entropy)
+    is_trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias, up))
+    if is_trained or (with_entropy and entropy_gradient):
+        found = [*TrainedHead.apply(*tensors, options, with_entropy)]
+        return found if entropy_gradient else [found[0], *(entropy.detach() for entropy in found[1:])]
+    return [*FrozenHead.apply(*tensors, options, with_entropy)]
 
 
-class LinearLogprob(torch.autograd.Function):
-    """The torch reference; softmax in float32 or wider, matrix products in the type of the weight.
+def _results(stats: RowStats, with_entropy: bool) -> list[Tensor]:
+    return [stats.logprobs, stats.entropy] if with_entropy else [stats.logprobs]
 
-    For (capped) logits z with p = softmax(z): d logprob / dz = onehot(target) - p, and
-    d entropy / dz = -p (log p + entropy).
-    """
+
+class FrozenHead(torch.autograd.Function):
+    """Keeps of each token the slope of its log-prob by its hidden state in place of the state itself."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # [K, H]
-        weight: Tensor,  # [V, H]
-        targets: Tensor,  # [K]
-        bias: Tensor | None,  # [V]
-        temperature: float,
-        softcap: float | None,
-        chunk_tokens: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        logprobs = hidden.new_empty(len(hidden), dtype=dtype)
-        entropy = torch.zeros_like(logprobs)
-        log_softmax = None
-        for start in range(0, len(hidden), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            log_softmax = _log_softmax(linear_logits(hidden[rows], weight, bias, temperature, softcap))  # [C, V]
-            logprobs[rows] = log_softmax.gather(1, targets[rows, None]).squeeze(1)
-            if with_entropy:
-                entropy[rows] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
-        kept = log_softmax if len(hidden) <= chunk_tokens and softcap is None else None
-        ctx.save_for_backward(hidden, weight, targets, bias, entropy, kept)
-        ctx.temperature, ctx.softcap, ctx.chunk_tokens = temperature, softcap, chunk_tokens
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, options, with_entropy = arguments
+        tiles = HeadTiles(*tensors, options=options)
+        slopes = torch.empty_like(tiles.hidden)  # [T, H]
+        state_slopes = None if tiles.states is None else torch.empty_like(tiles.states)  # [T, r]
+        ones = tiles.weight.new_ones(len(slopes), dtype=tiles.dtype)
+        found = []
+        for rows, logits in tiles.chunks():
+            stats = tiles.stats_of(rows, logits, with_entropy)
+            gradient = tiles.gradient_of(rows, slice(None), logits, stats, ones[rows], None)  # [C, V]
+            torch.mm(gradient, tiles.weight, out=slopes[rows])
+            if tiles.up is not None and state_slopes is not None:
+                torch.mm(gradient, tiles.up, out=state_slopes[rows])
+            found.append(stats)
+        ctx.save_for_backward(slopes, state_slopes)
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        results = _results(tiles.join(found), with_entropy)
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_logprobs is None:
+            return (None,) * 9
+        slopes, state_slopes = ctx.saved_tensors
+        by_token = grad_logprobs[:, None]
+        grads = [
+            None if one is None else sum_over_shards((one * by_token).to(one.dtype), ctx.options.shard)
+            for one in (slopes, state_slopes)
+        ]
+        return grads[0], None, None, grads[1], *(None,) * 5
+
+
+class TrainedHead(torch.autograd.Function):
+    """Forms the logits again in the backward pass, for all tokens and a part of the vocabulary at one time, so that
+    each row of a weight's gradient is made in one product."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, options, with_entropy = arguments
+        stats = HeadTiles(*tensors, options=options).stats(with_entropy)
+        ctx.save_for_backward(*tensors, stats.values)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return tuple(_results(stats, with_entropy))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, *of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_entropy = of_entropy[0] if of_entropy else None
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 8
-        hidden, weight, targets, bias, entropy, kept = ctx.saved_tensors
-        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=entropy.dtype) if needs_bias else None
-        for start in range(0, len(hidden), ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            slope = None
-            if kept is None:
-                logits = linear_logits(hidden[rows], weight, bias, ctx.temperature, ctx.softcap)  # [C, V]
-                if ctx.softcap is not None:
-                    slope = (logits * (ctx.temperature / ctx.softcap)).square_().neg_().add_(1)  # of tanh
-            log_softmax = _log_softmax(logits) if kept is None else kept  # [C, V]
-            grad_logits = _grad_logits(
-                log_softmax,
-                targets[rows],
-                entropy[rows],
-                None if grad_logprobs is None else grad_logprobs[rows] / ctx.temperature,
-                None if grad_entropy is None else grad_entropy[rows] / ctx.temperature,
-            )
-            if slope is not None:
-                grad_logits *= slope
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None, None),
-        )
+            return (None,) * 9
+        *tensors, values = ctx.saved_tensors
+        tiles = HeadTiles(*tensors, options=ctx.options)
+        gradients = HeadGradients.make(tiles, ctx.needs_input_grad)
+        for columns, logits in tiles.columns():
+            gradient = tiles.gradient_of(slice(None), columns, logits, RowStats(values), grad_logprobs, grad_entropy)
+            gradients.add(columns, gradient)  # [T, N]
+        return *gradients.finished(), *(None,) * 4
 
 
 def linear_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    states: Tensor | None = None,
+    up: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The logits ``[T, V]`` of ``linear_logprob``, in at least float32."""
-    logits = functional.linear(hidden, weight, bias).to(torch.promote_types(weight.dtype, torch.float32))  # [C, V]
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
-    if temperature != 1.0:
-        logits /= temperature
-    return logits
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    """In the memory of the logits."""
-    return logits.sub_(logits.logsumexp(1, keepdim=True))
-
-
-def _grad_logits(
-    log_softmax: Tensor,  # [C, V]
-    targets: Tensor,  # [C]
-    entropy: Tensor,  # [C]
-    grad_logprobs: Tensor | None,  # [C]
-    grad_entropy: Tensor | None,  # [C]
-) -> Tensor:
-    """The gradient of the logits ``[C, V]``; leaves ``log_softmax`` as it is."""
-    grad = log_softmax.exp()
-    if grad_entropy is not None:
-        factor = (log_softmax + entropy[:, None]).mul_(-grad_entropy[:, None])
-        grad *= factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None])
-    elif grad_logprobs is not None:
-        grad *= -grad_logprobs[:, None]
-    if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
-    return grad
+    """All of z ``[T, V]`` of ``linear_logprob``, in at least float32; without gradient."""
+    change = LogitChange(scale=scale, softcap=softcap, temperature=temperature, bias=bias)
+    with torch.no_grad():
+        logits = product(hidden, weight.T, hidden.new_empty(len(hidden), len(weight), dtype=wide(weight.dtype)))
+        if states is not None and up is not None:
+            add_product(logits, states, up.T)
+        return change.apply(logits)

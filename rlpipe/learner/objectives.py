@@ -123,7 +123,13 @@ class PolicyGradient(PackedRows):
             inputs.ref_logprobs = self._reference.logprobs(
                 inputs.row, temperature=self._temperature, chunk_tokens=chunk_tokens
             )
-        logprobs, entropy = self._policy.scorer.logprobs(inputs.row, self._temperature, chunk_tokens, with_entropy=True)
+        logprobs, entropy = self._policy.scorer.logprobs(
+            inputs.row,
+            self._temperature,
+            chunk_tokens,
+            with_entropy=True,
+            entropy_gradient=bool(self._algorithm.loss.entropy_coef),
+        )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
         if not self._algorithm.ebft.reward:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,6 +20,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.learner import attention
+from rlpipe.learner.head import check_adapter
 from rlpipe.learner.merge.live import LiveMerge
 from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.learner.scorer import TokenScorer
@@ -86,7 +86,9 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies ``[N]`` of the micro batch's loss tokens; 0 for all others."""
         row = self.plan(micro_batch)
-        logprobs, entropy = self.scorer.logprobs(row, temperature, chunk_tokens, with_entropy)
+        logprobs, entropy = self.scorer.logprobs(
+            row, temperature, chunk_tokens, with_entropy, entropy_gradient=with_entropy
+        )
         zeros = logprobs.new_zeros(micro_batch.num_tokens)
         return (
             zeros.index_copy(0, row.loss_tokens, logprobs),
@@ -241,13 +243,7 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # modules that are saved come in the base's type
             parameter.data = parameter.data.float()
-    head = model.get_output_embeddings()
-    if isinstance(head, LoraLayer) and head.lora_magnitude_vector:
-        raise ModelError("model.adapter.use_dora can't apply to the lm_head: take lm_head out of the targets")
-    if isinstance(head, LoraLayer) and config.dropout:
-        raise ModelError(
-            "model.adapter.dropout can't apply to the lm_head: set it to 0 or take lm_head out of the targets"
-        )
+    check_adapter(model)
     return adapted
 
 

@@ -12,21 +12,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlpipe.errors import ModelError
-from rlpipe.kernels.logprob import linear_logits, linear_logprob
 from rlpipe.learner.attention import mask_for, use_masks
+from rlpipe.learner.head import Head, logit_scale
 from rlpipe.learner.rows import Layout, Row
 from rlpipe.learner.weight_scales import Drift
-
-LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
-LOGIT_DIVISORS = ("logits_scaling",)
-LOGIT_CAP = "final_logit_softcapping"
-LOGIT_CHANGES = ("logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
-"""What no model that is known to train here does to its logits."""
 
 Result = TypeVar("Result")
 
@@ -54,8 +47,7 @@ class TokenScorer(nn.Module):
         self.announce: Callable[[nn.Module], None] = lambda _: None
         """Is told of a module whose weights are read next without a call of it."""
         self.num_layers: int = self.causal_model.config.get_text_config().num_hidden_layers
-        self.logit_scale = logit_scale(self.causal_model)
-        self.logit_cap = logit_cap(self.causal_model)
+        logit_scale(self.causal_model)  # refuses what can't be trained
 
     @property
     def causal_model(self) -> PreTrainedModel:
@@ -66,10 +58,15 @@ class TokenScorer(nn.Module):
         return work()
 
     def logprobs(
-        self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool = False
+        self,
+        row: Row,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = False,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs ``[K]`` of the row's targets and, if asked for, the entropies in nats ``[K]``."""
-        work = partial(self._logprobs, row, temperature, chunk_tokens, with_entropy)
+        work = partial(self._logprobs, row, temperature, chunk_tokens, with_entropy, entropy_gradient)
         result: tuple[Tensor, Tensor | None] = self(work)
         return result
 
@@ -107,30 +104,31 @@ class TokenScorer(nn.Module):
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
         """Of the next tokens, over the temperature: ``[K, H]`` gives ``[K, V]``, in float32; within ``forward``."""
-        weight, bias = self._head()
-        scaled = temperature / self.logit_scale
-        return linear_logits(hidden.to(weight.dtype), weight, bias, scaled, self.logit_cap)
+        return self._head().logits(hidden, temperature)
 
     def _logprobs(
-        self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool
+        self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self.hidden_states(row).index_select(0, row.predictors)  # [K, H]
-        return self.score_hidden(hidden, row.targets, temperature, chunk_tokens, with_entropy)
+        return self.score_hidden(hidden, row.targets, temperature, chunk_tokens, with_entropy, entropy_gradient)
 
     def score_hidden(
-        self, hidden: Tensor, targets: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = False,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies ``[K]`` of targets that hidden states ``[K, H]`` predict; within ``forward``."""
-        weight, bias = self._head()
-        return linear_logprob(
+        return self._head().logprobs(
             hidden,
-            weight,
             targets,
-            bias=bias,
-            temperature=temperature / self.logit_scale,
-            softcap=self.logit_cap,
+            temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
             has_ignored=False,
         )
 
@@ -166,10 +164,9 @@ class TokenScorer(nn.Module):
             return states.flatten(0, 1).index_select(0, row.attention.selected)
         return states[0]
 
-    def _head(self) -> tuple[Tensor, Tensor | None]:
+    def _head(self) -> Head:
         self.announce(self.causal_model.get_output_embeddings())
-        weight, bias = lm_head(self.causal_model)
-        return weight.to(self.compute_dtype), None if bias is None else bias.to(self.compute_dtype)
+        return Head.read(self.causal_model, self.compute_dtype)
 
 
 def find_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -179,36 +176,3 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ModelError(f"{type(model).__name__} has no list of its {count} layers, whose hidden states are to be read")
-
-
-def lm_head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[V, H]`` and bias ``[V]`` that make logits of hidden states, with its LoRA unless that is off."""
-    head = model.get_output_embeddings()
-    base = cast(nn.Linear, head.base_layer if isinstance(head, LoraLinear) else head)
-    weight: Tensor = base.weight
-    if isinstance(head, LoraLinear) and not head.disable_adapters:
-        for adapter in head.active_adapters:
-            weight = weight + head.get_delta_weight(adapter)
-    return weight, base.bias
-
-
-def logit_scale(model: PreTrainedModel) -> float:
-    """What the model multiplies its logits with; refuses models that do anything else to them."""
-    config = model.config.get_text_config()
-    for name in LOGIT_CHANGES:
-        if getattr(config, name, None) is not None:
-            raise ModelError(
-                f"{type(model).__name__} has {name}: rlpipe can't train a model that changes its logits so"
-            )
-    scale = 1.0
-    for name in LOGIT_MULTIPLIERS:
-        scale *= getattr(config, name, 1.0)
-    for name in LOGIT_DIVISORS:
-        scale /= getattr(config, name, 1.0)
-    return scale
-
-
-def logit_cap(model: PreTrainedModel) -> float | None:
-    """What the logits are bounded to, by cap · tanh(logits / cap)."""
-    cap: float | None = getattr(model.config.get_text_config(), LOGIT_CAP, None)
-    return cap

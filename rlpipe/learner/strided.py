@@ -102,7 +102,13 @@ class StridedLogprobs(NamedTuple):
 
 
 def score_blocks(
-    scorer: TokenScorer, inputs: StridedInputs, drawn: Tensor, *, temperature: float, chunk_tokens: int
+    scorer: TokenScorer,
+    inputs: StridedInputs,
+    drawn: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
 ) -> StridedLogprobs:
     """Log-probs of the drawn tokens ``[g, C]`` and of the documents', from one pass."""
 
@@ -110,11 +116,11 @@ def score_blocks(
         row = inputs.row(drawn)
         hidden = scorer.hidden_states(row)
         own, entropy = scorer.score_hidden(
-            hidden.index_select(0, row.predictors), row.targets, temperature, chunk_tokens, with_entropy=True
+            hidden.index_select(0, row.predictors), row.targets, temperature, chunk_tokens, True, entropy_gradient
         )
         assert entropy is not None
         before = hidden.index_select(0, inputs.truth - 1)
-        truth, _ = scorer.score_hidden(before, inputs.documents[inputs.truth], 1.0, chunk_tokens, with_entropy=False)
+        truth, _ = scorer.score_hidden(before, inputs.documents[inputs.truth], 1.0, chunk_tokens)
         return StridedLogprobs(drawn=own, entropy=entropy, truth=truth)
 
     result: StridedLogprobs = scorer(work)

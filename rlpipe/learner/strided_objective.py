@@ -78,7 +78,12 @@ class Strided:
         scores = self._score(inputs, drawn)
         advantages = self._advantages(scores, drawn.device)  # [C]
         logprobs = score_blocks(
-            self._policy.scorer, inputs, drawn, temperature=self._temperature, chunk_tokens=self._chunk_tokens
+            self._policy.scorer,
+            inputs,
+            drawn,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            entropy_gradient=bool(self._algorithm.loss.entropy_coef),
         )
         surrogate = policy_loss(self._loss_inputs(inputs, drawn, advantages, logprobs), self._algorithm.loss)
         inputs.mask.forget()

@@ -36,7 +36,7 @@ class Workload:
 
     def loss_of(self, scorer: TokenScorer, row: Row, chunk_tokens: int) -> Tensor:
         """A loss that takes as much as that of the run, with ``chunk_tokens`` of logits at one time."""
-        logprobs, entropy = scorer.logprobs(row, self.temperature, chunk_tokens, self.with_entropy)
+        logprobs, entropy = scorer.logprobs(row, self.temperature, chunk_tokens, self.with_entropy, self.trains_entropy)
         if entropy is not None and self.trains_entropy:
             logprobs = logprobs + entropy
         return logprobs.sum()

@@ -14,10 +14,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlpipe.kernels.logprob import IGNORED, linear_logprob
+from rlpipe.kernels.softmax_rows import IGNORED
+from rlpipe.learner.head import Head
 from rlpipe.learner.merge.patches import Patch
 from rlpipe.learner.merge.streaming import Streamed
-from rlpipe.learner.scorer import lm_head, logit_cap, logit_scale
 
 CHUNK_TOKENS = 128
 """Tokens whose logits exist at one time."""
@@ -82,15 +82,7 @@ class Gap:
             with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
                 hidden = self._model.base_model(input_ids=texts.token_ids, use_cache=False).last_hidden_state
             with self._weights.filled(self._model.get_output_embeddings(), patches):
-                weight, bias = lm_head(self._model)
-                logprobs, _ = linear_logprob(
-                    hidden.flatten(0, 1).to(dtype),
-                    weight.to(dtype),
-                    texts.targets.flatten(),
-                    bias=bias,
-                    temperature=1 / logit_scale(self._model),
-                    softcap=logit_cap(self._model),
-                    chunk_tokens=CHUNK_TOKENS,
-                    with_entropy=False,
+                logprobs, _ = Head.read(self._model, dtype).logprobs(
+                    hidden.flatten(0, 1), texts.targets.flatten(), chunk_tokens=CHUNK_TOKENS, with_entropy=False
                 )
         return logprobs.view_as(texts.token_ids)

@@ -1,0 +1,121 @@
+"""Log-probs and entropies of tokens from their logits, which are read once, and once more for their gradient.
+
+Shapes: V vocabulary, T tokens in all; ``...`` is one dimension of tokens, or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlpipe.kernels.logit_change import LogitChange
+from rlpipe.kernels.softmax_rows import RowStats, row_gradient, row_stats
+
+
+def selective_logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    with_entropy: bool = True,
+    entropy_gradient: bool = True,
+    in_place: bool = False,
+    use_triton: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of ``targets`` under softmax(z), z = softcap · tanh(scale · logits / softcap) / temperature, and the
+    entropy in nats.
+
+    ``logits`` ``[..., V]`` may be a slice in its dimensions of tokens, of which no copy is made; ``targets`` ``[...]``
+    are integers, ``IGNORED`` where a token does not count; ``temperature`` is one number, or one for each token
+    ``[...]``. Returns ``logprobs [...]`` and ``entropy [...]`` (None unless asked for), in at least float32; a target
+    outside of the vocabulary has -inf. Differentiable in the logits through both results, or through the log-probs
+    alone without ``entropy_gradient``. With ``in_place`` the gradient takes the memory of the logits, which nothing
+    else may need then. Triton or torch runs as ``use_triton`` says; None: Triton on CUDA.
+    """
+    if targets.shape != logits.shape[:-1] or not 2 <= logits.ndim <= 3:
+        raise ValueError(
+            f"logits of shape {[*logits.shape]} and targets of shape {[*targets.shape]}: they must be [..., V] and "
+            "[...], with one dimension of tokens or two"
+        )
+    temperatures = temperature.detach().expand_as(targets) if isinstance(temperature, Tensor) else None
+    change = LogitChange(
+        scale=scale, softcap=softcap, temperature=1.0 if isinstance(temperature, Tensor) else temperature
+    )
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logprobs, entropy = SelectiveLogprob.apply(
+        logits, targets, temperatures, change, with_entropy, in_place, use_triton
+    )
+    if not with_entropy:
+        return logprobs, None
+    return logprobs, entropy if entropy_gradient else entropy.detach()
+
+
+class SelectiveLogprob(torch.autograd.Function):
+    """Of P parts with R rows each: a single part where all rows lie evenly in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,  # [..., V]
+        targets: Tensor,  # [...]
+        temperatures: Tensor | None,  # [...]
+        change: LogitChange,
+        with_entropy: bool,
+        in_place: bool,
+        use_triton: bool | None,
+    ) -> tuple[Tensor, Tensor]:
+        found = [
+            row_stats(part, own, _change_of(change, row), with_entropy=with_entropy, use_triton=use_triton).values
+            for part, own, row in zip(*_parts(logits, targets, temperatures), strict=True)
+        ]
+        values = torch.stack(found)  # [P, 4, R]
+        ctx.save_for_backward(logits, targets, temperatures, values)
+        ctx.change, ctx.in_place, ctx.use_triton = change, in_place, use_triton
+        ctx.set_materialize_grads(False)
+        stats = RowStats(values.transpose(0, 1))
+        logprobs = stats.logprobs.reshape(targets.shape)
+        return logprobs, stats.entropy.reshape(targets.shape) if with_entropy else torch.zeros_like(logprobs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 7
+        logits, targets, temperatures, values = ctx.saved_tensors
+        gradient = logits if ctx.in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        parts = _parts(logits, targets, temperatures, grad_logprobs, grad_entropy)
+        for out, stats, part, own, row, own_logprobs, own_entropy in zip(
+            gradient.view(len(values), values.shape[2], logits.shape[-1]), values, *parts, strict=True
+        ):
+            row_gradient(
+                part,
+                own,
+                RowStats(stats),
+                _change_of(ctx.change, row),
+                grad_logprobs=own_logprobs,
+                grad_entropy=own_entropy,
+                out=out,
+                use_triton=ctx.use_triton,
+            )
+        if ctx.in_place:
+            torch.autograd.graph.increment_version(logits)  # who has saved them is told, instead of being misled
+        return gradient, *(None,) * 6
+
+
+def _parts(logits: Tensor, *by_token: Tensor | None) -> tuple[Iterable[Any], ...]:
+    """The logits in parts ``[P, R, V]``, and what there is for each token ``[P, R]``, or None P times."""
+    num_tokens = logits.shape[:-1].numel()
+    is_even = logits.ndim == 2 or logits.stride(0) == logits.shape[1] * logits.stride(1)
+    parts = logits.view(1, num_tokens, logits.shape[-1]) if is_even else logits
+    return parts, *([None] * len(parts) if one is None else one.reshape(parts.shape[:2]) for one in by_token)
+
+
+def _change_of(change: LogitChange, temperatures: Tensor | None) -> LogitChange:
+    return change if temperatures is None else replace(change, temperature=temperatures)

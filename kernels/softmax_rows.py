@@ -1,0 +1,398 @@
+"""Rows of logits: the statistics of their softmax, and its gradient; what both log-prob kernels are made of.
+
+Shapes: R rows, V columns, which may be a part of the vocabulary. A row's logits x become z (``LogitChange``), whose
+softmax p counts. Of an ignored row Triton's kernels read nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from rlpipe.kernels.logit_change import LogitChange
+from rlpipe.kernels.products import wide
+
+try:
+    import triton
+    import triton.language as tl
+
+    _jit: Callable[..., Any] = triton.jit
+except ModuleNotFoundError:  # where there is no CUDA, either
+
+    def _jit(*_: Any, **__: Any) -> Any:
+        return lambda function: function
+
+
+IGNORED = -100
+"""The target of a token that does not count; its log-prob and entropy are 0 and have no gradient."""
+BLOCK, NUM_WARPS = 4096, 8
+"""Columns that a Triton program has in registers at one time, and the warps that share them."""
+GROUP_ELEMENTS, MOST_GROUPS = 2**19, 16
+"""The reference takes as many rows at a time as stay in a core's cache, but makes no more than so many groups."""
+
+
+@dataclass(slots=True, frozen=True)
+class RowStats:
+    """Of the softmax of each row: four numbers, from which those of a whole vocabulary follow by its parts.
+
+    ``values`` ``[4, R]``: the largest z, m; the sum s of exp(z - m); that of exp(z - m) (z - m); and the target's z,
+    -inf where it is in another part, or in none.
+    """
+
+    values: Tensor  # [4, R]
+
+    @classmethod
+    def join(cls, parts: Tensor) -> RowStats:
+        """Of the values of all parts ``[P, 4, R]``."""
+        largest, total, moment, target = parts.unbind(1)  # [P, R]
+        most = largest.amax(0)
+        lower = largest - most
+        shrunk = lower.exp()
+        moments = (moment + lower * total) * shrunk
+        return cls(torch.stack([most, (total * shrunk).sum(0), moments.sum(0), target.amax(0)]))
+
+    @property
+    def largest(self) -> Tensor:  # [R]
+        return self.values[0]
+
+    @property
+    def log_total(self) -> Tensor:
+        """log s ``[R]``; one of the terms is 1, whatever rounding makes of it."""
+        return self.values[1].clamp(min=1).log()
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Of the targets ``[R]``; never positive."""
+        return (self.values[3] - self.values[0]).clamp(max=0) - self.log_total
+
+    @property
+    def entropy(self) -> Tensor:
+        """In nats ``[R]``; exact also where nearly all probability is on one token, whose log s nearly vanishes."""
+        return self.log_total - self.values[2] / self.values[1]
+
+
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    change: LogitChange,
+    *,
+    first_column: int = 0,
+    with_entropy: bool = True,
+    use_triton: bool | None = None,
+) -> RowStats:
+    """Reads the logits ``[R, V]`` once, and leaves them as they are.
+
+    ``targets`` ``[R]`` count from the vocabulary's begin, ``first_column`` is that of these logits in it. Triton or
+    torch runs as ``use_triton`` says; None: Triton on CUDA. ``with_entropy=False`` leaves its sum at 0.
+    """
+    values = logits.new_zeros(4, len(targets), dtype=wide(logits.dtype))
+    if len(targets):
+        run = _stats_triton if runs_triton(logits, use_triton) else _stats_torch
+        run(logits, targets, change, first_column, with_entropy, values)
+    return RowStats(values)
+
+
+def row_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    stats: RowStats,
+    change: LogitChange,
+    *,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    first_column: int = 0,
+    has_ignored: bool = True,
+    use_triton: bool | None = None,
+) -> Tensor:
+    """The gradient of the raw logits ``[R, V]`` from those of log-probs and entropies ``[R]``, into ``out``, which may
+    be the logits' memory; ``stats`` are those of the whole vocabulary.
+
+    d logprob / dz = onehot(target) - p, and d entropy / dz = -p (log p + entropy).
+    """
+    if len(targets):
+        run = _gradient_triton if runs_triton(logits, use_triton) else partial(_gradient_torch, has_ignored=has_ignored)
+        run(logits, targets, stats, change, first_column, grad_logprobs, grad_entropy, out)
+    return out
+
+
+def runs_triton(logits: Tensor, chosen: bool | None) -> bool:
+    """CUDA tensors take Triton's kernels, but for float64, which these do not compute in."""
+    return logits.is_cuda and logits.dtype is not torch.float64 if chosen is None else chosen
+
+
+# The torch reference
+
+
+def _groups(logits: Tensor) -> Iterator[slice]:
+    size = max(GROUP_ELEMENTS // logits.shape[1], -(-len(logits) // MOST_GROUPS), 1)
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _places(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Where each target is among these columns ``[R]``, and whether it is."""
+    local = targets - first_column
+    is_here = (local >= 0) & (local < num_columns) & (targets != IGNORED)
+    return torch.where(is_here, local, 0), is_here
+
+
+def _stats_torch(
+    logits: Tensor, targets: Tensor, change: LogitChange, first_column: int, with_entropy: bool, values: Tensor
+) -> None:
+    places, is_here = _places(targets, first_column, logits.shape[1])
+    lowest = torch.finfo(values.dtype).min  # in place of -inf, of which products with 0 are no numbers
+    for rows in _groups(logits):
+        z = change.of_rows(rows).apply(logits[rows])  # [G, V]
+        largest, total, moment, target = (value[rows] for value in values)
+        torch.amax(z, 1, out=largest).clamp_(min=lowest)
+        target.copy_(z.gather(1, places[rows, None])[:, 0].where(is_here[rows], -torch.inf))
+        lower = (z - largest[:, None]).clamp_(min=lowest)
+        exponentials = lower.exp()
+        torch.sum(exponentials, 1, out=total)
+        if with_entropy:
+            torch.linalg.vecdot(exponentials, lower, out=moment)
+    ignored = targets == IGNORED
+    values.masked_fill_(ignored, 0)
+    values[1].masked_fill_(ignored, 1)
+
+
+def _gradient_torch(
+    logits: Tensor,
+    targets: Tensor,
+    stats: RowStats,
+    change: LogitChange,
+    first_column: int,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    has_ignored: bool,
+) -> None:
+    places, is_here = _places(targets, first_column, logits.shape[1])
+    largest, log_total, entropy = stats.largest, stats.log_total, stats.entropy
+    for rows in _groups(logits):
+        own = change.of_rows(rows)
+        z = own.apply(logits[rows])  # [G, V]
+        slope = own.slope(z)
+        log_p = (z - largest[rows, None]).sub_(log_total[rows, None])
+        gradient = log_p.exp()
+        if grad_entropy is not None:
+            log_p.clamp_(min=torch.finfo(log_p.dtype).min)
+            factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+            gradient *= factor if grad_logprobs is None else factor.sub_(grad_logprobs[rows, None])
+        elif grad_logprobs is not None:
+            gradient *= -grad_logprobs[rows, None]
+        if grad_logprobs is not None:
+            gradient.scatter_add_(1, places[rows, None], (grad_logprobs[rows] * is_here[rows])[:, None])
+        if isinstance(slope, Tensor) or slope != 1.0:
+            gradient *= slope
+        if has_ignored:
+            gradient.masked_fill_(targets[rows, None] == IGNORED, 0)
+        out[rows] = gradient
+
+
+# Triton. Pointers are named as the tensors, and of rows they count in 64 bits: R V passes 2^31.
+
+
+@_jit
+@no_type_check
+def _change(x, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
+    """z, and dz/dx."""
+    z = x * scale
+    slope = scale * inverse_temperature
+    if CAPPED:
+        bounded = 2 * tl.sigmoid(2 * z / softcap) - 1  # tanh(z / softcap)
+        z = softcap * bounded
+        slope *= 1 - bounded * bounded
+    return z * inverse_temperature, slope
+
+
+@_jit(do_not_specialize=["num_rows", "first_column"])
+@no_type_check
+def _stats_kernel(
+    logits,
+    bias,
+    targets,
+    temperatures,
+    values,
+    num_rows,
+    num_columns,
+    first_column,
+    row_stride,
+    scale,
+    softcap,
+    inverse_temperature,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    is_counted = target != IGNORED
+    end = tl.where(is_counted, num_columns, 0)
+    if PER_ROW:
+        inverse_temperature = 1 / tl.load(temperatures + row)
+    logits += row * row_stride
+    largest = -1e38  # below what counts, and finite, as are its differences
+    total = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, end, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        is_inside = columns < end
+        x = tl.load(logits + columns, mask=is_inside, other=0.0).to(tl.float32)
+        if BIASED:
+            x += tl.load(bias + columns, mask=is_inside, other=0.0).to(tl.float32)
+        z, _ = _change(x, scale, softcap, inverse_temperature, CAPPED)
+        z = tl.where(is_inside, z, float("-inf"))
+        highest = tl.maximum(largest, tl.max(z, 0))
+        lower = z - highest
+        exponentials = tl.exp(lower)
+        shrunk = tl.exp(largest - highest)
+        if WITH_ENTROPY:
+            moment = (moment + (largest - highest) * total) * shrunk
+            moment += exponentials * tl.maximum(lower, -1e38)  # 0 where z is -inf
+        total = total * shrunk + exponentials
+        largest = highest
+    local = target - first_column
+    is_here = (local >= 0) & (local < end)
+    x = tl.load(logits + local, mask=is_here, other=0.0).to(tl.float32)
+    if BIASED:
+        x += tl.load(bias + local, mask=is_here, other=0.0).to(tl.float32)
+    z, _ = _change(x, scale, softcap, inverse_temperature, CAPPED)
+    values += row
+    tl.store(values, tl.where(is_counted, largest, 0.0))
+    tl.store(values + num_rows, tl.where(is_counted, tl.sum(total, 0), 1.0))
+    tl.store(values + 2 * num_rows, tl.sum(moment, 0))
+    tl.store(values + 3 * num_rows, tl.where(is_here, z, tl.where(is_counted, float("-inf"), 0.0)))
+
+
+@_jit(do_not_specialize=["first_column"])
+@no_type_check
+def _gradient_kernel(
+    logits,
+    bias,
+    targets,
+    temperatures,
+    largest,
+    log_total,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    out,
+    num_columns,
+    first_column,
+    row_stride,
+    out_stride,
+    scale,
+    softcap,
+    inverse_temperature,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    OF_LOGPROBS: tl.constexpr,
+    OF_ENTROPY: tl.constexpr,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + row)
+    is_counted = target != IGNORED
+    is_read = columns < tl.where(is_counted, num_columns, 0)
+    if PER_ROW:
+        inverse_temperature = 1 / tl.load(temperatures + row)
+    x = tl.load(logits + row * row_stride + columns, mask=is_read, other=0.0).to(tl.float32)
+    if BIASED:
+        x += tl.load(bias + columns, mask=is_read, other=0.0).to(tl.float32)
+    z, slope = _change(x, scale, softcap, inverse_temperature, CAPPED)
+    log_p = (z - tl.load(largest + row)) - tl.load(log_total + row)
+    p = tl.exp(log_p)
+    gradient = tl.zeros([BLOCK], tl.float32)
+    if OF_LOGPROBS:
+        gradient += tl.load(grad_logprobs + row) * (tl.where(columns == target - first_column, 1.0, 0.0) - p)
+    if OF_ENTROPY:
+        gradient -= tl.load(grad_entropy + row) * p * (tl.maximum(log_p, -1e38) + tl.load(entropy + row))
+    gradient = tl.where(is_counted, gradient * slope, 0.0)
+    tl.store(out + row * out_stride + columns, gradient.to(out.dtype.element_ty), mask=columns < num_columns)
+
+
+def _arguments(change: LogitChange, unused: Tensor) -> dict[str, Any]:
+    """What both kernels take of the change; ``unused`` stands where there is no tensor."""
+    temperature = change.temperature
+    is_per_row = isinstance(temperature, Tensor)
+    return {
+        "bias": unused if change.bias is None else change.bias.contiguous(),
+        "temperatures": temperature.float().contiguous() if isinstance(temperature, Tensor) else unused,
+        "scale": float(change.scale),
+        "softcap": float(change.softcap or 1.0),
+        "inverse_temperature": 1.0 if isinstance(temperature, Tensor) else 1.0 / temperature,
+        "BIASED": change.bias is not None,
+        "CAPPED": change.softcap is not None,
+        "PER_ROW": is_per_row,
+        "IGNORED": IGNORED,
+    }
+
+
+def _block(num_columns: int) -> int:
+    return min(BLOCK, int(triton.next_power_of_2(num_columns)))
+
+
+def _stats_triton(
+    logits: Tensor, targets: Tensor, change: LogitChange, first_column: int, with_entropy: bool, values: Tensor
+) -> None:
+    assert logits.stride(1) == 1, "a row lies in one piece"
+    num_rows, num_columns = logits.shape
+    _stats_kernel[(num_rows,)](
+        logits=logits,
+        targets=targets.contiguous(),
+        values=values,
+        num_rows=num_rows,
+        num_columns=num_columns,
+        first_column=first_column,
+        row_stride=logits.stride(0),
+        WITH_ENTROPY=with_entropy,
+        BLOCK=_block(num_columns),
+        num_warps=NUM_WARPS,
+        **_arguments(change, targets),
+    )
+
+
+def _gradient_triton(
+    logits: Tensor,
+    targets: Tensor,
+    stats: RowStats,
+    change: LogitChange,
+    first_column: int,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+) -> None:
+    assert logits.stride(1) == out.stride(1) == 1, "a row lies in one piece"
+    num_rows, num_columns = logits.shape
+    block = _block(num_columns)
+    _gradient_kernel[(num_rows, triton.cdiv(num_columns, block))](
+        logits=logits,
+        targets=targets.contiguous(),
+        largest=stats.largest,
+        log_total=stats.log_total,
+        entropy=stats.entropy,
+        grad_logprobs=targets if grad_logprobs is None else grad_logprobs.contiguous(),
+        grad_entropy=targets if grad_entropy is None else grad_entropy.contiguous(),
+        out=out,
+        num_columns=num_columns,
+        first_column=first_column,
+        row_stride=logits.stride(0),
+        out_stride=out.stride(0),
+        OF_LOGPROBS=grad_logprobs is not None,
+        OF_ENTROPY=grad_entropy is not None,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+        **_arguments(change, targets),
+    )
