@@ -109,7 +109,7 @@ def _compute(
     tensors = (hidden, weight, bias, states, up, targets, temperatures)
     is_traced = torch.is_grad_enabled()
     if not is_traced or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return _results(HeadTiles(*tensors, options=options).stats(with_entropy), with_entropy)
+        return _results(HeadTiles(*tensors, options).stats(with_entropy), with_entropy)
     is_trained = any(tensor is not None and tensor.requires_grad for tensor in (weight, bias, up))
     if is_trained or (with_entropy and entropy_gradient):
         found = [*TrainedHead.apply(*tensors, options, with_entropy)]
@@ -127,7 +127,7 @@ class FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, options, with_entropy = arguments
-        tiles = HeadTiles(*tensors, options=options)
+        tiles = HeadTiles(*[*tensors, options])
         slopes = torch.empty_like(tiles.hidden)  # [T, H]
         state_slopes = None if tiles.states is None else torch.empty_like(tiles.states)  # [T, r]
         ones = tiles.weight.new_ones(len(slopes), dtype=tiles.dtype)
@@ -167,7 +167,7 @@ class TrainedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, options, with_entropy = arguments
-        stats = HeadTiles(*tensors, options=options).stats(with_entropy)
+        stats = HeadTiles(*[*tensors, options]).stats(with_entropy)
         ctx.save_for_backward(*tensors, stats.values)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -180,7 +180,7 @@ class TrainedHead(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 9
         *tensors, values = ctx.saved_tensors
-        tiles = HeadTiles(*tensors, options=ctx.options)
+        tiles = HeadTiles(*[*tensors, ctx.options])
         gradients = HeadGradients.make(tiles, ctx.needs_input_grad)
         for columns, logits in tiles.columns():
             gradient = tiles.gradient_of(slice(None), columns, logits, RowStats(values), grad_logprobs, grad_entropy)
