@@ -47,7 +47,8 @@ class LogitChange:
 
     def slope(self, changed: Tensor) -> Tensor | float:
         """dz/dx at ``changed`` logits ``[R, V]``."""
-        per_row: Any = self.temperature[:, None] if isinstance(self.temperature, Tensor) else self.temperature
+        own = self.temperature
+        per_row: Any = own.to(changed.dtype)[:, None] if isinstance(own, Tensor) else own
         outer = self.scale / per_row
         if self.softcap is None:
             return outer

@@ -41,7 +41,7 @@ class RowStats:
     """Of the softmax of each row: four numbers, from which those of a whole vocabulary follow by its parts.
 
     ``values`` ``[4, R]``: the largest z, m; the sum s of exp(z - m); that of exp(z - m) (z - m); and the target's z,
-    -inf where it is in another part, or in none.
+    -inf where it is in another part, or in none. All are 0 of an ignored row.
     """
 
     values: Tensor  # [4, R]
@@ -61,9 +61,13 @@ class RowStats:
         return self.values[0]
 
     @property
-    def log_total(self) -> Tensor:
-        """log s ``[R]``; one of the terms is 1, whatever rounding makes of it."""
-        return self.values[1].clamp(min=1).log()
+    def total(self) -> Tensor:
+        """s ``[R]``; one of the terms is 1, whatever rounding makes of it."""
+        return self.values[1].clamp(min=1)
+
+    @property
+    def log_total(self) -> Tensor:  # [R]
+        return self.total.log()
 
     @property
     def logprobs(self) -> Tensor:
@@ -73,9 +77,10 @@ class RowStats:
     @property
     def entropy(self) -> Tensor:
         """In nats ``[R]``; exact also where nearly all probability is on one token, whose log s nearly vanishes."""
-        return self.log_total - self.values[2] / self.values[1]
+        return self.log_total - self.values[2] / self.total
 
 
+@torch.no_grad()
 def row_stats(
     logits: Tensor,
     targets: Tensor,
@@ -97,6 +102,7 @@ def row_stats(
     return RowStats(values)
 
 
+@torch.no_grad()
 def row_gradient(
     logits: Tensor,
     targets: Tensor,
@@ -156,9 +162,7 @@ def _stats_torch(
         torch.sum(exponentials, 1, out=total)
         if with_entropy:
             torch.linalg.vecdot(exponentials, lower, out=moment)
-    ignored = targets == IGNORED
-    values.masked_fill_(ignored, 0)
-    values[1].masked_fill_(ignored, 1)
+    values.masked_fill_(targets == IGNORED, 0)
 
 
 def _gradient_torch(
@@ -179,14 +183,13 @@ def _gradient_torch(
         z = own.apply(logits[rows])  # [G, V]
         slope = own.slope(z)
         log_p = (z - largest[rows, None]).sub_(log_total[rows, None])
-        gradient = log_p.exp()
+        p = log_p.exp()
+        gradient = torch.zeros_like(p)
         if grad_entropy is not None:
-            log_p.clamp_(min=torch.finfo(log_p.dtype).min)
-            factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
-            gradient *= factor if grad_logprobs is None else factor.sub_(grad_logprobs[rows, None])
-        elif grad_logprobs is not None:
-            gradient *= -grad_logprobs[rows, None]
+            log_p.clamp_(min=torch.finfo(p.dtype).min)
+            gradient = log_p.add_(entropy[rows, None]).mul_(p).mul_(-grad_entropy[rows, None])
         if grad_logprobs is not None:
+            gradient -= p.mul_(grad_logprobs[rows, None])
             gradient.scatter_add_(1, places[rows, None], (grad_logprobs[rows] * is_here[rows])[:, None])
         if isinstance(slope, Tensor) or slope != 1.0:
             gradient *= slope
@@ -268,7 +271,7 @@ def _stats_kernel(
     z, _ = _change(x, scale, softcap, inverse_temperature, CAPPED)
     values += row
     tl.store(values, tl.where(is_counted, largest, 0.0))
-    tl.store(values + num_rows, tl.where(is_counted, tl.sum(total, 0), 1.0))
+    tl.store(values + num_rows, tl.sum(total, 0))
     tl.store(values + 2 * num_rows, tl.sum(moment, 0))
     tl.store(values + 3 * num_rows, tl.where(is_here, z, tl.where(is_counted, float("-inf"), 0.0)))
 

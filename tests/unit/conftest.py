@@ -1,4 +1,4 @@
-"""Stands here so that the unit tests, of which several run at one time, do not fight for the cores."""
+"""Stands here for what must be set before libraries are loaded, in every process of the unit tests."""
 
 from __future__ import annotations
 
@@ -7,3 +7,6 @@ import os
 # Before torch is loaded: threads that wait for each other on shared cores take many times as long.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Before Triton is loaded: kernels run on the CPU, one program after the other.
+os.environ.setdefault("TRITON_INTERPRET", "1")
