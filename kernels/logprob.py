@@ -55,7 +55,7 @@ def linear_logprob(
     all there is to make: with weight, up and bias frozen no product is left for the backward pass. Else that forms
     the logits again. Triton or torch runs as ``use_triton`` says; None: Triton on CUDA.
     """
-    if hidden.shape != (len(targets), weight.shape[1]) or (states is None) != (up is None):
+    if hidden.shape != (*targets.shape, weight.shape[1]) or (states is None) != (up is None):
         raise ValueError(
             f"hidden of shape {[*hidden.shape]}, weight {[*weight.shape]}, targets {[*targets.shape]}: they must be "
             "[T, H], [V, H] and [T]; and states need up, as it does states"

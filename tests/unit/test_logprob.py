@@ -2,161 +2,229 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from kernel_cases import CHANGES, HeadInputs, assert_near, make_head_inputs, objective, randn
 
-from rlpipe.kernels.logprob import IGNORED, linear_logprob
+from rlpipe.kernels.logprob import linear_logits, linear_logprob
+from rlpipe.kernels.softmax_rows import IGNORED
 
-NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
-
-
-def make_inputs(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
-    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype)
-    targets = torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator)
-    targets[[0, 4]] = IGNORED
-    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
-
-
-def reference(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    logits = hidden @ weight.T
-    logits = logits if bias is None else logits + bias
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    log_softmax = (logits / temperature).log_softmax(-1)
-    counts = targets != IGNORED
-    logprobs = log_softmax.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-    return logprobs * counts, -(log_softmax.exp() * log_softmax).sum(-1) * counts
+FROZEN = ("weight", "bias", "up")
+"""What a head has of its own."""
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "without bias": {"with_bias": False},
+    "without lora": {"rank": None},
+    "weight alone": {"with_bias": False, "rank": None},
+    "nothing ignored": {"ignored": ()},
+}
+EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+BOTH = pytest.mark.parametrize("use_triton", [False, True])
 
 
-def objective(logprobs: Tensor, entropy: Tensor | None, num_tokens: int = NUM_TOKENS) -> Tensor:
-    """A weighted sum of both results, so that every entry has a gradient of its own."""
-    weights = torch.randn(2, num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    total = (logprobs.double() * weights[0]).sum()
-    return total if entropy is None else total + (entropy.double() * weights[1]).sum()
+def check(inputs: HeadInputs, tolerance: float, *, entropy_gradient: bool = True, **options: Any) -> None:
+    change = {key: options[key] for key in ("temperature", "scale", "softcap") if key in options}
+    exact = inputs.to(torch.float64)
+    actual = linear_logprob(targets=inputs.targets, **inputs.tensors, entropy_gradient=entropy_gradient, **options)
+    expected = exact.expect(**change)
+    assert_near(actual, expected, tolerance)
+    logprobs, entropy = expected
+    weighed = objective(logprobs, entropy if entropy_gradient else entropy.detach())
+    got = torch.autograd.grad(objective(*actual), inputs.leaves)
+    assert [one.dtype for one in got] == [leaf.dtype for leaf in inputs.leaves]
+    assert_near(got, torch.autograd.grad(weighed, exact.leaves), tolerance)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 4, 8, 9, 10, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_equals_float64_autograd_for_every_chunking(chunk_tokens: int, temperature: float, with_bias: bool) -> None:
-    hidden, weight, full_bias, targets = make_inputs()
-    bias = full_bias if with_bias else None
-    leaves = [hidden, weight, *([full_bias] if with_bias else [])]
-    expected = reference(hidden, weight, targets, bias, temperature)
-    actual = linear_logprob(hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=chunk_tokens)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        torch.autograd.grad(objective(*actual), leaves),
-        torch.autograd.grad(objective(*expected), leaves),
-        rtol=1e-11,
-        atol=1e-12,
-    )
+@EVERY_CASE
+def test_equals_float64_autograd_for_every_chunking(chunk_tokens: int, temperature: float, case: dict) -> None:
+    check(make_head_inputs(**case), 1e-12, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize("vocabulary", [63, 64, 65, 200])
+def test_equals_float64_autograd_for_every_tiling(vocabulary: int) -> None:
+    """Parts of the vocabulary are multiples of 64 wide."""
+    for chunk_tokens in (1, 2, 3, 5, 8):
+        check(make_head_inputs(vocabulary=vocabulary), 1e-12, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
-def test_capped_logits_equal_float64_autograd(chunk_tokens: int) -> None:
-    hidden, weight, bias, targets = make_inputs()
-    expected = reference(hidden, weight, targets, bias, 0.7, softcap=2.0)
-    plain = reference(hidden, weight, targets, bias, 0.7)
-    assert float((expected[0] - plain[0]).abs().max()) > 0.1, "the cap has something to do"
-    actual = linear_logprob(hidden, weight, targets, bias=bias, temperature=0.7, softcap=2.0, chunk_tokens=chunk_tokens)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    leaves = [hidden, weight, bias]
-    torch.testing.assert_close(
-        torch.autograd.grad(objective(*actual), leaves),
-        torch.autograd.grad(objective(*expected), leaves),
-        rtol=1e-11,
-        atol=1e-12,
-    )
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@EVERY_CASE
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_changed_logits_equal_float64_autograd(
+    chunk_tokens: int, change: dict, case: dict, frozen: tuple[str, ...]
+) -> None:
+    inputs = make_head_inputs(**case).freeze(*frozen)
+    plain, changed = inputs.expect()[0], inputs.expect(**change)[0]
+    assert not change or (plain - changed).abs().max() > 0.1, "the change has something to do"
+    for entropy_gradient in (False, True):
+        check(inputs, 1e-12, chunk_tokens=chunk_tokens, entropy_gradient=entropy_gradient, **change)
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("weight",), ("weight", "bias"), FROZEN, ("hidden", "states"), ("up", "states")]
+)
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [3, 100])
+def test_whatever_is_frozen_the_rest_has_its_gradients(
+    frozen: tuple[str, ...], entropy_gradient: bool, chunk_tokens: int
+) -> None:
+    inputs = make_head_inputs().freeze(*frozen)
+    check(inputs, 1e-12, temperature=0.8, softcap=3.0, entropy_gradient=entropy_gradient, chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_each_token_may_have_its_own_temperature(frozen: tuple[str, ...]) -> None:
+    temperature = randn(11, seed=7).abs() + 0.3
+    for entropy_gradient in (False, True):
+        inputs = make_head_inputs().freeze(*frozen)
+        check(inputs, 1e-12, temperature=temperature, chunk_tokens=4, entropy_gradient=entropy_gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_triton_equals_float64_autograd(
+    dtype: torch.dtype, frozen: tuple[str, ...], entropy_gradient: bool, change: dict
+) -> None:
+    """In its interpreter, which is wrong in bfloat16."""
+    inputs = make_head_inputs(5, 4, 70, dtype=dtype, ignored=(1,)).freeze(*frozen)
+    tolerance = 3e-6 if dtype is torch.float32 else 5e-3
+    check(inputs, tolerance, chunk_tokens=2, entropy_gradient=entropy_gradient, use_triton=True, **change)
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
-def test_gradients_agree_with_finite_differences(chunk_tokens: int) -> None:
-    hidden, weight, bias, targets = make_inputs()
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_gradients_agree_with_finite_differences(chunk_tokens: int, frozen: tuple[str, ...]) -> None:
+    inputs = make_head_inputs(rank=1).freeze(*frozen)
+    names = [name for name, tensor in inputs.tensors.items() if tensor.requires_grad]
 
-    def compute(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
-        return linear_logprob(hidden, weight, targets, bias=bias, temperature=1.3, chunk_tokens=chunk_tokens)
+    def compute(*leaves: torch.Tensor) -> Any:
+        given = inputs.tensors | dict(zip(names, leaves, strict=True))
+        return linear_logprob(targets=inputs.targets, temperature=1.3, softcap=4.0, chunk_tokens=chunk_tokens, **given)
 
-    assert torch.autograd.gradcheck(compute, (hidden, weight, bias))
-
-
-@pytest.mark.parametrize("used", ["logprobs", "entropy"])
-def test_either_result_may_be_used_alone(used: str) -> None:
-    hidden, weight, bias, targets = make_inputs()
-    index = ("logprobs", "entropy").index(used)
-    actual = linear_logprob(hidden, weight, targets, bias=bias, chunk_tokens=4)[index]
-    expected = reference(hidden, weight, targets, bias, 1.0)[index]
-    assert actual is not None
-    leaves = [hidden, weight, bias]
-    torch.testing.assert_close(
-        torch.autograd.grad(objective(actual, None), leaves), torch.autograd.grad(objective(expected, None), leaves)
-    )
+    assert torch.autograd.gradcheck(compute, tuple(inputs.leaves))
 
 
-def test_entropy_is_left_out_unless_asked_for() -> None:
-    hidden, weight, _, targets = make_inputs()
-    logprobs, entropy = linear_logprob(hidden, weight, targets, chunk_tokens=4, with_entropy=False)
+@BOTH
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_result_may_be_used_alone(use_triton: bool, frozen: tuple[str, ...], used: int) -> None:
+    inputs = make_head_inputs(dtype=torch.float32).freeze(*frozen)
+    exact = inputs.to(torch.float64)
+    actual = linear_logprob(targets=inputs.targets, chunk_tokens=4, use_triton=use_triton, **inputs.tensors)[used]
+    got = torch.autograd.grad(objective(actual, None), inputs.leaves)
+    assert_near(got, torch.autograd.grad(objective(exact.expect()[used], None), exact.leaves), 3e-6)
+
+
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_entropy_is_left_out_unless_asked_for(frozen: tuple[str, ...]) -> None:
+    inputs = make_head_inputs().freeze(*frozen)
+    logprobs, entropy = linear_logprob(targets=inputs.targets, chunk_tokens=4, with_entropy=False, **inputs.tensors)
     assert entropy is None
-    torch.testing.assert_close(logprobs, reference(hidden, weight, targets, None, 1.0)[0])
+    assert_near([logprobs], [inputs.expect()[0]], 1e-12)
+    got = torch.autograd.grad(objective(logprobs, None), inputs.leaves)
+    assert_near(got, torch.autograd.grad(objective(inputs.expect()[0], None), inputs.leaves), 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_inputs_have_float32_results(dtype: torch.dtype) -> None:
-    hidden, weight, bias, targets = make_inputs(dtype)
-    actual = linear_logprob(hidden, weight, targets, bias=bias, chunk_tokens=4)
-    assert actual[1] is not None
-    assert actual[0].dtype == actual[1].dtype == torch.float32
-    wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
-    expected = reference(wide[0], wide[1], targets, wide[2], 1.0)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    for got, want in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-    gradients = torch.autograd.grad(objective(*actual), (hidden, weight, bias))
-    assert [gradient.dtype for gradient in gradients] == [dtype] * 3
-    for got, want in zip(gradients, torch.autograd.grad(objective(*expected), wide), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_a_measured_entropy_is_the_same_and_has_no_gradient(frozen: tuple[str, ...]) -> None:
+    inputs = make_head_inputs().freeze(*frozen)
+    _, trained = linear_logprob(targets=inputs.targets, chunk_tokens=4, **inputs.tensors)
+    _, measured = linear_logprob(targets=inputs.targets, chunk_tokens=4, entropy_gradient=False, **inputs.tensors)
+    assert torch.equal(trained, measured)
+    assert trained.requires_grad
+    assert not measured.requires_grad
 
 
-def test_frozen_weight_gets_no_gradient_and_changes_nothing_else() -> None:
-    hidden, weight, _, targets = make_inputs()
-    (expected,) = torch.autograd.grad(objective(*linear_logprob(hidden, weight, targets, chunk_tokens=4)), hidden)
-    objective(*linear_logprob(hidden, weight.detach(), targets, chunk_tokens=4)).backward()
-    assert weight.grad is None
-    torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_low_precision_inputs_have_float32_results(
+    dtype: torch.dtype, frozen: tuple[str, ...], entropy_gradient: bool
+) -> None:
+    inputs = make_head_inputs(dtype=dtype).freeze(*frozen)
+    results = linear_logprob(targets=inputs.targets, chunk_tokens=4, **inputs.tensors)
+    assert [one.dtype for one in results] == [torch.float32] * 2
+    tolerance = {torch.float32: 3e-6, torch.bfloat16: 0.02, torch.float16: 3e-3}[dtype]
+    check(inputs, tolerance, chunk_tokens=4, entropy_gradient=entropy_gradient)
 
 
-def test_frozen_weight_costs_no_matrix_product() -> None:
-    hidden, weight, _, targets = make_inputs()
-
-    def products(weight: Tensor) -> int:
-        loss = objective(*linear_logprob(hidden, weight, targets, chunk_tokens=100))
-        with torch.profiler.profile() as profile:
-            loss.backward()
-        return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
-
-    assert products(weight) == 2
-    assert products(weight.detach()) == 1
+def test_hidden_states_come_in_the_type_of_the_weight_and_a_lora_may_be_wider() -> None:
+    """As a policy has them: an adapter in float32 beside a base in bfloat16."""
+    inputs = make_head_inputs(dtype=torch.bfloat16).freeze("weight", "bias")
+    inputs.up = inputs.up.detach().float().requires_grad_()
+    check(inputs, 0.02, chunk_tokens=4)
 
 
+def count_products(inputs: HeadInputs, *, backward: bool, **options: Any) -> int:
+    """Matrix products with the whole weight."""
+    with torch.profiler.profile(record_shapes=True) as forward_profile:
+        logprobs, _ = linear_logprob(targets=inputs.targets, chunk_tokens=100, **inputs.tensors, **options)
+    with torch.profiler.profile(record_shapes=True) as backward_profile:
+        logprobs.sum().backward()
+    events = (backward_profile if backward else forward_profile).events()
+    return sum(event.name in ("aten::mm", "aten::addmm_") for event in events)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "entropy_gradient", "forward", "backward"),
+    [
+        (FROZEN, False, 2, 0),
+        (FROZEN, True, 1, 2),
+        ((), False, 1, 3),
+        ((), True, 1, 3),
+    ],
+)
+def test_a_head_costs_no_more_products_than_it_needs(
+    frozen: tuple[str, ...], entropy_gradient: bool, forward: int, backward: int
+) -> None:
+    """A frozen one has none of its own, and none in the backward pass."""
+    for in_backward, expected in ((False, forward), (True, backward)):
+        inputs = make_head_inputs(rank=None, with_bias=False).freeze(*frozen)
+        assert count_products(inputs, backward=in_backward, entropy_gradient=entropy_gradient) == expected
+
+
+def test_without_gradients_nothing_but_the_logits_is_formed() -> None:
+    inputs = make_head_inputs(rank=None, with_bias=False)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        results = linear_logprob(targets=inputs.targets, chunk_tokens=100, **inputs.tensors)
+    assert sum(event.name == "aten::mm" for event in profile.events()) == 1
+    assert_near(results, inputs.expect(), 1e-12)
+
+
+@BOTH
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_without_counted_tokens_everything_is_zero(num_tokens: int) -> None:
-    hidden, weight, bias, _ = make_inputs()
-    targets = torch.full((num_tokens,), IGNORED)
-    logprobs, entropy = linear_logprob(hidden[:num_tokens], weight, targets, bias=bias, chunk_tokens=4)
-    assert entropy is not None
-    assert logprobs.tolist() == entropy.tolist() == [0.0] * num_tokens
-    for gradient in torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight, bias)):
-        assert not gradient.any()
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_without_counted_tokens_everything_is_zero(use_triton: bool, num_tokens: int, frozen: tuple[str, ...]) -> None:
+    inputs = make_head_inputs(num_tokens, ignored=tuple(range(num_tokens))).freeze(*frozen)
+    for entropy_gradient in (False, True):
+        logprobs, entropy = linear_logprob(
+            targets=inputs.targets,
+            chunk_tokens=4,
+            entropy_gradient=entropy_gradient,
+            use_triton=use_triton,
+            **inputs.tensors,
+        )
+        assert logprobs.tolist() == entropy.tolist() == [0.0] * num_tokens
+        for gradient in torch.autograd.grad((logprobs + entropy).sum(), inputs.leaves):
+            assert not gradient.any()
+
+
+def test_ignored_tokens_may_be_named_or_ruled_out() -> None:
+    inputs = make_head_inputs(ignored=())
+    looked, unlooked = (
+        linear_logprob(targets=inputs.targets, chunk_tokens=4, has_ignored=one, **inputs.tensors)
+        for one in (True, False)
+    )
+    assert_near(looked, unlooked, 0)
+    inputs.targets[:] = IGNORED
+    assert not linear_logprob(targets=inputs.targets, **inputs.tensors)[0].any()
 
 
 def test_logprobs_of_near_certain_tokens_are_never_positive() -> None:
@@ -168,16 +236,48 @@ def test_logprobs_of_near_certain_tokens_are_never_positive() -> None:
     assert logprobs.min() > -5
 
 
-def test_no_operation_allocates_all_logits() -> None:
-    num_tokens, vocabulary, num_bytes = 4096, 2048, 4
-    hidden = torch.randn(num_tokens, 4, requires_grad=True)
-    weight = torch.randn(vocabulary, 4, requires_grad=True)
-    targets = torch.randint(0, vocabulary, (num_tokens,))
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_no_operation_allocates_all_logits(frozen: tuple[str, ...]) -> None:
+    num_tokens, vocabulary, num_bytes = 1024, 8192, 4
+    inputs = make_head_inputs(num_tokens, 4, vocabulary, rank=None, with_bias=False, ignored=(), dtype=torch.float32)
+    inputs.freeze(*frozen)
 
     def largest_allocation(chunk_tokens: int) -> int:
         with torch.profiler.profile(profile_memory=True) as profile:
-            objective(*linear_logprob(hidden, weight, targets, chunk_tokens=chunk_tokens), num_tokens).backward()
+            logprobs, _ = linear_logprob(
+                targets=inputs.targets, chunk_tokens=chunk_tokens, entropy_gradient=False, **inputs.tensors
+            )
+            logprobs.sum().backward()
         return max(event.cpu_memory_usage for event in profile.events())
 
-    assert largest_allocation(64) <= 4 * 64 * vocabulary * num_bytes
+    assert largest_allocation(64) <= 1.1 * 64 * vocabulary * num_bytes
     assert largest_allocation(num_tokens) >= num_tokens * vocabulary * num_bytes
+
+
+def test_the_backward_pass_of_a_frozen_head_holds_one_row_of_hidden_states() -> None:
+    """What is saved are the slopes, in place of hidden states and weight."""
+    inputs = make_head_inputs(32, 16, 100, rank=None, with_bias=False, ignored=()).freeze("weight")
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        linear_logprob(targets=inputs.targets, entropy_gradient=False, **inputs.tensors)
+    assert [tensor.shape for tensor in saved] == [(32, 16)]
+
+
+def test_logits_equal_those_of_the_logprobs() -> None:
+    inputs = make_head_inputs(ignored=())
+    change = {"temperature": 0.7, "scale": 1.7, "softcap": 2.0}
+    logits = linear_logits(**inputs.tensors, **change)
+    taken = logits.log_softmax(1).gather(1, inputs.targets[:, None])[:, 0]
+    assert_near([taken], [inputs.expect(**change)[0]], 1e-12)
+    assert not logits.requires_grad
+
+
+@pytest.mark.parametrize(
+    "shapes", [((4, 6), (9, 5), (4,)), ((4, 6), (9, 6), (3,)), ((2, 2, 6), (9, 6), (4,)), ((4, 6), (9, 6), (4, 1))]
+)
+def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...]) -> None:
+    hidden, weight, targets = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=r"hidden of shape .*, weight .*, targets .*must be"):
+        linear_logprob(hidden, weight, targets.long())
+    with pytest.raises(ValueError, match="states need up"):
+        linear_logprob(torch.zeros(4, 6), torch.zeros(9, 6), torch.zeros(4).long(), states=torch.zeros(4, 2))
