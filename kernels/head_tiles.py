@@ -102,9 +102,11 @@ class HeadTiles:
         )
         if self.options.shard is None:
             return own
-        parts = own.values.new_empty(dist.get_world_size(self.options.shard.group), *own.values.shape)
-        dist.all_gather_into_tensor(parts, own.values, group=self.options.shard.group)
-        return RowStats.join(parts)
+        group = self.options.shard.group
+        num_parts, (num_values, num_rows) = dist.get_world_size(group), own.values.shape
+        parts = own.values.new_empty(num_parts * num_values, num_rows)
+        dist.all_gather_into_tensor(parts, own.values, group=group)
+        return RowStats.join(parts.view(num_parts, num_values, num_rows))
 
     def gradient_of(
         self,
