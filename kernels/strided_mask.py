@@ -1,30 +1,38 @@
 """Which tokens see each other in EBFT's strided pass: as a dense mask, and as flex_attention's block mask.
 
-Shapes: M tokens of the row, documents first and the tokens of blocks behind them; Q tokens ask about the first K.
+Shapes: M tokens of the row, L of them of documents and, behind those, C columns of blocks, step by step; Q tokens ask
+about the first K. In block masks, q by k pairs of their blocks of B tokens each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+BLOCK_SIZE = 128
+"""What flex_attention's kernels take."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StridedMask:
-    """What decides, for each token of a row; tensors, so that one compiled kernel serves rows of any length.
+    """What decides, for each token of a row.
 
     A token of a document sees what stands up to it there; one of a block sees its context, and its own block up to it.
     The mask of the whole row is kept until ``forget``, as several passes need it.
     """
 
-    documents: Tensor  # [M] int64
+    documents: Tensor  # [M] int64, in ascending order among the first L
     columns: Tensor  # [M] int64, the block's; -1 for tokens of documents
     positions: Tensor  # [M] int64, position ids
     visible: Tensor  # [M] int64, how many tokens of its document it sees
+    num_document_tokens: int
+    num_columns: int
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def dense(self, queries: slice = slice(None), *, window: int | None = None) -> Tensor:
@@ -39,13 +47,15 @@ class StridedMask:
         whole: Tensor = self._kept[key]
         return whole[queries, : queries.stop]
 
-    def blocks(self, queries: slice = slice(None), *, window: int | None = None, compiled: bool = False) -> BlockMask:
-        """The same as flex_attention takes it ``[1, 1, Q, K]``."""
-        key = ("blocks", window)
+    def blocks(
+        self, queries: slice = slice(None), *, window: int | None = None, block_size: int = BLOCK_SIZE
+    ) -> BlockMask:
+        """The same as flex_attention takes it ``[1, 1, Q, K]``, in memory of M + q k + k M / C."""
+        key = ("blocks", window, block_size)
         if queries != slice(None):
-            return self._make_blocks(queries, window, compiled)
+            return self._make_blocks(queries, window, block_size)
         if key not in self._kept:
-            self._kept[key] = self._make_blocks(queries, window, compiled)
+            self._kept[key] = self._make_blocks(queries, window, block_size)
         whole: BlockMask = self._kept[key]
         return whole
 
@@ -53,19 +63,97 @@ class StridedMask:
         """Frees what is kept."""
         self._kept.clear()
 
-    def _make_blocks(self, queries: slice, window: int | None, compiled: bool) -> BlockMask:
-        start, stop, _ = queries.indices(len(self.columns))
-        device: Any = self.columns.device
-        offset = torch.tensor(start, device=device)
-
-        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self._sees(query + offset, key, window)
-
-        return create_block_mask(sees, None, None, stop - start, stop, device=device, _compile=compiled)
-
     def _sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         same_document = self.documents[query] == self.documents[key]
         in_context = (self.columns[key] < 0) & same_document & (self.positions[key] < self.visible[query])
         own_block = (self.columns[key] >= 0) & (self.columns[key] == self.columns[query]) & (key <= query)
         seen = in_context | own_block
         return seen if window is None else seen & (self.positions[query] - self.positions[key] < window)
+
+    def _make_blocks(self, queries: slice, window: int | None, block_size: int) -> BlockMask:
+        start, stop, _ = queries.indices(len(self.columns))
+        ranges = self._ranges(start, stop, window)
+        pairs = _count_in_documents(ranges, stop, block_size)
+        pairs += self._count_in_columns(start, stop, window, block_size)
+        full = pairs == block_size**2
+        return BlockMask.from_kv_blocks(
+            *_list_blocks((pairs > 0) & ~full),
+            *_list_blocks(full),
+            BLOCK_SIZE=block_size,
+            mask_mod=_make_mask_mod(self.columns[:stop].int(), *(tensor.int() for tensor in ranges)),
+            seq_lengths=(stop - start, stop),
+        )
+
+    def _ranges(self, start: int, stop: int, window: int | None) -> _Ranges:
+        count, reach = self.num_document_tokens, len(self.columns) if window is None else window
+        places = torch.arange(start, stop, device=self.columns.device)
+        begin = torch.searchsorted(self.documents[:count], self.documents[start:stop])
+        end = begin + self.visible[start:stop]
+        first = (begin + (self.positions[start:stop] - reach + 1).clamp(min=0)).minimum(end)
+        # A block's steps stand C places apart; the range of a document's token, which has no column, is empty.
+        first_own = (places - (reach - 1) * self.num_columns).clamp(min=count)
+        return _Ranges(first=first, end=end, first_own=first_own, last_own=places, columns=self.columns[start:stop])
+
+    def _count_in_columns(self, start: int, stop: int, window: int | None, block_size: int) -> Tensor:
+        """How many tokens of blocks are seen, summed up over each pair of mask blocks ``[q, k]``.
+
+        A token is seen from its own place, from C places on, from 2 C places on, and so forth: that is, those of a mask
+        block are seen from as long a range of places, for each number of steps.
+        """
+        num_steps = max(0, -((self.num_document_tokens - stop) // max(1, self.num_columns)))
+        steps = torch.arange(num_steps if window is None else min(num_steps, window), device=self.columns.device)
+        shift = steps * self.num_columns - start
+        begin = torch.arange(0, stop, block_size, device=self.columns.device)[:, None]  # [k, 1]
+        end = (begin + block_size).clamp(max=stop)
+        first = (begin.clamp(min=self.num_document_tokens) + shift).clamp(0, stop - start)  # [k, steps]
+        return _count_overlaps(first, (end + shift).clamp(0, stop - start).maximum(first), stop - start, block_size).T
+
+
+class _Ranges(NamedTuple):
+    """What queries see: keys from ``first`` to before ``end``, and their column's from ``first_own`` to ``last_own``."""
+
+    first: Tensor  # [Q]
+    end: Tensor  # [Q]
+    first_own: Tensor  # [Q]
+    last_own: Tensor  # [Q]
+    columns: Tensor  # [Q]
+
+
+def _make_mask_mod(
+    key_columns: Tensor, first: Tensor, end: Tensor, first_own: Tensor, last_own: Tensor, columns: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Holds nothing but tensors: a kernel that is compiled for one of these functions serves all of them."""
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_context = (first[query] <= key) & (key < end[query])
+        in_column = (first_own[query] <= key) & (key <= last_own[query]) & (columns[query] == key_columns[key])
+        return in_context | in_column
+
+    return sees
+
+
+def _count_in_documents(ranges: _Ranges, num_keys: int, block_size: int) -> Tensor:
+    """How many tokens of documents are seen, summed up over each pair of mask blocks ``[q, k]``."""
+    padding = (0, -len(ranges.first) % block_size)
+    first, end = (pad(edge, padding).view(-1, block_size) for edge in (ranges.first, ranges.end))
+    return _count_overlaps(first, end, num_keys, block_size)
+
+
+def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) -> Tensor:
+    """How many places the ranges ``[R, N]`` of each row have in each block of ``length`` places, summed up ``[R, b]``.
+
+    The places before an edge of a range are all of a block, some, or none: sums of how that changes from block to block.
+    """
+    num_blocks = -(-length // block_size)
+    changes = first.new_zeros(len(first), num_blocks + 2)
+    for edge, sign in ((end, -1), (first, 1)):
+        within = edge % block_size
+        changes.scatter_add_(1, edge // block_size, sign * (block_size - within))
+        changes.scatter_add_(1, edge // block_size + 1, sign * within)
+    return changes.cumsum(1)[:, :num_blocks]
+
+
+def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many mask blocks of each row are chosen ``[1, 1, q]``, and those, in order, before the others."""
+    indices = chosen.int().argsort(dim=1, descending=True, stable=True)
+    return chosen.sum(1, dtype=torch.int32)[None, None], indices.int()[None, None]

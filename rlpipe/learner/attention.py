@@ -66,7 +66,7 @@ def mask_for(model: PreTrainedModel, mask: StridedMask, queries: slice = slice(N
 def _as_taken(model: PreTrainedModel, mask: StridedMask, queries: slice, window: int | None) -> Any:
     implementation = model.config.get_text_config()._attn_implementation
     if implementation == "flex_attention":
-        return mask.blocks(queries, window=window, compiled=True)
+        return mask.blocks(queries, window=window)
     seen = mask.dense(queries, window=window)[None, None]
     if implementation == "sdpa":
         return seen

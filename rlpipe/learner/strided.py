@@ -86,6 +86,8 @@ def plan_strided(
             columns=tensor(plan.columns()),
             positions=positions,
             visible=tensor(plan.visible()),
+            num_document_tokens=plan.num_document_tokens,
+            num_columns=plan.num_columns,
         ),
         predecessors=tensor(plan.predecessors()),
         truth=tensor(np.flatnonzero(micro_batch.loss_mask)),

@@ -84,7 +84,14 @@ def sees(query: Token, key: Token) -> bool:
 def mask_of(row: StridedRow) -> StridedMask:
     tensors = (row.documents(), row.columns(), row.position_ids(), row.visible())
     documents, columns, positions, visible = map(torch.from_numpy, tensors)
-    return StridedMask(documents=documents, columns=columns, positions=positions, visible=visible)
+    return StridedMask(
+        documents=documents,
+        columns=columns,
+        positions=positions,
+        visible=visible,
+        num_document_tokens=row.num_document_tokens,
+        num_columns=row.num_columns,
+    )
 
 
 @pytest.mark.parametrize(("length", "stride", "context", "num_tokens"), [(41, 8, 8, 8), (30, 7, 3, 2), (16, 1, 8, 8)])
