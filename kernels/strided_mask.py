@@ -80,7 +80,7 @@ class StridedMask:
             *_list_blocks((pairs > 0) & ~full),
             *_list_blocks(full),
             BLOCK_SIZE=block_size,
-            mask_mod=_make_mask_mod(self.columns[:stop].int(), *(tensor.int() for tensor in ranges)),
+            mask_mod=_make_mask_mod(torch.stack(ranges).int(), self.columns[:stop].int()),
             seq_lengths=(stop - start, stop),
         )
 
@@ -120,14 +120,15 @@ class _Ranges(NamedTuple):
 
 
 def _make_mask_mod(
-    key_columns: Tensor, first: Tensor, end: Tensor, first_own: Tensor, last_own: Tensor, columns: Tensor
+    ranges: Tensor,  # [5, Q], those of a _Ranges
+    key_columns: Tensor,  # [K]
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Holds nothing but tensors: a kernel that is compiled for one of these functions serves all of them."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_context = (first[query] <= key) & (key < end[query])
-        in_column = (first_own[query] <= key) & (key <= last_own[query]) & (columns[query] == key_columns[key])
-        return in_context | in_column
+        in_context = (ranges[0, query] <= key) & (key < ranges[1, query])
+        up_to_itself = (ranges[2, query] <= key) & (key <= ranges[3, query])
+        return in_context | up_to_itself & (ranges[4, query] == key_columns[key])
 
     return sees
 
