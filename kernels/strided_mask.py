@@ -1,7 +1,7 @@
 """Which tokens see each other in EBFT's strided pass: as a dense mask, and as flex_attention's block mask.
 
-Shapes: M tokens of the row, L of them of documents and, behind those, C columns of blocks, step by step; Q tokens ask
-about the first K. In block masks, q by k pairs of their blocks of B tokens each.
+Shapes: M tokens of the row, the first L of documents, and behind them steps of C tokens, one of each column; Q tokens
+ask about the first K. Mask blocks are stretches of B tokens, not EBFT's blocks: q of the queries, k of the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 BLOCK_SIZE = 128
-"""What flex_attention's kernels take."""
+"""Tokens of a mask block (B), by default; flex_attention's kernels on GPUs take multiples of their own tiles."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,7 +50,11 @@ class StridedMask:
     def blocks(
         self, queries: slice = slice(None), *, window: int | None = None, block_size: int = BLOCK_SIZE
     ) -> BlockMask:
-        """The same as flex_attention takes it ``[1, 1, Q, K]``, in memory of M + q k + k M / C."""
+        """The same as flex_attention takes it ``[1, 1, Q, K]``.
+
+        Which pairs of mask blocks are empty, full, or neither is counted, exactly, without the pairs of tokens: in
+        memory of order M + q k, and k numbers for each step.
+        """
         key = ("blocks", window, block_size)
         if queries != slice(None):
             return self._make_blocks(queries, window, block_size)
@@ -95,10 +99,10 @@ class StridedMask:
         return _Ranges(first=first, end=end, first_own=first_own, last_own=places, columns=self.columns[start:stop])
 
     def _count_in_columns(self, start: int, stop: int, window: int | None, block_size: int) -> Tensor:
-        """How many tokens of blocks are seen, summed up over each pair of mask blocks ``[q, k]``.
+        """How many pairs of a query and a block's token that it sees stand in each pair of mask blocks ``[q, k]``.
 
-        A token is seen from its own place, from C places on, from 2 C places on, and so forth: that is, those of a mask
-        block are seen from as long a range of places, for each number of steps.
+        A token is seen from its own place, from C places on, from 2 C places on, and so forth. So the tokens of one
+        mask block are seen, so many steps on, from a range of places that is as long.
         """
         num_steps = max(0, -((self.num_document_tokens - stop) // max(1, self.num_columns)))
         steps = torch.arange(num_steps if window is None else min(num_steps, window), device=self.columns.device)
@@ -110,7 +114,7 @@ class StridedMask:
 
 
 class _Ranges(NamedTuple):
-    """What queries see: keys from ``first`` to before ``end``, and their column's from ``first_own`` to ``last_own``."""
+    """What queries see: from ``first`` to before ``end``, and of their column from ``first_own`` to ``last_own``."""
 
     first: Tensor  # [Q]
     end: Tensor  # [Q]
@@ -134,16 +138,17 @@ def _make_mask_mod(
 
 
 def _count_in_documents(ranges: _Ranges, num_keys: int, block_size: int) -> Tensor:
-    """How many tokens of documents are seen, summed up over each pair of mask blocks ``[q, k]``."""
+    """How many pairs of a query and a document's token that it sees stand in each pair of mask blocks ``[q, k]``."""
     padding = (0, -len(ranges.first) % block_size)
     first, end = (pad(edge, padding).view(-1, block_size) for edge in (ranges.first, ranges.end))
     return _count_overlaps(first, end, num_keys, block_size)
 
 
 def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) -> Tensor:
-    """How many places the ranges ``[R, N]`` of each row have in each block of ``length`` places, summed up ``[R, b]``.
+    """How many places the ranges ``[R, N]`` of each row have in each block of ``length`` places, added up ``[R, b]``.
 
-    The places before an edge of a range are all of a block, some, or none: sums of how that changes from block to block.
+    What stands before the edge of a range is all of a block, a part, or nothing, from block to block; that changes in
+    two blocks alone, so the changes of all ranges are put in their places and then added up along the blocks.
     """
     num_blocks = -(-length // block_size)
     changes = first.new_zeros(len(first), num_blocks + 2)

@@ -73,26 +73,32 @@ def plan_strided(
         prompt_lengths=[first if first > 1 else 0 for first in firsts],
     )
 
-    def tensor(array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
-
-    positions = tensor(plan.position_ids())
+    mask = make_mask(plan, device)
     return StridedInputs(
         plan=plan,
-        documents=tensor(micro_batch.token_ids),
-        position_ids=positions,
-        mask=StridedMask(
-            documents=tensor(plan.documents()),
-            columns=tensor(plan.columns()),
-            positions=positions,
-            visible=tensor(plan.visible()),
-            num_document_tokens=plan.num_document_tokens,
-            num_columns=plan.num_columns,
-        ),
-        predecessors=tensor(plan.predecessors()),
-        truth=tensor(np.flatnonzero(micro_batch.loss_mask)),
+        documents=_to_device(micro_batch.token_ids, device),
+        position_ids=mask.positions,
+        mask=mask,
+        predecessors=_to_device(plan.predecessors(), device),
+        truth=_to_device(np.flatnonzero(micro_batch.loss_mask), device),
         group_ids=micro_batch.group_ids,
     )
+
+
+def make_mask(plan: StridedRow, device: torch.device) -> StridedMask:
+    """Which tokens of a row see each other."""
+    return StridedMask(
+        documents=_to_device(plan.documents(), device),
+        columns=_to_device(plan.columns(), device),
+        positions=_to_device(plan.position_ids(), device),
+        visible=_to_device(plan.visible(), device),
+        num_document_tokens=plan.num_document_tokens,
+        num_columns=plan.num_columns,
+    )
+
+
+def _to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
 
 
 class StridedLogprobs(NamedTuple):

@@ -6,40 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from strided_cases import ALL, Case, blocks, mask_of
 
-from rlpipe.algorithms.strided import StridedRow, block_contexts, plan_row
-from rlpipe.configs.schema_ebft import StridedConfig
-from rlpipe.kernels.strided_mask import StridedMask
-
-
-@dataclass(kw_only=True, frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    blocks: StridedConfig
-    num_samples: int = 1
-    prompts: tuple[int, ...] | None = None
-
-    def plan(self) -> StridedRow:
-        return plan_row(self.lengths, self.blocks, num_samples=self.num_samples, prompt_lengths=self.prompts)
-
-
-def blocks(stride: int, context: int, num_tokens: int, prefix: int = 0) -> StridedConfig:
-    return StridedConfig(
-        stride=stride, context_length=context, generate_tokens=num_tokens, min_completion_prefix=prefix
-    )
-
-
-CASES = {
-    "one block": Case(lengths=(16,), blocks=blocks(8, 8, 8)),
-    "the defaults": Case(lengths=(41,), blocks=blocks(8, 8, 8), num_samples=4),
-    "overlapping blocks": Case(lengths=(20,), blocks=blocks(1, 2, 5), num_samples=2),
-    "gaps between blocks": Case(lengths=(30,), blocks=blocks(7, 3, 2), num_samples=3),
-    "blocks of one token": Case(lengths=(9,), blocks=blocks(2, 1, 1)),
-    "documents": Case(lengths=(13, 6, 24), blocks=blocks(3, 4, 3), num_samples=2),
-    "one document too short": Case(lengths=(12, 4, 11), blocks=blocks(4, 4, 4), num_samples=2),
-    "prompts": Case(lengths=(20, 15), blocks=blocks(3, 2, 3, prefix=2), num_samples=2, prompts=(7, 0)),
-}
-ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+from rlpipe.algorithms.strided import block_contexts
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -81,19 +50,6 @@ def sees(query: Token, key: Token) -> bool:
     return key.column == query.column and key.step <= query.step
 
 
-def mask_of(row: StridedRow) -> StridedMask:
-    tensors = (row.documents(), row.columns(), row.position_ids(), row.visible())
-    documents, columns, positions, visible = map(torch.from_numpy, tensors)
-    return StridedMask(
-        documents=documents,
-        columns=columns,
-        positions=positions,
-        visible=visible,
-        num_document_tokens=row.num_document_tokens,
-        num_columns=row.num_columns,
-    )
-
-
 @pytest.mark.parametrize(("length", "stride", "context", "num_tokens"), [(41, 8, 8, 8), (30, 7, 3, 2), (16, 1, 8, 8)])
 def test_a_document_has_as_many_blocks_as_the_formula_says(
     length: int, stride: int, context: int, num_tokens: int
@@ -127,7 +83,7 @@ def test_masks_equal_the_loops(case: Case, window: int | None) -> None:
     tokens = tokens_by_loops(case)
     near = [[window is None or q.place - k.place < window for k in tokens] for q in tokens]
     expected = torch.tensor([[sees(q, k) for k in tokens] for q in tokens]) & torch.tensor(near)
-    mask = mask_of(case.plan())
+    mask = mask_of(case)
     assert torch.equal(mask.dense(window=window), expected)
     whole = mask.blocks(window=window)
     places = torch.arange(len(tokens))
@@ -136,7 +92,7 @@ def test_masks_equal_the_loops(case: Case, window: int | None) -> None:
 
 @ALL
 def test_masks_of_a_step_are_the_rows_of_the_whole(case: Case) -> None:
-    row, mask = case.plan(), mask_of(case.plan())
+    row, mask = case.plan(), mask_of(case)
     whole = mask.dense()
     for step in range(row.num_steps):
         place = row.place(step)
