@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -111,6 +112,20 @@ def test_so_they_do_for_the_families_that_people_train(name: str, attention: str
     inputs = make_inputs((13, 21), (3, 4, 3), 2)
     drawn = draw(scorer_of(name, attention), inputs)
     packed, alone = logprobs_packed(scorer_of(name, attention), inputs, drawn), logprobs_alone(name, inputs, drawn)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_so_they_do_under_flex_attention_which_gpus_take(name: str) -> None:
+    scorer = load_scorer(make_model_config(family(name), adapter="none"), "cpu").eval()
+    scorer.take_masks("sdpa")
+    scorer.causal_model.set_attn_implementation("flex_attention")
+    scorer.requires_grad_(False)  # its backward pass needs a GPU
+    inputs = make_inputs((13, 41), (3, 4, 3), 4)
+    drawn = draw(scorer, inputs)
+    packed, alone = logprobs_packed(scorer, inputs, drawn), logprobs_alone(name, inputs, drawn)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
