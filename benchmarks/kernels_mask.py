@@ -1,0 +1,94 @@
+"""The block mask of strided EBFT beside those that torch makes from its function: seconds, memory, and compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from benchmarks.peak import peak_memory
+from rlpipe.algorithms.strided import document_budget, plan_row
+from rlpipe.configs.schema_ebft import StridedConfig
+from rlpipe.hardware.timing import time_calls
+from rlpipe.kernels.strided_mask import StridedMask
+from rlpipe.learner.strided import make_mask
+
+TOKENS = {"cuda": (8192, 32768), "cpu": (2048, 8192)}
+"""Of a row, documents and blocks."""
+OTHER_TOKENS = (1200, 1500, 2100, 2500, 3200)
+"""Lengths over which compilations are counted."""
+SAMPLES, DOCUMENTS, TURNS = 4, 3, 5
+Build = Callable[[StridedMask], BlockMask]
+
+
+def measure_mask(device: torch.device) -> list[dict[str, Any]]:
+    """A row of figures for each way to build the mask, and each length; compilations are those of several lengths."""
+    rows = []
+    for name, build in make_builders(device).items():
+        compilations = count_compilations(build, device)
+        for tokens in TOKENS[device.type]:
+            mask = make_row(tokens, device)
+            work = partial(build, mask)
+            work()
+            seconds = median(time_calls(work, 1, device) for _ in range(TURNS))
+            with peak_memory(device) as peak:
+                work()
+            rows.append(
+                {
+                    "builder": name,
+                    "tokens": len(mask.columns),
+                    "seconds": seconds,
+                    "peak_mb": peak.mb,
+                    **compilations,
+                }
+            )
+    return rows
+
+
+def make_builders(device: torch.device) -> dict[str, Build]:
+    """Torch's ways are given a function of the mask that is made once a row, as ours is."""
+
+    def ours(mask: StridedMask) -> BlockMask:
+        mask.forget()
+        return mask.blocks()
+
+    def of_torch(create: Callable[..., BlockMask], mask: StridedMask) -> BlockMask:
+        count = len(mask.columns)
+        return create(mask.blocks().mask_mod, None, None, count, count, device)
+
+    return {
+        "rlpipe": ours,
+        "create_block_mask": partial(of_torch, create_block_mask),
+        "create_block_mask, compiled": partial(of_torch, torch.compile(create_block_mask)),
+    }
+
+
+def make_row(tokens: int, device: torch.device) -> StridedMask:
+    """Documents with all their blocks, of about so many tokens."""
+    config = StridedConfig()
+    length = document_budget(tokens, config, SAMPLES) // DOCUMENTS
+    return make_mask(plan_row([length] * DOCUMENTS, config, num_samples=SAMPLES), device)
+
+
+@torch.no_grad()
+def count_compilations(build: Build, device: torch.device) -> dict[str, int]:
+    """Of building masks of several lengths, and of attention with them as transformers compiles it."""
+    torch._dynamo.reset()
+    found = {"compilations": 0, "attention_compilations": 0}
+    for tokens in OTHER_TOKENS:
+        mask = make_row(tokens, device)
+        counters.clear()
+        block_mask = build(mask)
+        found["compilations"] += counters["stats"]["unique_graphs"]
+        counters.clear()
+        q, k, v = (torch.randn(1, 2, len(mask.columns), 64, device=device) for _ in range(3))
+        flex_attention_forward(nn.Module().eval(), q, k, v, block_mask, scaling=0.125)
+        found["attention_compilations"] += counters["stats"]["unique_graphs"]
+    return found
