@@ -203,15 +203,44 @@ def _gradient_torch(
 
 @_jit
 @no_type_check
-def _change(x, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
-    """z, and dz/dx."""
-    z = x * scale
-    slope = scale * inverse_temperature
+def _change(x, factor, scale, softcap, CAPPED: tl.constexpr):
+    """z, and dz/dx; ``factor`` is all that x is multiplied with where no cap comes in between."""
+    slope = factor
     if CAPPED:
-        bounded = 2 * tl.sigmoid(2 * z / softcap) - 1  # tanh(z / softcap)
-        z = softcap * bounded
+        bounded = 2 * tl.sigmoid(2 * scale * x / softcap) - 1  # tanh
+        x = bounded * (softcap / scale)
         slope *= 1 - bounded * bounded
-    return z * inverse_temperature, slope
+    return x * factor, slope
+
+
+@_jit
+@no_type_check
+def _load(logits, bias, columns, mask, BIASED: tl.constexpr):
+    """0 where the mask is False; None reads all, without a look at it."""
+    x = tl.load(logits + columns, mask=mask).to(tl.float32)
+    if BIASED:
+        x += tl.load(bias + columns, mask=mask).to(tl.float32)
+    if mask is not None:
+        x = tl.where(mask, x, 0.0)
+    return x
+
+
+@_jit
+@no_type_check
+def _add_columns(z, largest, total, moment, WITH_ENTROPY: tl.constexpr):
+    """The statistics with more columns; sums are kept by lane, and change their scale only where the maximum does."""
+    highest = tl.maximum(largest, tl.max(z, 0))
+    if highest > largest:
+        lower = largest - highest
+        shrunk = tl.exp(lower)
+        if WITH_ENTROPY:
+            moment = (moment + lower * total) * shrunk
+        total *= shrunk
+    below = z - highest
+    exponentials = tl.exp(below)
+    if WITH_ENTROPY:
+        moment += exponentials * tl.maximum(below, -1e38)  # 0 where z is -inf
+    return highest, total + exponentials, moment
 
 
 @_jit(do_not_specialize=["num_rows", "first_column"])
@@ -226,9 +255,9 @@ def _stats_kernel(
     num_columns,
     first_column,
     row_stride,
+    factor,
     scale,
     softcap,
-    inverse_temperature,
     BIASED: tl.constexpr,
     CAPPED: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -241,34 +270,24 @@ def _stats_kernel(
     is_counted = target != IGNORED
     end = tl.where(is_counted, num_columns, 0)
     if PER_ROW:
-        inverse_temperature = 1 / tl.load(temperatures + row)
+        factor /= tl.load(temperatures + row)
     logits += row * row_stride
     largest = -1e38  # below what counts, and finite, as are its differences
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, end, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        is_inside = columns < end
-        x = tl.load(logits + columns, mask=is_inside, other=0.0).to(tl.float32)
-        if BIASED:
-            x += tl.load(bias + columns, mask=is_inside, other=0.0).to(tl.float32)
-        z, _ = _change(x, scale, softcap, inverse_temperature, CAPPED)
+    columns = tl.arange(0, BLOCK)
+    rest = end // BLOCK * BLOCK
+    for start in range(0, rest, BLOCK):  # without masks, which would cost as much as the sums
+        z, _ = _change(_load(logits, bias, start + columns, None, BIASED), factor, scale, softcap, CAPPED)
+        largest, total, moment = _add_columns(z, largest, total, moment, WITH_ENTROPY)
+    if rest < end:
+        is_inside = rest + columns < end
+        z, _ = _change(_load(logits, bias, rest + columns, is_inside, BIASED), factor, scale, softcap, CAPPED)
         z = tl.where(is_inside, z, float("-inf"))
-        highest = tl.maximum(largest, tl.max(z, 0))
-        lower = z - highest
-        exponentials = tl.exp(lower)
-        shrunk = tl.exp(largest - highest)
-        if WITH_ENTROPY:
-            moment = (moment + (largest - highest) * total) * shrunk
-            moment += exponentials * tl.maximum(lower, -1e38)  # 0 where z is -inf
-        total = total * shrunk + exponentials
-        largest = highest
+        largest, total, moment = _add_columns(z, largest, total, moment, WITH_ENTROPY)
     local = target - first_column
     is_here = (local >= 0) & (local < end)
-    x = tl.load(logits + local, mask=is_here, other=0.0).to(tl.float32)
-    if BIASED:
-        x += tl.load(bias + local, mask=is_here, other=0.0).to(tl.float32)
-    z, _ = _change(x, scale, softcap, inverse_temperature, CAPPED)
+    z, _ = _change(_load(logits, bias, local, is_here, BIASED), factor, scale, softcap, CAPPED)
     values += row
     tl.store(values, tl.where(is_counted, largest, 0.0))
     tl.store(values + num_rows, tl.sum(total, 0))
@@ -293,9 +312,9 @@ def _gradient_kernel(
     first_column,
     row_stride,
     out_stride,
+    factor,
     scale,
     softcap,
-    inverse_temperature,
     BIASED: tl.constexpr,
     CAPPED: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -308,22 +327,21 @@ def _gradient_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     is_counted = target != IGNORED
-    is_read = columns < tl.where(is_counted, num_columns, 0)
     if PER_ROW:
-        inverse_temperature = 1 / tl.load(temperatures + row)
-    x = tl.load(logits + row * row_stride + columns, mask=is_read, other=0.0).to(tl.float32)
-    if BIASED:
-        x += tl.load(bias + columns, mask=is_read, other=0.0).to(tl.float32)
-    z, slope = _change(x, scale, softcap, inverse_temperature, CAPPED)
+        factor /= tl.load(temperatures + row)
+    # Of an ignored row all that follows is a number times 0.
+    x = _load(logits + row * row_stride, bias, columns, columns < tl.where(is_counted, num_columns, 0), BIASED)
+    z, slope = _change(x, factor, scale, softcap, CAPPED)
     log_p = (z - tl.load(largest + row)) - tl.load(log_total + row)
     p = tl.exp(log_p)
     gradient = tl.zeros([BLOCK], tl.float32)
-    if OF_LOGPROBS:
-        gradient += tl.load(grad_logprobs + row) * (tl.where(columns == target - first_column, 1.0, 0.0) - p)
     if OF_ENTROPY:
-        gradient -= tl.load(grad_entropy + row) * p * (tl.maximum(log_p, -1e38) + tl.load(entropy + row))
-    gradient = tl.where(is_counted, gradient * slope, 0.0)
-    tl.store(out + row * out_stride + columns, gradient.to(out.dtype.element_ty), mask=columns < num_columns)
+        by_entropy = tl.load(grad_entropy + row, mask=is_counted, other=0.0)
+        gradient -= p * (by_entropy * (tl.maximum(log_p, -1e38) + tl.load(entropy + row)))
+    if OF_LOGPROBS:
+        by_logprob = tl.load(grad_logprobs + row, mask=is_counted, other=0.0)
+        gradient += tl.where(columns == (target - first_column).to(tl.int32), by_logprob, 0.0) - p * by_logprob
+    tl.store(out + row * out_stride + columns, (gradient * slope).to(out.dtype.element_ty), mask=columns < num_columns)
 
 
 def _arguments(change: LogitChange, unused: Tensor) -> dict[str, Any]:
@@ -333,9 +351,9 @@ def _arguments(change: LogitChange, unused: Tensor) -> dict[str, Any]:
     return {
         "bias": unused if change.bias is None else change.bias.contiguous(),
         "temperatures": temperature.float().contiguous() if isinstance(temperature, Tensor) else unused,
+        "factor": change.scale / (1.0 if isinstance(temperature, Tensor) else temperature),
         "scale": float(change.scale),
         "softcap": float(change.softcap or 1.0),
-        "inverse_temperature": 1.0 if isinstance(temperature, Tensor) else 1.0 / temperature,
         "BIASED": change.bias is not None,
         "CAPPED": change.softcap is not None,
         "PER_ROW": is_per_row,
