@@ -1,0 +1,193 @@
+"""The tables and the JSON object of ``benchmarks.kernels``, from what its processes measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.kernels_rows import ACCESSES, COPY_ACCESSES
+
+LIBRARIES = ("trl", "liger", "liger-loss", "cce")
+"""Sides that count as one in ``best_library``."""
+GROUPS = {
+    "head": "linear_logprob",
+    "rows": "selective_logprob",
+    "features": "feature_rewards",
+    "lora": "lora_linear",
+    "mask": "block_mask",
+}
+"""The kernel that a group of cases speaks of."""
+OURS = {"head": ("rlpipe",), "rows": ("rlpipe", "rlpipe-in-place"), "lora": ("compile",)}
+"""Sides that stand for the kernel; of LoRA what there is without one."""
+NO_GPU = (
+    "not comparable: without a GPU Triton's kernels do not run, so that seconds are those of references and of other "
+    "code for the CPU; memory and errors count"
+)
+ERRORS = ("logprob_error", "entropy_error", "gradient_error", "weight_gradient_error")
+COLUMNS = ("case", "side", "seconds", "over roof", "forward", "extra MiB", *(name.removesuffix("_error") for name in ERRORS))
+HEADER = (f"| {' | '.join(COLUMNS)} | note |", f"|{'---|' * (len(COLUMNS) + 1)}")
+Sides = Mapping[str, Mapping[str, Any]]
+
+
+def over_roof(found: Mapping[str, Any]) -> float | None:
+    """Of forward and backward; the roof was measured in the same turns."""
+    if found.get("seconds") is None or not found.get("roof_s"):
+        return None
+    return found["seconds"] / found["roof_s"]
+
+
+def roof_share(group: str, found: Mapping[str, Any]) -> float | None:
+    """The share that is reached of the bare products' speed, or of the copy's bytes a second."""
+    ratio = over_roof(found)
+    if ratio is None:
+        return None
+    return ACCESSES / COPY_ACCESSES / ratio if group == "rows" else 1 / ratio
+
+
+def best_library(sides: Sides) -> str | None:
+    """The fastest, over its own process' roof."""
+    ratios = {name: over_roof(sides[name]) for name in LIBRARIES if name in sides}
+    there = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    return min(there, key=there.__getitem__, default=None)
+
+
+def figures_of(group: str, sides: Sides) -> dict[str, Any]:
+    """Of one case: the kernel's figures beside those of the best library."""
+    ours = next((sides[name] for name in OURS[group] if _ran(sides.get(name))), {})
+    library = best_library(sides)
+    ratio, theirs = over_roof(ours), None if library is None else over_roof(sides[library])
+    return {
+        "seconds": ours.get("seconds"),
+        "best_library": library,
+        "best_library_seconds": None if library is None else sides[library]["seconds"],
+        "extra_peak_mb": _megabytes(ours.get("extra_peak_mib")),
+        "roof_share": roof_share(group, ours),
+        "over_roof": ratio,
+        "over_best_library": None if ratio is None or theirs is None else ratio / theirs,
+    }
+
+
+def headline(group: str, cases: Mapping[str, Sides], *, on_gpu: bool) -> dict[str, Any]:
+    """A kernel's figures: those of its worst case over the roof; memory is the largest of all."""
+    figures = {name: figures_of(group, sides) for name, sides in cases.items()}
+    ran = {name: found for name, found in figures.items() if found["over_roof"] is not None}
+    if not ran:
+        return {"case": None, **dict.fromkeys(_KEYS), "cases": figures}
+    worst = max(ran, key=lambda name: ran[name]["over_roof"])
+    result = {"case": worst, **ran[worst]}
+    result["extra_peak_mb"] = _largest(found["extra_peak_mb"] for found in ran.values())
+    result["over_best_library"] = _largest(found["over_best_library"] for found in ran.values())
+    if not on_gpu:
+        result |= {key: None for key in _KEYS if key != "extra_peak_mb"}
+    return {**result, "cases": figures}
+
+
+_KEYS = (
+    "seconds",
+    "best_library",
+    "best_library_seconds",
+    "extra_peak_mb",
+    "roof_share",
+    "over_roof",
+    "over_best_library",
+)
+
+
+def features_headline(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest share that features and rewards take of a pass of the network and them."""
+    worst = max(cases, key=lambda name: cases[name]["share"])
+    return {
+        "case": worst,
+        **dict.fromkeys(_KEYS),
+        "seconds": cases[worst]["rewards_s"],
+        "share": cases[worst]["share"],
+        "rewards_share": cases[worst]["rewards_share"],
+    }
+
+
+def summarize(machine: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The last line: of each kernel its figures, and under ``groups`` all that was measured."""
+    on_gpu = machine["kind"] == "cuda"
+    result: dict[str, Any] = {
+        "device": machine["hardware"] if on_gpu else "cpu",
+        "seconds": "medians of turns" if on_gpu else NO_GPU,
+        "machine": machine,
+    }
+    for group, found in groups.items():
+        if "error" in found:
+            result[GROUPS[group]] = {**dict.fromkeys(_KEYS), "error": found["error"]}
+        elif group in OURS:
+            result[GROUPS[group]] = headline(group, found, on_gpu=on_gpu)
+        elif group == "features":
+            result[GROUPS[group]] = features_headline(found)
+        else:
+            result[GROUPS[group]] = {"rows": found["mask"]}
+    return rounded({**result, "groups": groups})
+
+
+def lines_of(case: str, sides: Sides) -> list[str]:
+    """Rows of the table; a side without figures has its reason."""
+    return [_line(case, name, found) for name, found in sides.items()]
+
+
+def _line(case: str, name: str, found: Mapping[str, Any]) -> str:
+    if not _ran(found):
+        return f"| {case} | {name} |{' |' * (len(COLUMNS) - 2)} {found.get('error')} |"
+    cells = [
+        _number(found["seconds"]),
+        _number(over_roof(found)),
+        _number(found.get("forward_s")),
+        "" if found.get("extra_peak_mib") is None else f"{found['extra_peak_mib']:.0f}",
+        *(_number(found.get(key), 2) for key in ERRORS),
+        found.get("note", ""),
+    ]
+    return f"| {case} | {name} | {' | '.join(cells)} |"
+
+
+def features_lines(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{name}: the network's pass {found['network_s']:.3g} s, of this pooling {found['pooling_s']:.3g} s; rewards of "
+        f"[{found['groups']}, {found['samples']}, {found['features']}] {found['rewards_s']:.3g} s; share "
+        f"{found['share']:.1%}, of rewards alone {found['rewards_share']:.1%}"
+        for name, found in cases.items()
+    ]
+
+
+def products_share(flops: float, seconds: float, rate: float) -> float:
+    """Of the rate of large square products that bare ones reach."""
+    return flops / seconds / rate
+
+
+def merge(results: Sequence[Mapping[str, Sides]], cases: Iterable[str], sides: Sequence[str]) -> dict[str, Any]:
+    """Of processes' results by case, those of each side, in the given order; where several have one, the first."""
+    merged: dict[str, Any] = {}
+    for case in cases:
+        there: dict[str, Any] = {}
+        for result in results:
+            there = {**result.get(case, {}), **there}
+        merged[case] = {name: there[name] for name in sides if name in there}
+    return merged
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _ran(found: Mapping[str, Any] | None) -> bool:
+    return found is not None and found.get("seconds") is not None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _megabytes(mebibytes: float | None) -> float | None:
+    return None if mebibytes is None else mebibytes * 2**20 / 1e6
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
