@@ -75,7 +75,7 @@ def main() -> None:
     for group in arguments.cases:
         groups[group] = run_group(group, arguments, machine)
     print(json.dumps(summarize(machine, groups)))
-    ours = [sides["rlpipe"] for group in ("head",) for sides in groups.get(group, {}).values() if "rlpipe" in sides]
+    ours = [sides.get("rlpipe", {}) for group in ("head", "rows") for sides in groups.get(group, {}).values()]
     sys.exit(any("error" in found for found in ours))
 
 
@@ -159,7 +159,9 @@ def compare_sides(
     others = [name for name in COMPARED[group].SIDES if name in arguments.sides and name != roof]
     results = [run_process(group, {**setup, "sides": [roof, *others]}, arguments.minutes)] if together else []
     for name in others:
-        missing = {case: told for case, told in setup["cases"].items() if name not in merge(results, [case], others)[case]}
+        missing = {
+            case: told for case, told in setup["cases"].items() if name not in merge(results, [case], others)[case]
+        }
         if not missing:
             continue
         result = run_process(f"{group}-{name}", {**setup, "cases": missing, "sides": [roof, name]}, arguments.minutes)
@@ -180,22 +182,19 @@ def run_process(name: str, setup: Mapping[str, Any], minutes: float) -> dict[str
     reason = None
     with (FOLDER / f"{name}.log").open("w+") as log:
         try:
-            done = subprocess.run(
-                command, stdout=log, stderr=log, env=environment, timeout=60 * minutes, check=False
-            )
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=60 * minutes, check=False)
             if done.returncode:
                 log.seek(0)
                 last = next(reversed([line for line in log.read().splitlines() if line.strip()]), "")
-                reason = f"exit code {done.returncode} (-9: out of host memory, as a rule): {last}"
+                killed = " (out of host memory, as a rule)" if done.returncode == -9 else ""
+                reason = f"exit code {done.returncode}{killed}: {last}"
         except subprocess.TimeoutExpired:
             reason = f"it took more than {minutes:g} minutes"
     found: dict[str, Any] = json.loads(result_file.read_text()) if result_file.exists() else {}
     return found if reason is None else {**found, "error": f"{reason}; see {log.name}"}
 
 
-def print_products(
-    group: str, cases: Mapping[str, Any], found: Mapping[str, Any], machine: Mapping[str, Any]
-) -> None:
+def print_products(group: str, cases: Mapping[str, Any], found: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
     """How near the roof itself comes to the rates of the machine."""
     for name, sides in found.items():
         seconds = sides.get(ROOFS[group], {}).get("seconds")
@@ -204,7 +203,8 @@ def print_products(
         if group == "rows":
             case = kernels_rows.RowsCase(**cases[name])
             rate = kernels_rows.COPY_ACCESSES * case.logit_bytes / seconds
-            print(f"{name}: the copy does {rate / 1e9:.4g} GB/s, {rate / machine['memory_bandwidth']:.0%} of the machine's")
+            share = rate / machine["memory_bandwidth"]
+            print(f"{name}: the copy does {rate / 1e9:.4g} GB/s, {share:.0%} of the machine's rate")
             continue
         if group == "head":
             flops, dtype = kernels_head.product_flops(kernels_head.HeadCase(**cases[name])), cases[name]["dtype"]

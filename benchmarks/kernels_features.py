@@ -144,6 +144,4 @@ def make_cases(tokens: int, folder: Path, micro_batch_tokens: int) -> dict[str, 
         for name, (groups, samples) in VARIANTS.items()
         for whitening in ("sample", "none")
     }
-    return {
-        name: {entry.name: getattr(case, entry.name) for entry in fields(case)} for name, case in cases.items()
-    }
+    return {name: {entry.name: getattr(case, entry.name) for entry in fields(case)} for name, case in cases.items()}

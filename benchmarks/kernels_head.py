@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import functional
 from benchmarks.kernels_turns import Comparison, Outcome, Side, largest_error, relative_error
 from rlpipe.kernels.logprob import linear_logprob
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "frozen": {"trained": False, "entropy_gradient": False},
     "frozen-entropy": {"trained": False, "entropy_gradient": True},
     "trained": {"trained": True, "entropy_gradient": False},
@@ -128,7 +129,9 @@ def errors_against(inputs: Inputs) -> Callable[[Outcome], dict[str, float | None
             "logprob_error": largest_error(found_logprobs[rows], logprobs),
             "entropy_error": None if found_entropy is None else largest_error(found_entropy[rows], entropy),
             "gradient_error": relative_error(found_hidden[rows], grad_hidden),
-            "weight_gradient_error": None if grad_weight is None else relative_error(found_weight[0][words], grad_weight),
+            "weight_gradient_error": None
+            if grad_weight is None
+            else relative_error(found_weight[0][words], grad_weight),
         }
 
     return errors_of
@@ -160,9 +163,7 @@ def _side(inputs: Inputs, compute: Compute, *, has_entropy: bool = True, note: s
     if inputs.case.entropy_gradient and not has_entropy:
         raise NotImplementedError("it has no entropy")
     with_note = "; ".join(filter(None, [note, "" if has_entropy else "without entropy"]))
-    return Side(
-        both=lambda: _differentiated(inputs, compute), forward=torch.no_grad()(compute), note=with_note
-    )
+    return Side(both=lambda: _differentiated(inputs, compute), forward=torch.no_grad()(compute), note=with_note)
 
 
 def make_gemms(inputs: Inputs) -> Side:
@@ -226,21 +227,19 @@ def make_liger(inputs: Inputs) -> Side:
     """Liger's function with entropy: on Hopper kernels that need ``nvidia-cutlass-dsl``, elsewhere torch in chunks."""
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger
 
-    function, note = liger.LigerFusedLinearScaledCrossEntropyFunction, "computes the weight's gradient even if frozen"
-    options = (1.0, -100, 1, True)
+    fallback = liger._FusedLinearPPOFallbackFunction
     try:
-        chosen = liger._resolve_implementation(inputs.hidden.device)
-        own = chosen is not liger._FusedLinearPPOFallbackFunction
-    except ImportError:
-        function, options, own = liger._FusedLinearPPOFallbackFunction, (1.0, -100, True), False
-        note += "; without nvidia-cutlass-dsl"
-    note += "" if own else "; torch in chunks of 512 tokens"
+        function = liger._resolve_implementation(inputs.hidden.device)
+        how = "torch in chunks of 512 tokens" if function is fallback else "CuTe's kernels"
+    except ImportError as error:
+        function, how = fallback, f"torch in chunks of 512 tokens, as its kernels can't be imported: {error}"
+    options = (1.0, -100, True) if function is fallback else (1.0, -100, 1, True)
 
     def compute() -> tuple[Tensor, Tensor | None]:
         loss, entropy = function.apply(inputs.hidden, inputs.weight, inputs.targets, *options)
         return -loss, entropy
 
-    return _side(inputs, compute, note=note)
+    return _side(inputs, compute, note=f"{how}; the gradient of a frozen weight, too")
 
 
 def make_liger_loss(inputs: Inputs) -> Side:
@@ -251,11 +250,20 @@ def make_liger_loss(inputs: Inputs) -> Side:
         raise NotImplementedError("its kernel needs a GPU")
 
     def compute() -> tuple[Tensor, Tensor | None]:
-        return -liger_fused_linear_cross_entropy(
-            inputs.hidden, inputs.weight, inputs.targets, reduction="none"
-        ), None
+        return -liger_fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.targets, reduction="none"), None
 
     return _side(inputs, compute, has_entropy=False)
+
+
+def make_liger_ppo(inputs: Inputs) -> Side:
+    """What Liger's GRPO loss calls for each chunk of its batch."""
+    from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+
+    def compute() -> tuple[Tensor, Tensor | None]:
+        logprobs = LigerFusedLinearPPOBase.chunk_forward(inputs.hidden[None], inputs.weight, inputs.targets[None])
+        return logprobs.squeeze(0), None
+
+    return _side(inputs, compute, has_entropy=False, note="torch; products of the backward pass in float32")
 
 
 def make_cce(inputs: Inputs) -> Side:
@@ -284,5 +292,6 @@ SIDES: dict[str, Callable[[Inputs], Side]] = {
     "trl": make_trl,
     "liger": make_liger,
     "liger-loss": make_liger_loss,
+    "liger-ppo": make_liger_ppo,
     "cce": make_cce,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.kernels_turns import Comparison, Outcome, Side
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"base": "plain", "autocast": False},
     "float32-adapter": {"base": "plain", "autocast": True},
     "nf4": {"base": "nf4", "autocast": True},
@@ -71,7 +72,9 @@ def make_gemms(inputs: Inputs) -> Side:
     """The products alone, of a weight that needs no unpacking."""
     case, x, grad = inputs.case, inputs.x.detach(), inputs.grad
     weight = torch.randn(case.outputs, case.inputs, device=x.device).mul_(case.inputs**-0.5).to(x)
-    down, up = (torch.randn(*shape, device=x.device).to(x) for shape in ((case.rank, case.inputs), (case.outputs, case.rank)))
+    down, up = (
+        torch.randn(*shape, device=x.device).to(x) for shape in ((case.rank, case.inputs), (case.outputs, case.rank))
+    )
 
     def forward() -> tuple[Tensor, Tensor]:
         low = x @ down.T  # [T, R]

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.kernels_rows import ACCESSES, COPY_ACCESSES
 
-LIBRARIES = ("trl", "liger", "liger-loss", "cce")
+LIBRARIES = ("trl", "liger", "liger-loss", "liger-ppo", "cce")
 """Sides that count as one in ``best_library``."""
 GROUPS = {
     "head": "linear_logprob",
@@ -24,7 +24,15 @@ NO_GPU = (
     "code for the CPU; memory and errors count"
 )
 ERRORS = ("logprob_error", "entropy_error", "gradient_error", "weight_gradient_error")
-COLUMNS = ("case", "side", "seconds", "over roof", "forward", "extra MiB", *(name.removesuffix("_error") for name in ERRORS))
+COLUMNS = (
+    "case",
+    "side",
+    "seconds",
+    "over roof",
+    "forward",
+    "extra MiB",
+    *(name.removesuffix("_error") for name in ERRORS),
+)
 HEADER = (f"| {' | '.join(COLUMNS)} | note |", f"|{'---|' * (len(COLUMNS) + 1)}")
 Sides = Mapping[str, Mapping[str, Any]]
 
@@ -146,8 +154,8 @@ def _line(case: str, name: str, found: Mapping[str, Any]) -> str:
 
 def features_lines(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
-        f"{name}: the network's pass {found['network_s']:.3g} s, of this pooling {found['pooling_s']:.3g} s; rewards of "
-        f"[{found['groups']}, {found['samples']}, {found['features']}] {found['rewards_s']:.3g} s; share "
+        f"{name}: the network's pass {found['network_s']:.3g} s, of this pooling {found['pooling_s']:.3g} s; rewards "
+        f"of [{found['groups']}, {found['samples']}, {found['features']}] {found['rewards_s']:.3g} s; share "
         f"{found['share']:.1%}, of rewards alone {found['rewards_share']:.1%}"
         for name, found in cases.items()
     ]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels_turns import Comparison, Outcome, Side, largest_error, relative_error
 
-VARIANTS = {"logprob": {"entropy_gradient": False}, "entropy": {"entropy_gradient": True}}
+VARIANTS: dict[str, dict[str, Any]] = {"logprob": {"entropy_gradient": False}, "entropy": {"entropy_gradient": True}}
 """Whether there is a gradient through the entropy, which is computed in each."""
 CHECKED = 64
 """Tokens whose results are compared with float64."""

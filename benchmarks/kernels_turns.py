@@ -58,7 +58,7 @@ def measure_in_turns(comparison: Comparison, turns: int, device: torch.device) -
     for name, make in comparison.makers.items():
         try:
             sides[name] = _prepared(make, comparison, found.setdefault(name, {}))
-        except Exception as error:  # noqa: BLE001 - other people's code, whose failure is a result
+        except Exception as error:  # other people's code, whose failure is a result
             if _is_lost(error):
                 raise
             found[name] = {"error": describe_error(error)}
