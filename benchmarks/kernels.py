@@ -46,9 +46,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer": 4096,
         "sequence": 512,
         "micro_batch_tokens": 16384,
+        "turns": 5,
     },
     "cpu": {
-        "tokens": 2048,
+        "tokens": 1024,
         "vocabulary": 32768,
         "hidden": [256],
         "chunk_tokens": 256,
@@ -57,6 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer": 512,
         "sequence": 64,
         "micro_batch_tokens": 4096,
+        "turns": 3,
     },
 }
 
@@ -92,7 +94,7 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=shape["chunk_tokens"], help="learner.logprob_chunk_tokens")
     parser.add_argument("--layer", type=int, default=shape["layer"], help="inputs and outputs of the LoRA layer")
     parser.add_argument("--sequence", type=int, default=shape["sequence"], help="tokens that become one feature vector")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=shape["turns"])
     parser.add_argument("--minutes", type=float, default=9.0, help="after which a process is given up")
     arguments = parser.parse_args(given)
     for name in ("tokens", "vocabulary", "chunk_tokens", "layer", "sequence", "turns"):

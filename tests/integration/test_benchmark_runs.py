@@ -15,6 +15,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "host_adam": ("--elements", "65536", "--steps", "3", "--sides", "torch"),
+    "kernels": (
+        *("--cases", "head", "rows", "lora", "features", "--sides", "rlpipe", "torch", "trl", "peft"),
+        *("--tokens", "64", "--vocabulary", "512", "--hidden", "32", "--chunk-tokens", "16", "--layer", "32"),
+        *("--sequence", "16", "--turns", "2"),
+    ),
     "learner_memory": ("--tokens", "4096", "--vocabulary", "32768", "--chunk-tokens", "128"),
     "learner_speed": ("--steps", "4"),
     "lora_sync": ("--adapter-mb", "2", "--engines", "2", "--repetitions", "2"),
@@ -26,6 +31,7 @@ COMMANDS = {
 }
 KEYS = {
     "host_adam": {f"{key}_{dtype}" for key in ("torch", "deepspeed", "ratio") for dtype in ("float32", "bfloat16")},
+    "kernels": {"device", "seconds", "linear_logprob", "selective_logprob", "lora_linear", "feature_rewards", "groups"},
     "learner_memory": {"device", "ranks", "peak_mb", "logits_mb", "share", "publish_extra_mb", "extra_buckets"},
     "learner_speed": {"device", "tokens_per_second", "tokens_per_second_trainer", "ratio", "mfu"},
     "lora_sync": {"adapter_mb", "engines", "object_store_s", "file_s", "ratio"},
