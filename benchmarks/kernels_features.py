@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.learner_speed import SHAPES, make_model
 from rlpipe.algorithms.features import feature_rewards, join_layers, layer_indices, pool, score_features
 from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.hardware.timing import time_calls
-from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, open_feature_network
+
+if TYPE_CHECKING:
+    from rlpipe.scoring.feature_network import FeatureReader
 
 VARIANTS = {"prompts-4": (32, 4), "prompts-8": (32, 8), "blocks-4": (512, 4)}
 """Prompts, or blocks of documents, and the samples of each."""
@@ -49,6 +49,11 @@ class FeatureCase:
 
 
 def measure(cases: dict[str, dict[str, Any]], turns: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    # transformers takes seconds to import, which the process that starts the others need not
+    from benchmarks.learner_speed import SHAPES, make_model
+    from rlpipe.configs.schema_model import ModelConfig
+    from rlpipe.scoring.feature_network import open_feature_network
+
     shape = SHAPES[device.type]
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     given = [FeatureCase(**case) for case in cases.values()]
@@ -95,6 +100,8 @@ def shares(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _network(case: FeatureCase, reader: FeatureReader, vocabulary: int) -> Callable[[], object]:
+    from rlpipe.scoring.feature_network import FeatureSequence
+
     token_ids = np.random.default_rng(0).integers(0, vocabulary, (case.num_sequences, case.tokens)).astype(np.int32)
     mask = np.arange(case.tokens) >= case.tokens // 2
     sequences = [FeatureSequence(token_ids=row, completion_mask=mask) for row in token_ids]

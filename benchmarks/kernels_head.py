@@ -117,7 +117,8 @@ def errors_against(inputs: Inputs) -> Callable[[Outcome], dict[str, float | None
         grad_logprobs=inputs.grad_logprobs[rows].double(),
         grad_entropy=inputs.grad_entropy[rows].double(),
     )
-    logprobs, entropy, grad_hidden, *_ = _differentiated(exact, lambda: whole_logits(exact))
+    outcome = _differentiated(exact, lambda: whole_logits(exact))
+    logprobs, entropy, grad_hidden, *_ = (tensor.detach() for tensor in outcome)
     words = inputs.targets[rows].unique()
     grad_weight = _grad_weight(inputs, words) if inputs.case.trained else None
 

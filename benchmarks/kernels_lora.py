@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from benchmarks.kernels_turns import Comparison, Outcome, Side
@@ -100,6 +99,8 @@ class _OneLayer(nn.Module):
 
 def _make_layer(inputs: Inputs) -> nn.Module:
     """PEFT's."""
+    from peft import LoraConfig, get_peft_model
+
     case, device = inputs.case, inputs.x.device
     if case.base == "nf4":
         from bitsandbytes.nn import Linear4bit

@@ -63,6 +63,7 @@ def run_comparisons(setup: dict[str, Any], device: torch.device) -> Iterator[tup
             comparison = kernels_lora.compare(kernels_lora.LoraCase(**case), setup["sides"], device)
         yield name, measure_in_turns(comparison, setup["turns"], device)
         del comparison
+        torch.compiler.reset()  # as one function is compiled only a few times before it is no longer
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

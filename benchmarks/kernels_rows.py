@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +100,10 @@ def errors_against(inputs: Inputs) -> Callable[[Outcome], dict[str, float | None
     return errors_of
 
 
-def _side(inputs: Inputs, compute: Compute, logits: Tensor | None = None, *, note: str = "") -> Side:
-    """Of a function that autograd goes through."""
+def _side(
+    inputs: Inputs, compute: Compute, logits: Tensor | None = None, *, in_place: bool = False, note: str = ""
+) -> Side:
+    """Of a function that autograd goes through, of the inputs' logits, or of its own."""
     differentiated = inputs.logits if logits is None else logits
 
     def both() -> Outcome:
@@ -111,7 +114,7 @@ def _side(inputs: Inputs, compute: Compute, logits: Tensor | None = None, *, not
             upstream.append(inputs.grad_entropy.to(entropy.dtype))
         return logprobs, entropy, *torch.autograd.grad(outputs, differentiated, upstream)
 
-    return Side(both=both, forward=torch.no_grad()(compute), note=note)
+    return Side(both=both, forward=torch.no_grad()(compute), in_place=in_place, note=note)
 
 
 def make_copy(inputs: Inputs) -> Side:
@@ -125,20 +128,19 @@ def make_copy(inputs: Inputs) -> Side:
     return Side(both=both)
 
 
-def make_rlpipe(inputs: Inputs) -> Side:
+def make_rlpipe(inputs: Inputs, *, in_place: bool = False) -> Side:
+    """In place the gradient takes the memory of the logits, which from then on hold it: the time is the same."""
     selective = importlib.import_module("rlpipe.kernels.selective")
-    return _side(inputs, lambda: selective.selective_logprob(inputs.logits, inputs.targets, with_entropy=True))
+    logits = inputs.logits.detach().clone().requires_grad_() if in_place else inputs.logits
 
+    def compute() -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy = selective.selective_logprob(
+            logits, inputs.targets, entropy_gradient=inputs.case.entropy_gradient, in_place=in_place
+        )
+        return logprobs, entropy
 
-def make_rlpipe_in_place(inputs: Inputs) -> Side:
-    selective = importlib.import_module("rlpipe.kernels.selective")
-    logits = inputs.logits.detach().clone().requires_grad_()
-    return _side(
-        inputs,
-        lambda: selective.selective_logprob(logits, inputs.targets, with_entropy=True, in_place=True),
-        logits,
-        note="the gradient takes the logits' memory",
-    )
+    note = "the gradient takes the logits' memory" if in_place else ""
+    return _side(inputs, compute, logits, in_place=in_place, note=note)
 
 
 def make_torch(inputs: Inputs) -> Side:
@@ -179,13 +181,13 @@ def make_liger(inputs: Inputs) -> Side:
     def compute() -> tuple[Tensor, Tensor | None]:
         return -liger_cross_entropy(logits, inputs.targets, reduction="none"), None
 
-    return _side(inputs, compute, logits, note="without entropy; overwrites the logits")
+    return _side(inputs, compute, logits, note="without entropy; overwrites the logits, and copies them backwards")
 
 
 SIDES: dict[str, Callable[[Inputs], Side]] = {
     "copy": make_copy,
     "rlpipe": make_rlpipe,
-    "rlpipe-in-place": make_rlpipe_in_place,
+    "rlpipe-in-place": partial(make_rlpipe, in_place=True),
     "torch": make_torch,
     "compile": make_compile,
     "trl": make_trl,

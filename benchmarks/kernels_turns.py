@@ -30,6 +30,8 @@ class Side:
     """Forward and backward; gives outputs and gradients."""
     forward: Work | None = None
     """The forward pass alone, of tensors that need no gradient."""
+    in_place: bool = False
+    """Its gradients take the memory of its inputs."""
     note: str = ""
     """What it does otherwise than the others."""
 
@@ -69,7 +71,8 @@ def measure_in_turns(comparison: Comparison, turns: int, device: torch.device) -
         found[name] |= {"seconds": both[name], "forward_s": forward.get(name)}
         found[name] |= {"roof_s": both.get(comparison.roof), "roof_forward_s": forward.get(comparison.roof)}
         if name != comparison.roof:
-            found[name]["extra_peak_mib"] = _peak_mib(side.both, device) - comparison.gradient_bytes / MIB
+            gradients = 0 if side.in_place else comparison.gradient_bytes
+            found[name]["extra_peak_mib"] = _peak_mib(side.both, device) - gradients / MIB
     return found
 
 
