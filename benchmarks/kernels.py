@@ -35,6 +35,8 @@ FOLDER = Path("outputs/benchmarks/kernels")
 COMPARED = {"head": kernels_head, "rows": kernels_rows, "lora": kernels_lora}
 ROOFS = {"head": "gemms", "rows": "copy", "lora": "gemms"}
 RANK = 16
+MAX_REASON = 300
+"""Characters of a process' last line."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {
         "tokens": 8192,
@@ -189,7 +191,7 @@ def run_process(name: str, setup: Mapping[str, Any], minutes: float) -> dict[str
                 log.seek(0)
                 last = next(reversed([line for line in log.read().splitlines() if line.strip()]), "")
                 killed = " (out of host memory, as a rule)" if done.returncode == -9 else ""
-                reason = f"exit code {done.returncode}{killed}: {last}"
+                reason = f"exit code {done.returncode}{killed}: {last[:MAX_REASON]}"
         except subprocess.TimeoutExpired:
             reason = f"it took more than {minutes:g} minutes"
     found: dict[str, Any] = json.loads(result_file.read_text()) if result_file.exists() else {}

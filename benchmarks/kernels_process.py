@@ -81,7 +81,6 @@ def main() -> None:
         for name, result in run_cases(setup, device):
             found[name] = result
             result_file.write_text(json.dumps(found))
-            print(name, result, flush=True)
 
 
 if __name__ == "__main__":
