@@ -197,7 +197,11 @@ def make_rlpipe(inputs: Inputs) -> Side:
     return _side(
         inputs,
         lambda: linear_logprob(
-            inputs.hidden, inputs.weight, inputs.targets, chunk_tokens=inputs.case.chunk_tokens, with_entropy=True
+            inputs.hidden,
+            inputs.weight,
+            inputs.targets,
+            chunk_tokens=inputs.case.chunk_tokens,
+            entropy_gradient=inputs.case.entropy_gradient,
         ),
     )
 
