@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rlpipe.kernels.logit_change import LogitChange
 from rlpipe.kernels.products import add_product, product, wide
-from rlpipe.kernels.softmax_rows import RowStats, row_gradient, row_stats
+from rlpipe.kernels.softmax_rows import row_gradient, row_stats
+from rlpipe.kernels.softmax_stats import RowStats
 
 COLUMN_MULTIPLE = 64
 """Tiles are many times as wide, so that tensor cores can read each of their rows from its begin."""

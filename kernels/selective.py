@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlpipe.kernels.logit_change import LogitChange
-from rlpipe.kernels.softmax_rows import RowStats, row_gradient, row_stats
+from rlpipe.kernels.softmax_rows import row_gradient, row_stats
+from rlpipe.kernels.softmax_stats import RowStats
 
 
 def selective_logprob(

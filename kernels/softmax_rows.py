@@ -7,7 +7,6 @@ softmax p counts. Of an ignored row Triton's kernels read nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, no_type_check
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from rlpipe.kernels.logit_change import LogitChange
 from rlpipe.kernels.products import wide
+from rlpipe.kernels.softmax_stats import RowStats
 
 try:
     import triton
@@ -34,50 +34,6 @@ BLOCK, NUM_WARPS = 4096, 8
 """Columns that a Triton program has in registers at one time, and the warps that share them."""
 GROUP_ELEMENTS, MOST_GROUPS = 2**19, 16
 """The reference takes as many rows at a time as stay in a core's cache, but makes no more than so many groups."""
-
-
-@dataclass(slots=True, frozen=True)
-class RowStats:
-    """Of the softmax of each row: four numbers, from which those of a whole vocabulary follow by its parts.
-
-    ``values`` ``[4, R]``: the largest z, m; the sum s of exp(z - m); that of exp(z - m) (z - m); and the target's z,
-    -inf where it is in another part, or in none. All are 0 of an ignored row.
-    """
-
-    values: Tensor  # [4, R]
-
-    @classmethod
-    def join(cls, parts: Tensor) -> RowStats:
-        """Of the values of all parts ``[P, 4, R]``."""
-        largest, total, moment, target = parts.unbind(1)  # [P, R]
-        most = largest.amax(0)
-        lower = largest - most
-        shrunk = lower.exp()
-        moments = (moment + lower * total) * shrunk
-        return cls(torch.stack([most, (total * shrunk).sum(0), moments.sum(0), target.amax(0)]))
-
-    @property
-    def largest(self) -> Tensor:  # [R]
-        return self.values[0]
-
-    @property
-    def total(self) -> Tensor:
-        """s ``[R]``; one of the terms is 1, whatever rounding makes of it."""
-        return self.values[1].clamp(min=1)
-
-    @property
-    def log_total(self) -> Tensor:  # [R]
-        return self.total.log()
-
-    @property
-    def logprobs(self) -> Tensor:
-        """Of the targets ``[R]``; never positive."""
-        return (self.values[3] - self.values[0]).clamp(max=0) - self.log_total
-
-    @property
-    def entropy(self) -> Tensor:
-        """In nats ``[R]``; exact also where nearly all probability is on one token, whose log s nearly vanishes."""
-        return self.log_total - self.values[2] / self.total
 
 
 @torch.no_grad()
@@ -203,11 +159,18 @@ def _gradient_torch(
 
 @_jit
 @no_type_check
+def _exp(x):
+    """By the power of 2, which Triton compiles to a single instruction that takes the smallest numbers for 0."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@_jit
+@no_type_check
 def _change(x, factor, scale, softcap, CAPPED: tl.constexpr):
     """z, and dz/dx; ``factor`` is all that x is multiplied with where no cap comes in between."""
     slope = factor
     if CAPPED:
-        bounded = 2 * tl.sigmoid(2 * scale * x / softcap) - 1  # tanh
+        bounded = 1 - 2 / (1 + _exp(x * (2 * scale / softcap)))  # tanh
         x = bounded * (softcap / scale)
         slope *= 1 - bounded * bounded
     return x * factor, slope
@@ -232,12 +195,12 @@ def _add_columns(z, largest, total, moment, WITH_ENTROPY: tl.constexpr):
     highest = tl.maximum(largest, tl.max(z, 0))
     if highest > largest:
         lower = largest - highest
-        shrunk = tl.exp(lower)
+        shrunk = _exp(lower)
         if WITH_ENTROPY:
             moment = (moment + lower * total) * shrunk
         total *= shrunk
     below = z - highest
-    exponentials = tl.exp(below)
+    exponentials = _exp(below)
     if WITH_ENTROPY:
         moment += exponentials * tl.maximum(below, -1e38)  # 0 where z is -inf
     return highest, total + exponentials, moment
@@ -333,7 +296,7 @@ def _gradient_kernel(
     x = _load(logits + row * row_stride, bias, columns, columns < tl.where(is_counted, num_columns, 0), BIASED)
     z, slope = _change(x, factor, scale, softcap, CAPPED)
     log_p = (z - tl.load(largest + row)) - tl.load(log_total + row)
-    p = tl.exp(log_p)
+    p = _exp(log_p)
     gradient = tl.zeros([BLOCK], tl.float32)
     if OF_ENTROPY:
         by_entropy = tl.load(grad_entropy + row, mask=is_counted, other=0.0)

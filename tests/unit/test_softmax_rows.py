@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlpipe.kernels import softmax_rows
 from rlpipe.kernels.logit_change import LogitChange
-from rlpipe.kernels.softmax_rows import RowStats, row_gradient, row_stats
+from rlpipe.kernels.softmax_rows import row_gradient, row_stats
+from rlpipe.kernels.softmax_stats import RowStats
 
 IMPLEMENTATIONS = [
     *[(False, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],

@@ -1,0 +1,140 @@
+"""What Triton's compiler makes of the rows kernel for a GPU that is not there: registers, spills, and instructions.
+
+Instructions of an element bound its time from below, as bytes do: a GPU that can issue more of them than it can read
+bytes for is held up by its memory alone. Needs Triton, and no GPU. Run: ``python -m benchmarks.kernels_compiled``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is loaded
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlpipe.kernels import softmax_rows
+
+POINTERS = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Types of logits, and their bytes."""
+KERNELS: dict[str, tuple[Any, dict[str, bool], int]] = {
+    "statistics": (softmax_rows._stats_kernel, {"WITH_ENTROPY": True}, 1),
+    "gradient": (softmax_rows._gradient_kernel, {"OF_LOGPROBS": True, "OF_ENTROPY": True}, 2),
+}
+"""Each with its options, and how many times it reads or writes a logit."""
+NUMBERS = {"factor", "scale", "softcap"}
+COUNTS = {"num_rows", "num_columns", "first_column", "row_stride", "out_stride"}
+ALIGNED = {"num_columns", "row_stride", "out_stride"}
+"""Multiples of 16, as those of most vocabularies are."""
+LOGITS = {"logits", "bias", "out"}
+H100 = {"capability": 90, "lanes": 132 * 4 * 32, "hertz": 1.755e9, "bytes_per_s": 3.35e12}
+"""What an H100 SXM issues in a cycle, at its boost clock, and the rate of its memory, as its data sheet has them."""
+LABEL, BRANCH = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA `\((\.L_x_\d+)\)")
+
+
+def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -> Any:
+    """``changed`` logits have a bias, a cap, and a temperature of their row."""
+    kernel, options, _ = KERNELS[name]
+    constants = {
+        **dict.fromkeys(("BIASED", "CAPPED", "PER_ROW"), changed),
+        "IGNORED": softmax_rows.IGNORED,
+        "BLOCK": softmax_rows.BLOCK,
+        **options,
+    }
+    signature, attributes = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in NUMBERS:
+            signature[argument] = "fp32"
+        elif argument in COUNTS:
+            signature[argument] = "i32"
+        else:
+            signature[argument] = "*" + ({"targets": "i64"} | dict.fromkeys(LOGITS, pointer)).get(argument, "fp32")
+        if signature[argument].startswith("*") or argument in ALIGNED:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": softmax_rows.NUM_WARPS})
+
+
+def inspect(compiled: Any) -> dict[str, int]:
+    """Registers of a thread, bytes that it spills, and instructions: of its longest loop, or of all if it has none."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        listing = _run(tools / "nvdisasm", "-c", file.name).splitlines()
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    lengths = [*_loops(listing)] or [sum(map(_is_instruction, listing))]
+    return {"registers": int(found[1]), "spilled_bytes": int(found[2]), "instructions": max(lengths)}
+
+
+def _run(*command: str | Path) -> str:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def _is_instruction(line: str) -> bool:
+    return ";" in line and "NOP" not in line
+
+
+def _loops(listing: list[str]) -> Iterator[int]:
+    """How many instructions each branch back goes over, but for that of a program to itself at its end."""
+    labels: dict[str, int] = {}
+    for index, line in enumerate(listing):
+        if label := LABEL.match(line):
+            labels[label[1]] = index
+        elif (branch := BRANCH.search(line)) and branch[1] in labels:
+            length = sum(map(_is_instruction, listing[labels[branch[1]] : index + 1]))
+            if length > 1:
+                yield length
+
+
+def describe(name: str, pointer: str, *, changed: bool, capability: int) -> dict[str, Any]:
+    """With the seconds of an element that instructions take on an H100, over those that its bytes take."""
+    found = inspect(compile_kernel(name, pointer, changed=changed, capability=capability))
+    elements = softmax_rows.BLOCK // (32 * softmax_rows.NUM_WARPS)
+    per_element = found["instructions"] / elements
+    num_bytes = KERNELS[name][2] * POINTERS[pointer]
+    issued_s, moved_s = per_element / (H100["lanes"] * H100["hertz"]), num_bytes / H100["bytes_per_s"]
+    return {
+        "kernel": name,
+        "logits": pointer,
+        "changed": changed,
+        "registers": found["registers"],
+        "spilled_bytes": found["spilled_bytes"],
+        "instructions_per_element": round(per_element, 1),
+        "issue_over_memory": round(issued_s / moved_s, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=H100["capability"], help="compute capability, 90 for 9.0")
+    arguments = parser.parse_args(sys.argv[1:])
+    rows = [
+        describe(name, pointer, changed=changed, capability=arguments.capability)
+        for name in KERNELS
+        for pointer in POINTERS
+        for changed in (False, True)
+    ]
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(map(str, row.values())) + " |")
+    print(json.dumps({"triton": triton.__version__, "capability": arguments.capability, "kernels": rows}))
+
+
+if __name__ == "__main__":
+    main()
