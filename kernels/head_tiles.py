@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlpipe.kernels.logit_change import LogitChange
 from rlpipe.kernels.products import add_product, product, wide
-from rlpipe.kernels.softmax_rows import row_gradient, row_stats
-from rlpipe.kernels.softmax_stats import RowStats
+from rlpipe.kernels.softmax_gradient import row_gradient
+from rlpipe.kernels.softmax_stats import RowStats, row_stats
 
 COLUMN_MULTIPLE = 64
 """Tiles are many times as wide, so that tensor cores can read each of their rows from its begin."""

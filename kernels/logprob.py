@@ -16,7 +16,7 @@ from rlpipe.kernels.head_gradients import HeadGradients
 from rlpipe.kernels.head_tiles import HeadOptions, HeadTiles, VocabularyShard, sum_over_shards
 from rlpipe.kernels.logit_change import LogitChange
 from rlpipe.kernels.products import add_product, product, wide
-from rlpipe.kernels.softmax_rows import IGNORED
+from rlpipe.kernels.row_access import IGNORED
 from rlpipe.kernels.softmax_stats import RowStats
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlpipe.kernels.logit_change import LogitChange
-from rlpipe.kernels.softmax_rows import row_gradient, row_stats
-from rlpipe.kernels.softmax_stats import RowStats
+from rlpipe.kernels.softmax_gradient import row_gradient
+from rlpipe.kernels.softmax_stats import RowStats, row_stats
 
 
 def selective_logprob(
@@ -105,8 +105,6 @@ class SelectiveLogprob(torch.autograd.Function):
                 out=out,
                 use_triton=ctx.use_triton,
             )
-        if ctx.in_place:
-            torch.autograd.graph.increment_version(logits)  # who has saved them is told, instead of being misled
         return gradient, *(None,) * 6
 
 

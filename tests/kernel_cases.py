@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlpipe.kernels.softmax_rows import IGNORED
+from rlpipe.kernels.row_access import IGNORED
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,18 +1,22 @@
-"""Both implementations of the rows kernel equal plain autograd in float64; Triton's runs in its interpreter."""
+"""Both implementations of the kernels over rows equal plain autograd in float64; Triton's runs in its interpreter."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 from kernel_cases import CHANGES, assert_near, expect_from_logits, make_targets, objective, randn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlpipe.kernels import softmax_rows
 from rlpipe.kernels.logit_change import LogitChange
-from rlpipe.kernels.softmax_rows import row_gradient, row_stats
-from rlpipe.kernels.softmax_stats import RowStats
+from rlpipe.kernels.softmax_gradient import row_gradient
+from rlpipe.kernels.softmax_stats import RowStats, row_stats
 
 IMPLEMENTATIONS = [
     *[(False, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
@@ -198,11 +202,28 @@ def test_the_implementations_agree_on_what_they_leave_out() -> None:
     assert_near([found[0].values], [found[1].values], 1e-6)
 
 
-def test_the_reference_takes_rows_in_few_groups() -> None:
-    """Each is worth the calls of torch that it takes, and none is a copy of all."""
-    for shape in ((8192, 152_000), (1, 5), (3, 2**21), (100_000, 7)):
-        groups = [*softmax_rows._groups(torch.empty(shape, device="meta"))]
-        assert len(groups) <= softmax_rows.MOST_GROUPS
-        sizes = [len(range(*group.indices(shape[0]))) for group in groups]
-        assert sum(sizes) == shape[0]
-        assert max(sizes) * shape[1] <= max(softmax_rows.GROUP_ELEMENTS, shape[0] * shape[1] // 8, shape[1])
+def test_fake_tensors_meet_one_operator_that_takes_no_memory() -> None:
+    """So a plan sees as much as a GPU does, in as many steps."""
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Names():
+        logits, targets = torch.empty(4096, 150_000), torch.zeros(4096, dtype=torch.long)
+        stats = row_stats(logits, targets, LogitChange(softcap=2.0))
+        gradient_of(logits, targets, stats, LogitChange(), use_triton=False, out=logits)
+    assert seen.count("rlpipe::row_stats") == seen.count("rlpipe::row_gradient") == 1
+    assert not {"aten::exp", "aten::amax", "aten::scatter_add_"} & set(seen)
+
+
+def test_without_triton_the_reference_runs() -> None:
+    """As on machines that Triton is not made for."""
+    code = (
+        "import sys, torch; sys.modules['triton'] = None; from rlpipe.kernels.logprob import linear_logprob;"
+        "print(*linear_logprob(torch.zeros(2, 3), torch.zeros(8, 3), torch.zeros(2).long())[0].exp().tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.125", "0.125"]

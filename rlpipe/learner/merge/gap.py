@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlpipe.kernels.softmax_rows import IGNORED
+from rlpipe.kernels.row_access import IGNORED
 from rlpipe.learner.head import Head
 from rlpipe.learner.merge.patches import Patch
 from rlpipe.learner.merge.streaming import Streamed

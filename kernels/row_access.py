@@ -1,0 +1,118 @@
+"""What both kernels over rows of logits have in common: how rows are read and changed, in torch and in Triton.
+
+Shapes: R rows, V columns. Pointers of kernels are named as the tensors, and count rows in 64 bits: R V passes 2^31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from rlpipe.kernels.logit_change import LogitChange
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit: Callable[..., Any] = triton.jit
+except ModuleNotFoundError:  # where there is no CUDA, either
+    triton = tl = None  # type: ignore[assignment]
+
+    def jit(*_: Any, **__: Any) -> Any:
+        """Leaves no kernel to call."""
+        return lambda function: function
+
+
+IGNORED = -100
+"""The target of a token that does not count; its log-prob and entropy are 0 and have no gradient."""
+BLOCK, NUM_WARPS = 4096, 8
+"""Columns that a Triton program has in registers at one time, and the warps that share them."""
+GROUP_ELEMENTS = 2**19
+"""The references take as many rows at a time as stay in a core's cache with so many elements."""
+
+
+def runs_triton(logits: Tensor, chosen: bool | None) -> bool:
+    """CUDA tensors take Triton's kernels, but for float64, which these do not compute in."""
+    return logits.is_cuda and logits.dtype is not torch.float64 if chosen is None else chosen
+
+
+def pack_change(change: LogitChange) -> tuple[Tensor | None, Tensor | None, float, float | None, float]:
+    """Of the types that an operator takes."""
+    own = change.temperature
+    temperatures, temperature = (own, 1.0) if isinstance(own, Tensor) else (None, float(own))
+    return change.bias, temperatures, float(change.scale), change.softcap, temperature
+
+
+def unpack_change(
+    bias: Tensor | None, temperatures: Tensor | None, scale: float, softcap: float | None, temperature: float
+) -> LogitChange:
+    own = temperature if temperatures is None else temperatures
+    return LogitChange(scale=scale, softcap=softcap, temperature=own, bias=bias)
+
+
+def row_groups(logits: Tensor) -> Iterator[slice]:
+    """In order, all rows ``[R, V]``."""
+    size = max(GROUP_ELEMENTS // logits.shape[1], 1)
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def find_targets(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Where each target is among these columns ``[R]``, and whether it is."""
+    local = targets - first_column
+    is_here = (local >= 0) & (local < num_columns) & (targets != IGNORED)
+    return torch.where(is_here, local, 0), is_here
+
+
+@jit
+@no_type_check
+def exp(x):
+    """By the power of 2, which Triton compiles to a single instruction that takes the smallest numbers for 0."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+@no_type_check
+def change_logits(x, factor, scale, softcap, CAPPED: tl.constexpr):
+    """z, and dz/dx; ``factor`` is all that x is multiplied with where no cap comes in between."""
+    slope = factor
+    if CAPPED:
+        bounded = 1 - 2 / (1 + exp(x * (2 * scale / softcap)))  # tanh
+        x = bounded * (softcap / scale)
+        slope *= 1 - bounded * bounded
+    return x * factor, slope
+
+
+@jit
+@no_type_check
+def load_logits(logits, bias, columns, mask, BIASED: tl.constexpr):
+    """0 where the mask is False; None reads all, without a look at it."""
+    x = tl.load(logits + columns, mask=mask).to(tl.float32)
+    if BIASED:
+        x += tl.load(bias + columns, mask=mask).to(tl.float32)
+    if mask is not None:
+        x = tl.where(mask, x, 0.0)
+    return x
+
+
+def kernel_arguments(change: LogitChange, unused: Tensor) -> dict[str, Any]:
+    """What both kernels take of the change; ``unused`` stands where there is no tensor."""
+    temperature = change.temperature
+    is_per_row = isinstance(temperature, Tensor)
+    return {
+        "bias": unused if change.bias is None else change.bias.contiguous(),
+        "temperatures": temperature.float().contiguous() if isinstance(temperature, Tensor) else unused,
+        "factor": change.scale / (1.0 if isinstance(temperature, Tensor) else temperature),
+        "scale": float(change.scale),
+        "softcap": float(change.softcap or 1.0),
+        "BIASED": change.bias is not None,
+        "CAPPED": change.softcap is not None,
+        "PER_ROW": is_per_row,
+        "IGNORED": IGNORED,
+    }
+
+
+def block_of(num_columns: int) -> int:
+    return min(BLOCK, int(triton.next_power_of_2(num_columns)))
