@@ -30,7 +30,7 @@ IGNORED = -100
 """The target of a token that does not count; its log-prob and entropy are 0 and have no gradient."""
 BLOCK, NUM_WARPS = 4096, 8
 """Columns that a Triton program has in registers at one time, and the warps that share them."""
-GROUP_ELEMENTS = 2**19
+GROUP_ELEMENTS = 2**20
 """The references take as many rows at a time as stay in a core's cache with so many elements."""
 
 
