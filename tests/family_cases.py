@@ -15,6 +15,8 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5TextConfig,
@@ -108,7 +110,11 @@ def make_family(name: str, folder: Path) -> Path:
     config = FAMILIES[name](len(tokenizer))
     with_images = isinstance(config, Qwen3VLConfig | Qwen3_5Config)
     auto_class = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-    model = auto_class.from_config(config)
+    return write_model(auto_class.from_config(config), tokenizer, folder)
+
+
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    assert model.generation_config is not None
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)

@@ -28,22 +28,30 @@ def load_plain(path: Path, adapter: AdapterConfig) -> nn.Module:
     return get_peft_model(model, lora_config(adapter))
 
 
-def rollout_loss(model: nn.Module, rollout: Rollout) -> Tensor:
-    """The sum over the tokens of one rollout, run alone."""
+def rollout_loss(model: nn.Module, rollout: Rollout, entropy_coef: float = 0.0) -> Tensor:
+    """The sum over the tokens of one rollout, run alone; less that of their entropies, weighed."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     mask = torch.from_numpy(rollout.loss_mask)[1:]
     logits = model(token_ids[None]).logits[0, :-1] / TEMPERATURE
-    logprobs = logits.log_softmax(-1).gather(1, token_ids[1:, None]).squeeze(1)[mask]
+    log_p = logits.log_softmax(-1)[mask]
+    logprobs = log_p.gather(1, token_ids[1:, None][mask]).squeeze(1)
     sampling = torch.from_numpy(rollout.logprobs)[1:][mask]
     advantages = torch.from_numpy(rollout.advantages)[1:][mask]
     weight = (logprobs.detach() - sampling).exp().clamp(1 / CAP, CAP)
     ratio = (logprobs - logprobs.detach()).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    return -(weight * surrogate).sum()
+    entropy = -(log_p.exp() * log_p).sum()
+    return -(weight * surrogate).sum() - entropy_coef * entropy
 
 
 def train_plain(
-    path: Path, adapter: AdapterConfig, *, num_steps: int, learning_rate: float, max_norm: float
+    path: Path,
+    adapter: AdapterConfig,
+    *,
+    num_steps: int,
+    learning_rate: float,
+    max_norm: float,
+    entropy_coef: float = 0.0,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The losses, the gradients' norms, and the trained parameters."""
     model = load_plain(path, adapter)
@@ -53,7 +61,7 @@ def train_plain(
     for step in range(num_steps):
         rollouts = make_rollouts(seed=step)
         num_tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-        loss = torch.stack([rollout_loss(model, rollout) for rollout in rollouts]).sum() / num_tokens
+        loss = torch.stack([rollout_loss(model, rollout, entropy_coef) for rollout in rollouts]).sum() / num_tokens
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(trained.values(), max_norm)))
         optimizer.step()
