@@ -14,13 +14,15 @@ from family_cases import HYBRID, SIZES, WINDOW, write_model
 from learner_cases import (
     assert_close,
     make_adapter_config,
+    make_batches,
     make_learner,
     make_model_config,
     parameters_of,
     train_steps,
 )
-from plain_training import train_plain
+from plain_training import load_plain, train_plain
 from rank_cases import Ranks
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +36,8 @@ from transformers import (
 
 from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema_learner import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.learner.export import export_policy
+from rlpipe.learner.publish import served_weights
 from rlpipe.tiny import make_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -127,6 +131,11 @@ CASES = [
     for row, head in enumerate(HEADS)
     for column, strategy in enumerate(STRATEGIES)
 ]
+NARROW_CASES = [
+    (head, strategy, (0.0, ENTROPY_COEF)[(row + column) % 2])
+    for row, head in enumerate(["tied, trained", "untied, frozen", "untied, low rank", "untied, saved"])
+    for column, strategy in enumerate(STRATEGIES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +207,64 @@ def run(
 def test_every_head_trains_under_every_strategy_as_in_plain_pytorch(
     models: dict, groups: dict, tmp_path: Path, head: str, strategy: str, entropy_coef: float, chunk_tokens: int
 ) -> None:
-    path = models[HEADS[head].model]
+    num_ranks, path = STRATEGIES[strategy].num_ranks, models[HEADS[head].model]
+    for step in range(NUM_STEPS):
+        batches = make_batches(step=step, num_ranks=num_ranks, max_tokens=MAX_TOKENS)
+        assert all(len(batch.mini_batches[0].micro_batches) > 1 for batch in batches)
     expected_losses, expected_norms, expected = expect(path, head, entropy_coef)
     for losses, norms, parameters in run(groups, path, head, strategy, entropy_coef, chunk_tokens, tmp_path):
         assert losses == pytest.approx(expected_losses, abs=1e-5)
         assert norms == pytest.approx(expected_norms, abs=1e-5)
         assert_close(expected, parameters, 1e-5)
+
+
+@pytest.mark.parametrize(("head", "strategy", "entropy_coef"), NARROW_CASES)
+def test_bfloat16_stays_within_its_rounding(
+    models: dict, groups: dict, tmp_path: Path, head: str, strategy: str, entropy_coef: float
+) -> None:
+    """Plain PyTorch's norms are off by most of an epsilon, too, where it runs these models under autocast."""
+    path = models[HEADS[head].model]
+    expected_losses, expected_norms, _ = expect(path, head, entropy_coef)
+    epsilon = torch.finfo(torch.bfloat16).eps
+    found = run(groups, path, head, strategy, entropy_coef, FEW_TOKENS, tmp_path, dtype="bfloat16")
+    for losses, norms, parameters in found:
+        assert losses == pytest.approx(expected_losses, abs=epsilon / 2)
+        assert norms == pytest.approx(expected_norms, rel=2 * epsilon)
+        assert {parameter.dtype for parameter in parameters.values()} == {torch.float32}
+
+
+def publish(path: Path, head: str, strategy: str, out: Path) -> None:
+    """Trains one step, and writes the trained parameters beside what engines and users are given."""
+    options = STRATEGIES[strategy].options
+    config = LearnerConfig(num_ranks=STRATEGIES[strategy].num_ranks, optimizer=OptimizerConfig(lr=1e-2), **options)
+    adapter = make_adapter_config(**HEADS[head].adapter, merge=True)
+    learner = make_learner(path, learner=config, model=make_model_config(path, adapter=adapter))
+    train_steps(learner, 0, 1)
+    served = {name: tensor.clone() for name, tensor in served_weights(learner.policy)}
+    parameters = parameters_of(learner)
+    export_policy(learner.policy, out / "adapter")
+    if learner.policy.sharding.rank == 0:
+        torch.save((parameters, served), out / "first.pt")
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "fsdp2, by size"])
+@pytest.mark.parametrize("head", ["untied, low rank", "untied, saved", "nf4, low rank"])
+def test_engines_and_users_are_given_what_is_trained_of_the_head(
+    models: dict, groups: dict, tmp_path: Path, head: str, strategy: str
+) -> None:
+    path = models[HEADS[head].model]
+    groups[STRATEGIES[strategy].num_ranks].run(publish, path, head, strategy, tmp_path)
+    trained, served = torch.load(tmp_path / "first.pt", weights_only=False)
+    plain = load_plain(path, make_adapter_config(**HEADS[head].adapter))
+    assert any("lm_head" in name for name in trained)
+    assert all(
+        not torch.equal(tensor, plain.get_parameter(name)) for name, tensor in trained.items() if "lora_A" not in name
+    )
+    plain.load_adapter(tmp_path / "adapter", adapter_name="exported")
+    exported = {name: plain.get_parameter(name.replace(".default", ".exported")) for name in trained}
+    assert_close(trained, exported, 0)
+    for name, tensor in trained.items():
+        plain.get_parameter(name).data.copy_(tensor)
+    plain.set_adapter("default")
+    plain.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_close(load_file(tmp_path / "merged" / "model.safetensors"), served, 1e-6)
