@@ -139,6 +139,7 @@ class FrozenHead(torch.autograd.Function):
             torch.mm(gradient, tiles.weight, out=slopes[rows])
             if tiles.up is not None and state_slopes is not None:
                 torch.mm(gradient, tiles.up, out=state_slopes[rows])
+            del gradient  # before there is another
             found.append(stats)
         ctx.save_for_backward(slopes, state_slopes)
         ctx.options = options
@@ -186,6 +187,7 @@ class TrainedHead(torch.autograd.Function):
         for columns, logits in tiles.columns():
             gradient = tiles.gradient_of(slice(None), columns, logits, RowStats(values), grad_logprobs, grad_entropy)
             gradients.add(columns, gradient)  # [T, N]
+            del gradient  # before there is another
         return *gradients.finished(), *(None,) * 4
 
 
