@@ -93,7 +93,7 @@ HEADS = {
     "biased, frozen": Head(model="biased", adapter=FROZEN),
 }
 CHUNKS = ChunkedConfig(
-    chunk_mib=0.06, num_persistent=1, num_slots=4, num_swapped=1, num_checkpointed=0, num_offloaded=1
+    chunk_mib=0.06, num_persistent=0, num_slots=4, num_swapped=1, num_checkpointed=0, num_offloaded=1
 )
 
 
