@@ -1,0 +1,126 @@
+"""A linear layer with a LoRA over a frozen weight: each product runs once, and none is for the weight's gradient.
+
+There is no Triton kernel: nearly all of the work is two products with the weight, which cuBLAS does as fast as can be
+done. What is saved lies between them: the adapter's products are added to the base's where these are written, scale
+and all, and inputs of several layers, as of q, k and v, are kept once and not cast to the adapter's type.
+
+Shapes: T tokens, I inputs, O outputs, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlpipe.kernels.products import add_product, product, wide
+
+Unpack = Callable[[Tensor], Tensor]
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    unpack: Unpack | None = None,
+) -> Tensor:
+    """y = x @ weight.T + bias + scale · (x @ down.T) @ up.T (arXiv:2106.09685), ``[..., O]``.
+
+    ``x`` is ``[..., I]``, ``weight`` ``[O, I]``, ``down`` ``[r, I]``, ``up`` ``[O, r]``, ``bias`` ``[O]``. ``unpack``
+    makes the weight of what is stored of it, as of codes in 4 bit; it runs once in the forward and once in the backward
+    pass. Products run, and y comes, in the type of ``x``, or in that of autocast. Gradients of the adapter come in its
+    own type; where that is wider, they are summed in it.
+
+    The backward pass is given ``x``, ``x @ down.T``, and the parameters as they are stored. Raises ``ValueError`` for a
+    weight that requires a gradient, and where shapes do not fit.
+    """
+    if weight.requires_grad:
+        raise ValueError("weight requires a gradient, and lora_linear makes none: freeze it")
+    if down.shape[1:] != x.shape[-1:] or up.shape[1:] != down.shape[:1]:
+        raise ValueError(
+            f"x of shape {[*x.shape]}, down {[*down.shape]}, up {[*up.shape]}: they must be [..., I], [r, I] and [O, r]"
+        )
+    y: Tensor = _LoraLinear.apply(x.to(_product_dtype(x)), weight, down, up, bias, scale, unpack)
+    return y
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """As torch's own linear layers have it."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        down: Tensor,
+        up: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        unpack: Unpack | None,
+    ) -> Tensor:
+        dtype, flat = x.dtype, x.reshape(-1, x.shape[-1])  # [T, I]
+        low = _scaled_product(flat, down.to(dtype).T, scale)  # [T, r]
+        whole = _whole(weight, unpack, dtype)  # [O, I]
+        y = flat @ whole.T if bias is None else torch.addmm(bias.to(dtype), flat, whole.T)  # [T, O]
+        add_product(y, low, up.to(dtype).T)
+        need_x, _, need_down, need_up, *_ = ctx.needs_input_grad
+        # As they were given: weights may leave the device and come back, and x is saved by others too.
+        ctx.save_for_backward(
+            x if need_down else None,
+            weight if need_x else None,
+            down if need_x else None,
+            up if need_x or need_down else None,
+            low if need_up else None,
+        )
+        ctx.scale, ctx.unpack = scale, unpack
+        ctx.dtypes = (down.dtype, up.dtype, None if bias is None else bias.dtype)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, down, up, low = ctx.saved_tensors
+        down_dtype, up_dtype, bias_dtype = ctx.dtypes
+        dtype, flat = grad.dtype, grad.reshape(-1, grad.shape[-1])  # [T, O]
+        back = None if up is None else _scaled_product(flat, up.to(dtype), ctx.scale)  # [T, r]
+        grad_x = grad_down = grad_up = grad_bias = None
+        if weight is not None:
+            grad_x = flat @ _whole(weight, ctx.unpack, dtype)  # [T, I]
+            add_product(grad_x, back, down.to(dtype))
+            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
+        if x is not None:
+            grad_down = _sum_of_tokens(back, x.reshape(-1, x.shape[-1]), down_dtype)  # [r, I]
+        if low is not None:
+            grad_up = _sum_of_tokens(flat, low, up_dtype)  # [O, r]
+        if ctx.needs_input_grad[4]:
+            grad_bias = flat.sum(0, dtype=wide(dtype)).to(bias_dtype)  # [O]
+        return grad_x, None, grad_down, grad_up, grad_bias, None, None
+
+
+def _whole(weight: Tensor, unpack: Unpack | None, dtype: torch.dtype) -> Tensor:
+    return (weight if unpack is None else unpack(weight)).to(dtype)
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Rounded once."""
+    out = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
+
+
+def _sum_of_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the outer products of ``[T, A]`` and ``[T, B]``, as ``[A, B]``."""
+    out = left.new_empty(left.shape[1], right.shape[1], dtype=torch.promote_types(left.dtype, dtype))
+    return product(left.T, right, out).to(dtype)
