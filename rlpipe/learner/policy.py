@@ -20,6 +20,7 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.learner import attention
+from rlpipe.learner.fused_lora import fuse_lora
 from rlpipe.learner.head import check_adapter
 from rlpipe.learner.merge.live import LiveMerge
 from rlpipe.learner.rows import Layout, Row, plan_row
@@ -244,6 +245,7 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
         if parameter.requires_grad:  # modules that are saved come in the base's type
             parameter.data = parameter.data.float()
     check_adapter(model)
+    fuse_lora(model)
     return adapted
 
 

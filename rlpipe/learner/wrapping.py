@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpipe.configs.schema_learner import FsdpConfig
+from rlpipe.learner.fused_lora import FusedLora
 from rlpipe.errors import ModelError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -17,9 +18,12 @@ def find_units(scorer: nn.Module, model: PreTrainedModel, config: FsdpConfig) ->
     """Modules inside ``scorer``, which holds the rest itself; inner ones before those around them.
 
     The lm_head is never among them, nor is what shares its weight: the scorer reads that without calling the module.
+    Nor are parts of a LoRA layer that reads them so.
     Raises ``ModelError`` if the model lacks what the config names.
     """
-    modules = [module for name, module in scorer.named_modules() if name]
+    fused = [module for module in scorer.modules() if isinstance(module, FusedLora)]
+    never_called = {id(part) for layer in fused for part in layer.modules() if part is not layer}
+    modules = [module for name, module in scorer.named_modules() if name and id(module) not in never_called]
     if config.wrap == "none":
         found = []
     elif config.wrap == "size":
@@ -58,8 +62,8 @@ def _is_large_leaf(module: nn.Module, min_num_params: int) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Those in a list are the children of the module that has the list: it is never called, and can't be a unit."""
-    for child in module.children():
+    """Those that can be units. Those in a list are of the module that has the list, which is never called itself."""
+    for child in () if isinstance(module, FusedLora) else module.children():
         if isinstance(child, CONTAINERS):
             yield from _children(child)
         else:

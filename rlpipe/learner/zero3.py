@@ -22,6 +22,7 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from rlpipe.configs.schema_learner import OptimizerConfig, Zero3Config
+from rlpipe.learner.fused_lora import FusedLora
 from rlpipe.learner.moments import MOMENTS, STEPS, read_moments, write_moments
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.learner.ranks import Ranks
@@ -65,6 +66,10 @@ class Zero3(Ranks):
             for parameter in scorer.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
+        for layer in scorer.modules():
+            if isinstance(layer, FusedLora):  # it reads what its parts hold without calling them
+                for parameter in layer.parameters():
+                    deepspeed.zero.register_external_parameter(layer, parameter)
         for buffer in scorer.buffers():
             buffer.data = buffer.data.to(self.device)
 

@@ -42,6 +42,11 @@ def attention_backward_flops(
     return forward * (3 * channels + 2 * others) // (channels + others)
 
 
+def added_flops(total: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """Of ``[t, d]`` with ``[d, e]``, in place; torch's counter knows the one that makes a new tensor."""
+    return 2 * left[0] * left[1] * right[1]
+
+
 def grouped_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
     """Each token with the matrix of its group, ``[t, d]`` and ``[g, d, e]``; or its outer product, ``[d, t]`` and
     ``[t, e]``, added up by group."""
@@ -54,6 +59,7 @@ def register_formulas() -> None:
     formulas: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+        aten.addmm_: added_flops,
         aten._grouped_mm: grouped_flops,
     }
     for operator, formula in formulas.items():

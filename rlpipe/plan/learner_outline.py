@@ -17,6 +17,7 @@ from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.imports import describe_error
 from rlpipe.learner import attention
+from rlpipe.learner.fused_lora import fuse_lora
 from rlpipe.learner.policy import lora_config
 from rlpipe.learner.rows import Layout
 from rlpipe.learner.scorer import TokenScorer
@@ -139,6 +140,7 @@ def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # as the learner trains it
             parameter.data = parameter.data.float()
+    fuse_lora(causal)
     return adapted
 
 
