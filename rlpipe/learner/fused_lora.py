@@ -44,19 +44,18 @@ def fuse_lora(model: nn.Module) -> None:
 
 def _is_linear(layer: Any) -> bool:
     """Over a plain weight, or over one that bitsandbytes has in 4 bit."""
-    if type(layer) is lora.Linear:
-        return type(layer.base_layer) is nn.Linear
-    if not isinstance(layer, lora.LoraLayer) or not hasattr(layer.get_base_layer().weight, "quant_state"):
-        return False
+    base = getattr(layer, "base_layer", None)
+    if not hasattr(getattr(base, "weight", None), "quant_state"):
+        return type(layer) is lora.Linear and type(base) is nn.Linear
     from bitsandbytes.nn import Linear4bit
 
-    return type(layer) is lora.Linear4bit and type(layer.base_layer) is Linear4bit
+    return type(layer) is lora.Linear4bit and type(base) is Linear4bit
 
 
 @cache
 def _fused(kind: type[nn.Module]) -> type[nn.Module]:
     """Named as it was: users may give classes by name, as in ``learner.fsdp.wrap``."""
-    return type(kind.__name__, (FusedLora, kind), {})
+    return type(kind.__name__, (FusedLora, kind), {"__module__": kind.__module__})
 
 
 def find_adapter(layer: Any) -> str | None:
