@@ -79,7 +79,7 @@ def main() -> None:
     for group in arguments.cases:
         groups[group] = run_group(group, arguments, machine)
     print(json.dumps(summarize(machine, groups)))
-    ours = [sides.get("rlpipe", {}) for group in ("head", "rows") for sides in groups.get(group, {}).values()]
+    ours = [sides.get("rlpipe", {}) for group in COMPARED for sides in groups.get(group, {}).values()]
     sys.exit(any("error" in found for found in ours))
 
 

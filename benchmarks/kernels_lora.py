@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kernels_turns import Comparison, Outcome, Side
+from rlpipe.learner.fused_lora import FusedLora, fuse_lora
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"base": "plain", "autocast": False},
@@ -91,6 +92,7 @@ class _OneLayer(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
+        self.is_loaded_in_4bit = hasattr(linear.weight, "quant_state")  # PEFT has another layer for these
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
@@ -98,7 +100,7 @@ class _OneLayer(nn.Module):
 
 
 def _make_layer(inputs: Inputs) -> nn.Module:
-    """PEFT's."""
+    """PEFT's, as the learner has it before it is fused."""
     from peft import LoraConfig, get_peft_model
 
     case, device = inputs.case, inputs.x.device
@@ -147,43 +149,16 @@ def make_compile(inputs: Inputs) -> Side:
     return _side(inputs, torch.compile(layer, dynamic=False), layer)
 
 
-class _Candidate(torch.autograd.Function):
-    """What a layer of our own would do: each product once, those of the adapter added on the way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Callable[[], Tensor], down: Tensor, up: Tensor, scale: float) -> Tensor:
-        own_down, own_up = down.to(x.dtype), up.to(x.dtype)
-        low = torch.mm(x, own_down.T).mul_(scale)  # [T, R]
-        ctx.save_for_backward(x, low, own_down, own_up)
-        ctx.weight, ctx.scale, ctx.dtype = weight, scale, down.dtype
-        return torch.mm(x, weight().T).addmm_(low, own_up.T)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, down, up = ctx.saved_tensors
-        back = torch.mm(grad, up).mul_(ctx.scale)  # [T, R]
-        grad_x = torch.mm(grad, ctx.weight()).addmm_(back, down)
-        return grad_x, None, torch.mm(back.T, x).to(ctx.dtype), torch.mm(grad.T, low).to(ctx.dtype), None
-
-
-def make_candidate(inputs: Inputs) -> Side:
-    layer: Any = _make_layer(inputs)
-    base, dtype = layer.base_layer.weight, inputs.case.compute_dtype
-
-    def weight() -> Tensor:
-        if inputs.case.base != "nf4":
-            return base.detach()
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(base.data, base.quant_state).to(dtype)
-
-    down, up, scale = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
-    return _side(inputs, lambda x: _Candidate.apply(x, weight, down, up, scale), layer)
+def make_rlpipe(inputs: Inputs) -> Side:
+    layer = _make_layer(inputs)
+    fuse_lora(layer)
+    assert isinstance(layer, FusedLora)
+    return _side(inputs, layer, layer)
 
 
 SIDES: dict[str, Callable[[Inputs], Side]] = {
     "gemms": make_gemms,
+    "rlpipe": make_rlpipe,
     "peft": make_peft,
     "compile": make_compile,
-    "candidate": make_candidate,
 }

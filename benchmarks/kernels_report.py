@@ -7,8 +7,9 @@ from typing import Any
 
 from benchmarks.kernels_rows import ACCESSES, COPY_ACCESSES
 
-LIBRARIES = ("trl", "liger", "liger-loss", "liger-ppo", "cce")
-"""Sides that count as one in ``best_library``."""
+_LIBRARIES = ("trl", "liger", "liger-loss", "liger-ppo", "cce")
+LIBRARIES = {"head": _LIBRARIES, "rows": _LIBRARIES, "lora": ("peft", "compile")}
+"""Sides that count as one in ``best_library``; of LoRA PEFT's layer, also compiled."""
 GROUPS = {
     "head": "linear_logprob",
     "rows": "selective_logprob",
@@ -17,8 +18,8 @@ GROUPS = {
     "mask": "block_mask",
 }
 """The kernel that a group of cases speaks of."""
-OURS = {"head": ("rlpipe",), "rows": ("rlpipe", "rlpipe-in-place"), "lora": ("compile",)}
-"""Sides that stand for the kernel; of LoRA what there is without one."""
+OURS = {"head": ("rlpipe",), "rows": ("rlpipe", "rlpipe-in-place"), "lora": ("rlpipe",)}
+"""Sides that stand for the kernel."""
 NO_GPU = (
     "not comparable: without a GPU Triton's kernels do not run, so that seconds are those of references and of other "
     "code for the CPU; memory and errors count"
@@ -52,9 +53,9 @@ def roof_share(group: str, found: Mapping[str, Any]) -> float | None:
     return ACCESSES / COPY_ACCESSES / ratio if group == "rows" else 1 / ratio
 
 
-def best_library(sides: Sides) -> str | None:
+def best_library(group: str, sides: Sides) -> str | None:
     """The fastest, over its own process' roof."""
-    ratios = {name: over_roof(sides[name]) for name in LIBRARIES if name in sides}
+    ratios = {name: over_roof(sides[name]) for name in LIBRARIES[group] if name in sides}
     there = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     return min(there, key=there.__getitem__, default=None)
 
@@ -62,7 +63,7 @@ def best_library(sides: Sides) -> str | None:
 def figures_of(group: str, sides: Sides) -> dict[str, Any]:
     """Of one case: the kernel's figures beside those of the best library."""
     ours = next((sides[name] for name in OURS[group] if _ran(sides.get(name))), {})
-    library = best_library(sides)
+    library = best_library(group, sides)
     ratio, theirs = over_roof(ours), None if library is None else over_roof(sides[library])
     return {
         "seconds": ours.get("seconds"),

@@ -102,15 +102,28 @@ def test_a_lost_gpu_ends_the_process() -> None:
         measure_in_turns(Comparison(makers={"roof": lose}, roof="roof"), 1, CPU)
 
 
-def test_lora_sides_compute_the_layer_and_its_gradients() -> None:
-    case = kernels_lora.LoraCase(tokens=6, inputs=10, outputs=8, rank=2, dtype="float32", base="plain", autocast=False)
-    inputs_found: list[Tensor | None] = []
-    comparison = kernels_lora.compare(case, ["gemms", "peft"], CPU)
-    for make in comparison.makers.values():
-        outcome = make().both()
-        inputs_found.append(outcome[1])
-        assert [tensor.shape for tensor in outcome if tensor is not None] == [(6, 8), (6, 10), (2, 10), (8, 2)]
-    assert kernels_lora.product_flops(case) == 2 * (2 * 6 * 10 * 8) + 3 * 2 * 6 * 2 * (10 + 8)
+@pytest.mark.parametrize("variant", kernels_lora.VARIANTS)
+def test_lora_sides_compute_the_layer_and_its_gradients(variant: str) -> None:
+    case = kernels_lora.LoraCase(
+        tokens=6, inputs=64, outputs=8, rank=2, dtype="float32", **kernels_lora.VARIANTS[variant]
+    )
+    found: dict[str, Outcome] = {}
+    comparison = kernels_lora.compare(case, ["gemms", "rlpipe", "peft"], CPU)
+    for name, make in comparison.makers.items():
+        torch.manual_seed(1)  # all have the same weights
+        found[name] = make().both()
+        assert [tensor.shape for tensor in found[name] if tensor is not None] == [(6, 8), (6, 64), (2, 64), (8, 2)]
+    for ours, theirs in zip(found["rlpipe"], found["peft"], strict=True):
+        assert ours is not None and theirs is not None
+        assert (ours - theirs).norm() <= (0.02 if case.autocast else 1e-5) * theirs.norm()
+    assert kernels_lora.product_flops(case) == 2 * (2 * 6 * 64 * 8) + 3 * 2 * 6 * 2 * (64 + 8)
+
+
+def test_of_lora_the_compiled_layer_is_one_of_a_library() -> None:
+    sides = {"gemms": side_of(1.0), "rlpipe": side_of(1.1), "peft": side_of(2.0), "compile": side_of(1.5)}
+    assert kernels_report.figures_of("lora", sides)["best_library"] == "compile"
+    assert kernels_report.figures_of("lora", sides)["over_best_library"] == pytest.approx(1.1 / 1.5)
+    assert kernels_report.figures_of("head", sides)["best_library"] is None
 
 
 def test_ratios_are_those_of_the_same_turns() -> None:
