@@ -95,14 +95,14 @@ class _LoraLinear(torch.autograd.Function):
         x, weight, down, up, low = ctx.saved_tensors
         down_dtype, up_dtype, bias_dtype = ctx.dtypes
         dtype, flat = grad.dtype, grad.reshape(-1, grad.shape[-1])  # [T, O]
-        back = None if up is None else _scaled_product(flat, up.to(dtype), ctx.scale)  # [T, r]
         grad_x = grad_down = grad_up = grad_bias = None
-        if weight is not None:
-            grad_x = flat @ _whole(weight, ctx.unpack, dtype)  # [T, I]
-            add_product(grad_x, back, down.to(dtype))
-            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[1])
-        if x is not None:
-            grad_down = _sum_of_tokens(back, x.reshape(-1, x.shape[-1]), down_dtype)  # [r, I]
+        if up is not None:
+            back = _scaled_product(flat, up.to(dtype), ctx.scale)  # [T, r]
+            if weight is not None:
+                grad_x = flat @ _whole(weight, ctx.unpack, dtype)  # [T, I]
+                grad_x = add_product(grad_x, back, down.to(dtype)).view(*grad.shape[:-1], down.shape[1])
+            if x is not None:
+                grad_down = _sum_of_tokens(back, x.reshape(-1, x.shape[-1]), down_dtype)  # [r, I]
         if low is not None:
             grad_up = _sum_of_tokens(flat, low, up_dtype)  # [O, r]
         if ctx.needs_input_grad[4]:

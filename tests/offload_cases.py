@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.learner.fused_lora import FusedLora, fuse_lora
 from rlpipe.learner.optimizer import make_optimizer
 from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.offload.lanes import Done, Event, InlineLane, Queues, Work
@@ -144,6 +145,13 @@ def with_lora(model: nn.Module, *, second: bool = False, **options: Any) -> nn.M
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
     return adapted.train()
+
+
+def fused(adapted: nn.Module) -> nn.Module:
+    """As the learner runs its adapter."""
+    fuse_lora(adapted)
+    assert any(isinstance(module, FusedLora) for module in adapted.modules())
+    return adapted
 
 
 def make_nf4() -> nn.Module:

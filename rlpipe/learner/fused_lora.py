@@ -53,7 +53,7 @@ def _is_linear(layer: Any) -> bool:
 
 
 @cache
-def _fused(kind: type[nn.Module]) -> type[nn.Module]:
+def _fused(kind: type[Any]) -> type[Any]:
     """Named as it was: users may give classes by name, as in ``learner.fsdp.wrap``."""
     return type(kind.__name__, (FusedLora, kind), {"__module__": kind.__module__})
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpipe.configs.schema_learner import FsdpConfig
-from rlpipe.learner.fused_lora import FusedLora
 from rlpipe.errors import ModelError
+from rlpipe.learner.fused_lora import FusedLora
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 

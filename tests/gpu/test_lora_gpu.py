@@ -44,4 +44,6 @@ def test_sums_over_tokens_are_not_rounded_where_the_adapter_is_wider() -> None:
     (grad_up,) = torch.autograd.grad(y, inputs.up, grad)
     low = (1.7 * inputs.x.double() @ inputs.down.double().bfloat16().double().T).bfloat16().double()
     expected = grad.double().T @ low
-    assert (grad_up.double() - expected).norm() < 5e-4 * expected.norm()  # rounded to bfloat16, they are 1e-3 off and more
+    assert (
+        grad_up.double() - expected
+    ).norm() < 5e-4 * expected.norm()  # rounded to bfloat16, they are 1e-3 off and more

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import RATES, HostWorker, in_nf4
+from offload_cases import RATES, HostWorker, fused, in_nf4
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -198,6 +198,12 @@ CASES = {
     "lora, short": Case(lambda: lora(qwen(6, 512), 64), autocast(text_loss(512))),
     "qlora": Case(lambda: qlora(lambda: llama(3, 768)), autocast(text_loss(2048))),
     "qlora, short": Case(lambda: qlora(lambda: qwen(6, 512), 64), autocast(text_loss(512)), chunk_bytes=2 * MIB),
+    "fused lora": Case(lambda: fused(lora(llama(3, 768))), autocast(text_loss(2048))),
+    "fused lora, short": Case(lambda: fused(lora(qwen(6, 512), 64)), autocast(text_loss(512))),
+    "fused qlora": Case(lambda: fused(qlora(lambda: llama(3, 768))), autocast(text_loss(2048))),
+    "fused qlora, short": Case(
+        lambda: fused(qlora(lambda: qwen(6, 512), 64)), autocast(text_loss(512)), chunk_bytes=2 * MIB
+    ),
     "experts": Case(moe, text_loss(1024)),
     "image and text": Case(image_text, image_text_loss),
     "encoder-decoder": Case(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import kernels, kernels_features, kernels_head, kernels_lora, kernels_report, kernels_rows
 from benchmarks.kernels_turns import Comparison, Outcome, Side, measure_in_turns
@@ -114,7 +113,8 @@ def test_lora_sides_compute_the_layer_and_its_gradients(variant: str) -> None:
         found[name] = make().both()
         assert [tensor.shape for tensor in found[name] if tensor is not None] == [(6, 8), (6, 64), (2, 64), (8, 2)]
     for ours, theirs in zip(found["rlpipe"], found["peft"], strict=True):
-        assert ours is not None and theirs is not None
+        assert ours is not None
+        assert theirs is not None
         assert (ours - theirs).norm() <= (0.02 if case.autocast else 1e-5) * theirs.norm()
     assert kernels_lora.product_flops(case) == 2 * (2 * 6 * 64 * 8) + 3 * 2 * 6 * 2 * (64 + 8)
 

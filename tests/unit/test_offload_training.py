@@ -11,6 +11,7 @@ from offload_cases import (
     CPU,
     Loss,
     arrange_all,
+    fused,
     image_text_loss,
     make_image_text,
     make_moe,
@@ -61,14 +62,16 @@ def assert_equal_training(
 
 
 @pytest.mark.parametrize("modes", CYCLES)
-@pytest.mark.parametrize("kind", ["full", "tied", "lora", "dora", "qlora"])
+@pytest.mark.parametrize("kind", ["full", "tied", "lora", "fused lora", "dora", "qlora", "fused qlora"])
 def test_every_mode_trains_as_without_offload(kind: str, modes: str) -> None:
     makers = {
         "full": make_qwen,
         "tied": lambda: make_qwen(tied=True),
         "lora": lambda: with_lora(make_qwen()),
+        "fused lora": lambda: fused(with_lora(make_qwen())),
         "dora": lambda: with_lora(make_qwen(), use_dora=True),
         "qlora": lambda: with_lora(make_nf4()),
+        "fused qlora": lambda: fused(with_lora(make_nf4())),
     }
     assert_equal_training(makers[kind], token_loss, *CYCLES[modes])
 
