@@ -31,15 +31,16 @@ class FusedLora(nn.Module):
             layer.lora_B[name].weight,
             scale=layer.scaling[name],
             bias=base.bias,
-            unpack=None if type(base) is nn.Linear else partial(from_nf4, layer=base),
+            unpack=partial(from_nf4, layer=base) if hasattr(base, "quant_state") else None,
         )
 
 
 def fuse_lora(model: nn.Module) -> None:
     """Changes the layers in place. Embeddings, experts, DoRA and layers with dropout stay PEFT's alone."""
     for layer in model.modules():
+        kind: Any = type(layer)
         if _is_linear(layer) and find_adapter(layer) is not None:
-            layer.__class__ = _fused(type(layer))
+            layer.__class__ = _fused(kind)
 
 
 def _is_linear(layer: Any) -> bool:
@@ -53,7 +54,7 @@ def _is_linear(layer: Any) -> bool:
 
 
 @cache
-def _fused(kind: type[Any]) -> type[Any]:
+def _fused(kind: Any) -> Any:
     """Named as it was: users may give classes by name, as in ``learner.fsdp.wrap``."""
     return type(kind.__name__, (FusedLora, kind), {"__module__": kind.__module__})
 

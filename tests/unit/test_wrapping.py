@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from learner_cases import make_model_config
 
-from rlpipe.configs.schema_learner import FsdpConfig
+from rlpipe.configs.schema_learner import FsdpConfig, LearnerConfig
 from rlpipe.errors import ModelError
-from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.policy import load_policy, load_scorer
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.wrapping import find_units
 from rlpipe.tiny import make_tiny_policy
@@ -41,6 +43,15 @@ def test_by_size_the_innermost_large_ones_are_taken_but_never_the_head(scorer: T
     assert not any(name.endswith(("mlp", "layers.0", "lm_head", "embed_tokens")) for name in found)
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in scorer.named_modules()}
     assert all(sizes[name] >= large for name in found)
+
+
+@pytest.mark.parametrize("options", [{"wrap": "size", "min_num_params": 64 * 96}, {"wrap": "Linear"}])
+def test_a_layer_with_an_adapter_is_one_unit(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = make_tiny_policy(tmp_path, hidden_size=64, num_layers=2, intermediate_size=96)
+    policy = load_policy(make_model_config(path, adapter="lora"), LearnerConfig(), torch.device("cpu"))
+    found = names(policy.scorer, **options)
+    assert any(name.endswith("layers.0.mlp.gate_proj") for name in found)
+    assert not any("base_layer" in name or "lora_" in name for name in found)
 
 
 def test_a_list_of_layers_is_no_unit(scorer: TokenScorer) -> None:
