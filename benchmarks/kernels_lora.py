@@ -108,8 +108,8 @@ def _make_layer(inputs: Inputs) -> nn.Module:
         from bitsandbytes.nn import Linear4bit
 
         base: nn.Module = Linear4bit(
-            case.inputs, case.outputs, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-        )
+            case.inputs, case.outputs, bias=False, compute_dtype=case.compute_dtype, quant_type="nf4"
+        ).to(case.compute_dtype)
     else:
         base = nn.Linear(case.inputs, case.outputs, bias=False, dtype=case.compute_dtype)
     model = _OneLayer(base).to(device)
