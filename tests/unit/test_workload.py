@@ -78,17 +78,17 @@ def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("room_gib", "overrides"),
     [
-        ("model.adapter.kind=lora",),
-        ("model.adapter.kind=none", "algorithm.loss.beta=0.1", "algorithm.loss.entropy_coef=0.01"),
+        (0.0023, ("model.adapter.kind=lora",)),
+        (0.0025, ("model.adapter.kind=none", "algorithm.loss.beta=0.1", "algorithm.loss.entropy_coef=0.01")),
     ],
     ids=["lora", "full with a reference"],
 )
-def test_a_learner_decides_as_its_plan_says(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_a_learner_decides_as_its_plan_says(tmp_path: Path, room_gib: float, overrides: tuple[str, ...]) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)
     own = ("learner.offload=chunked", "learner.chunked.chunk_mib=0.06", "model.gradient_checkpointing=false")
-    room = ("learner.chunked.device_memory_gib=0.0025", "learner.chunked.host_memory_gib=1")
+    room = (f"learner.chunked.device_memory_gib={room_gib}", "learner.chunked.host_memory_gib=1")
     config = config_of(f"model.path={path}", "learner.num_gpus=0", "rollout.num_gpus=0", *own, *room, *overrides)
     plan = plan_learner(config, AutoConfig.from_pretrained(path), own_device(CPU))
     policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
