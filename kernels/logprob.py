@@ -156,7 +156,7 @@ class FrozenHead(torch.autograd.Function):
         slopes, state_slopes = ctx.saved_tensors
         by_token = grad_logprobs[:, None]
         grads = [
-            None if one is None else sum_over_shards((one * by_token).to(one.dtype), ctx.options.shard)
+            None if one is None else sum_over_shards(one * by_token, ctx.options.shard).to(one.dtype)
             for one in (slopes, state_slopes)
         ]
         return grads[0], None, None, grads[1], *(None,) * 5
