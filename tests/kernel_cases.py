@@ -8,10 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from rlpipe.kernels import softmax_stats
 from rlpipe.kernels.row_access import IGNORED
+
+INTERPRETED = pytest.mark.skipif(
+    # Triton's own functions are made when it is loaded, ours when they are.
+    {type(function).__name__ for function in (tl.max, softmax_stats._stats_kernel)} != {"InterpretedFunction"},
+    reason="Triton was loaded before tests/unit chose its interpreter: run that folder by itself",
+)
+BOTH = pytest.mark.parametrize("use_triton", [False, pytest.param(True, marks=INTERPRETED)])
+EVERY = pytest.mark.parametrize(
+    ("use_triton", "dtype"),
+    [
+        *[(False, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
+        *[pytest.param(True, dtype, marks=INTERPRETED) for dtype in (torch.float32, torch.float16)],
+    ],
+)
+"""Implementations; Triton's interpreter is wrong in bfloat16."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},

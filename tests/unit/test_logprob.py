@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CHANGES, HeadInputs, assert_near, make_head_inputs, objective, randn
+from kernel_cases import BOTH, CHANGES, INTERPRETED, HeadInputs, assert_near, make_head_inputs, objective, randn
 
 from rlpipe.kernels.logprob import linear_logits, linear_logprob
 from rlpipe.kernels.row_access import IGNORED
@@ -21,7 +21,6 @@ CASES: dict[str, dict[str, Any]] = {
     "nothing ignored": {"ignored": ()},
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-BOTH = pytest.mark.parametrize("use_triton", [False, True])
 
 
 def check(inputs: HeadInputs, tolerance: float, *, entropy_gradient: bool = True, **options: Any) -> None:
@@ -85,6 +84,7 @@ def test_each_token_may_have_its_own_temperature(frozen: tuple[str, ...]) -> Non
         check(inputs, 1e-12, temperature=temperature, chunk_tokens=4, entropy_gradient=entropy_gradient)
 
 
+@INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("frozen", [(), FROZEN])
 @pytest.mark.parametrize("entropy_gradient", [False, True])

@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CHANGES, assert_near, expect_from_logits, make_targets, objective, randn
+from kernel_cases import BOTH, CHANGES, EVERY, assert_near, expect_from_logits, make_targets, objective, randn
 
 from rlpipe.kernels.selective import selective_logprob
 
-IMPLEMENTATIONS = [
-    *[(False, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
-    *[(True, dtype) for dtype in (torch.float32, torch.float16)],  # the interpreter is wrong in bfloat16
-]
-EVERY = pytest.mark.parametrize(("use_triton", "dtype"), IMPLEMENTATIONS)
-BOTH = pytest.mark.parametrize("use_triton", [False, True])
 RESULTS, GRADIENTS = 3e-6, {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Gradients come in the type of the logits, and are rounded to it."""
 LAYOUTS = {

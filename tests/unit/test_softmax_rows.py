@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CHANGES, assert_near, expect_from_logits, make_targets, objective, randn
+from kernel_cases import (
+    BOTH,
+    CHANGES,
+    EVERY,
+    INTERPRETED,
+    assert_near,
+    expect_from_logits,
+    make_targets,
+    objective,
+    randn,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,14 +28,8 @@ from rlpipe.kernels.logit_change import LogitChange
 from rlpipe.kernels.softmax_gradient import row_gradient
 from rlpipe.kernels.softmax_stats import RowStats, row_stats
 
-IMPLEMENTATIONS = [
-    *[(False, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
-    *[(True, dtype) for dtype in (torch.float32, torch.float16)],  # the interpreter is wrong in bfloat16
-]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6, torch.float16: 3e-6}
 """Of the type of the logits, whose own rounding both sides have."""
-EVERY = pytest.mark.parametrize(("use_triton", "dtype"), IMPLEMENTATIONS)
-BOTH = pytest.mark.parametrize("use_triton", [False, True])
 
 
 def gradient_of(
@@ -194,6 +198,7 @@ def test_rows_may_begin_behind_the_last_offset_of_32_bits(use_triton: bool) -> N
     assert torch.equal(gradient_of(logits, targets, stats, how, use_triton=use_triton, out=logits), expected)
 
 
+@INTERPRETED
 def test_the_implementations_agree_on_what_they_leave_out() -> None:
     logits, targets = randn(4, 37, seed=0).float(), make_targets(4, 37, ignored=(3,))
     found = [row_stats(logits, targets, LogitChange(), with_entropy=False, use_triton=one) for one in (False, True)]
