@@ -183,9 +183,9 @@ class TrainedHead(torch.autograd.Function):
             return (None,) * 9
         *tensors, values = ctx.saved_tensors
         tiles = HeadTiles(*[*tensors, ctx.options])
-        gradients = HeadGradients.make(tiles, ctx.needs_input_grad)
+        stats, gradients = RowStats(values), HeadGradients.make(tiles, ctx.needs_input_grad)
         for columns, logits in tiles.columns():
-            gradient = tiles.gradient_of(slice(None), columns, logits, RowStats(values), grad_logprobs, grad_entropy)
+            gradient = tiles.gradient_of(slice(None), columns, logits, stats, grad_logprobs, grad_entropy)
             gradients.add(columns, gradient)  # [T, N]
             del gradient  # before there is another
         return *gradients.finished(), *(None,) * 4

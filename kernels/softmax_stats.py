@@ -6,6 +6,7 @@ Shapes: R rows, V columns, which may be a part of the vocabulary; P parts. A row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, no_type_check
 
 import torch
@@ -31,7 +32,7 @@ from rlpipe.kernels.row_access import (
 )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class RowStats:
     """Of the softmax of each row: four numbers, from which those of a whole vocabulary follow by its parts.
 
@@ -51,25 +52,25 @@ class RowStats:
         moments = (moment + lower * total) * shrunk
         return cls(torch.stack([most, (total * shrunk).sum(0), moments.sum(0), target.amax(0)]))
 
-    @property
+    @cached_property
     def largest(self) -> Tensor:  # [R]
         return self.values[0]
 
-    @property
+    @cached_property
     def total(self) -> Tensor:
         """s ``[R]``; one of the terms is 1, whatever rounding makes of it."""
         return self.values[1].clamp(min=1)
 
-    @property
+    @cached_property
     def log_total(self) -> Tensor:  # [R]
         return self.total.log()
 
-    @property
+    @cached_property
     def logprobs(self) -> Tensor:
         """Of the targets ``[R]``; never positive."""
         return (self.values[3] - self.values[0]).clamp(max=0) - self.log_total
 
-    @property
+    @cached_property
     def entropy(self) -> Tensor:
         """In nats ``[R]``; exact also where nearly all probability is on one token, whose log s nearly vanishes."""
         return self.log_total - self.values[2] / self.total
