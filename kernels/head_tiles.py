@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,8 @@ class VocabularyShard:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HeadOptions:
-    scale: float
-    softcap: float | None
-    temperature: float
-    """Of tokens that have none of their own."""
+    change: LogitChange
+    """What is the same for all tokens and columns."""
     chunk_tokens: int
     shard: VocabularyShard | None
     use_triton: bool | None
@@ -135,9 +133,7 @@ class HeadTiles:
 
     @property
     def _change(self) -> LogitChange:
-        own, options = self.temperatures, self.options
-        temperature = options.temperature if own is None else own
-        return LogitChange(scale=options.scale, softcap=options.softcap, temperature=temperature, bias=self.bias)
+        return replace(self.options.change, temperatures=self.temperatures, bias=self.bias)
 
     @property
     def _first_row(self) -> int:

@@ -13,19 +13,23 @@ from torch import Tensor
 from rlpipe.kernels.products import wide
 
 
+def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
+    """The two of a ``LogitChange``: one for all rows, and each row's own."""
+    return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LogitChange:
-    """What is done to logits before their softmax."""
+    """What is done to logits before their softmax: they are divided by the temperature of all and by their row's."""
 
     scale: float = 1.0
     softcap: float | None = None
-    temperature: float | Tensor = 1.0  # [R]
+    temperature: float = 1.0
+    temperatures: Tensor | None = None  # [R]
     bias: Tensor | None = None  # [V], added before all else
 
     def of_rows(self, rows: slice) -> LogitChange:
-        if not isinstance(self.temperature, Tensor):
-            return self
-        return replace(self, temperature=self.temperature[rows])
+        return self if self.temperatures is None else replace(self, temperatures=self.temperatures[rows])
 
     def of_columns(self, columns: slice) -> LogitChange:
         return self if self.bias is None else replace(self, bias=self.bias[columns])
@@ -39,17 +43,17 @@ class LogitChange:
             changed = changed * self.scale
         if self.softcap is not None:
             changed = (changed / self.softcap).tanh_().mul_(self.softcap)
-        if isinstance(self.temperature, Tensor):
-            changed = changed / self.temperature[:, None]
-        elif self.temperature != 1.0:
+        if self.temperature != 1.0:
             changed = changed / self.temperature
+        if self.temperatures is not None:
+            changed = changed / self.temperatures[:, None]
         return changed
 
     def slope(self, changed: Tensor) -> Tensor | float:
         """dz/dx at ``changed`` logits ``[R, V]``."""
-        own = self.temperature
-        per_row: Any = own.to(changed.dtype)[:, None] if isinstance(own, Tensor) else own
-        outer = self.scale / per_row
+        own = self.temperatures
+        divisor: Any = self.temperature if own is None else own.to(changed.dtype)[:, None] * self.temperature
+        outer = self.scale / divisor
         if self.softcap is None:
             return outer
-        return (changed * (per_row / self.softcap)).square_().neg_().add_(1).mul_(outer)
+        return (changed * (divisor / self.softcap)).square_().neg_().add_(1).mul_(outer)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from rlpipe.kernels.head_gradients import HeadGradients
 from rlpipe.kernels.head_tiles import HeadOptions, HeadTiles, VocabularyShard, sum_over_shards
-from rlpipe.kernels.logit_change import LogitChange
+from rlpipe.kernels.logit_change import LogitChange, split_temperature
 from rlpipe.kernels.products import add_product, product, wide
 from rlpipe.kernels.row_access import IGNORED
 from rlpipe.kernels.softmax_stats import RowStats
@@ -64,11 +64,9 @@ def linear_logprob(
     counted = (targets != IGNORED).nonzero().squeeze(1) if has_ignored else None  # [K]
     if counted is not None and len(counted) == len(targets):
         counted = None
-    per_token = temperature.detach() if isinstance(temperature, Tensor) else None
+    of_all, of_each = split_temperature(temperature)
     options = HeadOptions(
-        scale=scale,
-        softcap=softcap,
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        change=LogitChange(scale=scale, softcap=softcap, temperature=of_all),
         chunk_tokens=chunk_tokens,
         shard=shard,
         use_triton=use_triton,
@@ -80,7 +78,7 @@ def linear_logprob(
         None if states is None else _select(states, counted).to(weight.dtype),
         None if up is None else up.to(weight.dtype),
         _select(targets, counted),
-        None if per_token is None else _select(per_token, counted),
+        None if of_each is None else _select(of_each, counted),
         options,
         with_entropy,
         entropy_gradient,
@@ -203,7 +201,8 @@ def linear_logits(
     softcap: float | None = None,
 ) -> Tensor:
     """All of z ``[T, V]`` of ``linear_logprob``, in at least float32; without gradient."""
-    change = LogitChange(scale=scale, softcap=softcap, temperature=temperature, bias=bias)
+    of_all, of_each = split_temperature(temperature)
+    change = LogitChange(scale=scale, softcap=softcap, temperature=of_all, temperatures=of_each, bias=bias)
     with torch.no_grad():
         logits = product(hidden, weight.T, hidden.new_empty(len(hidden), len(weight), dtype=wide(weight.dtype)))
         if states is not None and up is not None:

@@ -41,16 +41,13 @@ def runs_triton(logits: Tensor, chosen: bool | None) -> bool:
 
 def pack_change(change: LogitChange) -> tuple[Tensor | None, Tensor | None, float, float | None, float]:
     """Of the types that an operator takes."""
-    own = change.temperature
-    temperatures, temperature = (own, 1.0) if isinstance(own, Tensor) else (None, float(own))
-    return change.bias, temperatures, float(change.scale), change.softcap, temperature
+    return change.bias, change.temperatures, float(change.scale), change.softcap, change.temperature
 
 
 def unpack_change(
     bias: Tensor | None, temperatures: Tensor | None, scale: float, softcap: float | None, temperature: float
 ) -> LogitChange:
-    own = temperature if temperatures is None else temperatures
-    return LogitChange(scale=scale, softcap=softcap, temperature=own, bias=bias)
+    return LogitChange(scale=scale, softcap=softcap, temperature=temperature, temperatures=temperatures, bias=bias)
 
 
 def row_groups(logits: Tensor) -> Iterator[slice]:
@@ -99,17 +96,15 @@ def load_logits(logits, bias, columns, mask, BIASED: tl.constexpr):
 
 def kernel_arguments(change: LogitChange, unused: Tensor) -> dict[str, Any]:
     """What both kernels take of the change; ``unused`` stands where there is no tensor."""
-    temperature = change.temperature
-    is_per_row = isinstance(temperature, Tensor)
     return {
         "bias": unused if change.bias is None else change.bias.contiguous(),
-        "temperatures": temperature.float().contiguous() if isinstance(temperature, Tensor) else unused,
-        "factor": change.scale / (1.0 if isinstance(temperature, Tensor) else temperature),
+        "temperatures": unused if change.temperatures is None else change.temperatures.float().contiguous(),
+        "factor": change.scale / change.temperature,
         "scale": float(change.scale),
         "softcap": float(change.softcap or 1.0),
         "BIASED": change.bias is not None,
         "CAPPED": change.softcap is not None,
-        "PER_ROW": is_per_row,
+        "PER_ROW": change.temperatures is not None,
         "IGNORED": IGNORED,
     }
 

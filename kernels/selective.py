@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlpipe.kernels.logit_change import LogitChange
+from rlpipe.kernels.logit_change import LogitChange, split_temperature
 from rlpipe.kernels.softmax_gradient import row_gradient
 from rlpipe.kernels.softmax_stats import RowStats, row_stats
 
@@ -45,13 +45,17 @@ def selective_logprob(
             f"logits of shape {[*logits.shape]} and targets of shape {[*targets.shape]}: they must be [..., V] and "
             "[...], with one dimension of tokens or two"
         )
-    temperatures = temperature.detach().expand_as(targets) if isinstance(temperature, Tensor) else None
-    change = LogitChange(
-        scale=scale, softcap=softcap, temperature=1.0 if isinstance(temperature, Tensor) else temperature
-    )
+    of_all, of_each = split_temperature(temperature)
+    change = LogitChange(scale=scale, softcap=softcap, temperature=of_all)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logprobs, entropy = SelectiveLogprob.apply(
-        logits, targets, temperatures, change, with_entropy, in_place, use_triton
+        logits,
+        targets,
+        None if of_each is None else of_each.expand_as(targets),
+        change,
+        with_entropy,
+        in_place,
+        use_triton,
     )
     if not with_entropy:
         return logprobs, None
@@ -73,7 +77,9 @@ class SelectiveLogprob(torch.autograd.Function):
         use_triton: bool | None,
     ) -> tuple[Tensor, Tensor]:
         found = [
-            row_stats(part, own, _change_of(change, row), with_entropy=with_entropy, use_triton=use_triton).values
+            row_stats(
+                part, own, replace(change, temperatures=row), with_entropy=with_entropy, use_triton=use_triton
+            ).values
             for part, own, row in zip(*_parts(logits, targets, temperatures), strict=True)
         ]
         values = torch.stack(found)  # [P, 4, R]
@@ -99,7 +105,7 @@ class SelectiveLogprob(torch.autograd.Function):
                 part,
                 own,
                 RowStats(stats),
-                _change_of(ctx.change, row),
+                replace(ctx.change, temperatures=row),
                 grad_logprobs=own_logprobs,
                 grad_entropy=own_entropy,
                 out=out,
@@ -114,7 +120,3 @@ def _parts(logits: Tensor, *by_token: Tensor | None) -> tuple[Iterable[Any], ...
     is_even = logits.ndim == 2 or logits.stride(0) == logits.shape[1] * logits.stride(1)
     parts = logits.view(1, num_tokens, logits.shape[-1]) if is_even else logits
     return parts, *([None] * len(parts) if one is None else one.reshape(parts.shape[:2]) for one in by_token)
-
-
-def _change_of(change: LogitChange, temperatures: Tensor | None) -> LogitChange:
-    return change if temperatures is None else replace(change, temperature=temperatures)

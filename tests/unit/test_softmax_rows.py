@@ -83,7 +83,7 @@ def test_either_gradient_may_be_missing(use_triton: bool, dtype: torch.dtype, le
 def test_each_row_may_have_its_own_temperature_and_each_column_a_bias(use_triton: bool, dtype: torch.dtype) -> None:
     logits, bias, targets = randn(6, 37, seed=0).to(dtype), randn(37, seed=1).to(dtype), make_targets(6, 37)
     temperature = randn(6, seed=2, dtype=torch.float32).abs() + 0.3
-    how = LogitChange(temperature=temperature, bias=bias, softcap=3.0)
+    how = LogitChange(temperatures=temperature, bias=bias, softcap=3.0)
     leaf = logits.double().clone().requires_grad_()
     expected = expect_from_logits(leaf + bias.double(), targets, temperature=temperature, softcap=3.0)
     stats = row_stats(logits, targets, how, use_triton=use_triton)
