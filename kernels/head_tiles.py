@@ -140,10 +140,17 @@ class HeadTiles:
         return 0 if self.options.shard is None else self.options.shard.first_row
 
     def _logits(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
-        product(self.hidden[rows], self.weight[columns].T, out)
-        if self.states is not None and self.up is not None:
-            add_product(out, self.states[rows], self.up[columns].T)
-        return out
+        states = None if self.states is None else self.states[rows]
+        up = None if self.up is None else self.up[columns]
+        return form_logits(self.hidden[rows], self.weight[columns], states, up, out)
+
+
+def form_logits(hidden: Tensor, weight: Tensor, states: Tensor | None, up: Tensor | None, out: Tensor) -> Tensor:
+    """Before any change; shapes as in ``HeadTiles``, ``out`` ``[T, V]`` in at least float32."""
+    product(hidden, weight.T, out)
+    if states is not None and up is not None:
+        add_product(out, states, up.T)
+    return out
 
 
 def sum_over_shards(tensor: Tensor, shard: VocabularyShard | None) -> Tensor:

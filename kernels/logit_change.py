@@ -36,18 +36,22 @@ class LogitChange:
 
     def apply(self, logits: Tensor) -> Tensor:
         """``[R, V]`` gives the same, in at least float32; the logits stay as they are, and may be what is returned."""
-        changed = logits.to(wide(logits.dtype))
+        is_none = self.scale == self.temperature == 1.0 and self.softcap is self.temperatures is self.bias is None
+        return self.apply_(logits.to(wide(logits.dtype), copy=not is_none))
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place, of logits ``[R, V]`` in at least float32."""
         if self.bias is not None:
-            changed = changed + self.bias
+            logits.add_(self.bias.to(logits.dtype))
         if self.scale != 1.0:
-            changed = changed * self.scale
+            logits.mul_(self.scale)
         if self.softcap is not None:
-            changed = (changed / self.softcap).tanh_().mul_(self.softcap)
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1.0:
-            changed = changed / self.temperature
+            logits.div_(self.temperature)
         if self.temperatures is not None:
-            changed = changed / self.temperatures[:, None]
-        return changed
+            logits.div_(self.temperatures[:, None])
+        return logits
 
     def slope(self, changed: Tensor) -> Tensor | float:
         """dz/dx at ``changed`` logits ``[R, V]``."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlpipe.kernels.head_gradients import HeadGradients
-from rlpipe.kernels.head_tiles import HeadOptions, HeadTiles, VocabularyShard, sum_over_shards
+from rlpipe.kernels.head_tiles import HeadOptions, HeadTiles, VocabularyShard, form_logits, sum_over_shards
 from rlpipe.kernels.logit_change import LogitChange, split_temperature
-from rlpipe.kernels.products import add_product, product, wide
+from rlpipe.kernels.products import wide
 from rlpipe.kernels.row_access import IGNORED
 from rlpipe.kernels.softmax_stats import RowStats
 
@@ -204,7 +204,5 @@ def linear_logits(
     of_all, of_each = split_temperature(temperature)
     change = LogitChange(scale=scale, softcap=softcap, temperature=of_all, temperatures=of_each, bias=bias)
     with torch.no_grad():
-        logits = product(hidden, weight.T, hidden.new_empty(len(hidden), len(weight), dtype=wide(weight.dtype)))
-        if states is not None and up is not None:
-            add_product(logits, states, up.T)
-        return change.apply(logits)
+        out = hidden.new_empty(len(hidden), len(weight), dtype=wide(weight.dtype))
+        return change.apply_(form_logits(hidden, weight, states, up, out))

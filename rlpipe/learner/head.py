@@ -99,14 +99,19 @@ def check_adapter(model: PreTrainedModel) -> None:
             )
 
 
-def logit_scale(model: PreTrainedModel) -> float:
-    """What the model multiplies its logits with; refuses models that do anything else to them."""
+def check_logits(model: PreTrainedModel) -> None:
+    """Refuses models that change their logits in ways that ``Head`` does not know."""
     config = model.config.get_text_config()
     for name in LOGIT_CHANGES:
         if getattr(config, name, None) is not None:
             raise ModelError(
                 f"{type(model).__name__} has {name}: rlpipe can't train a model that changes its logits so"
             )
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """What the model multiplies its logits with."""
+    config = model.config.get_text_config()
     scale = 1.0
     for name in LOGIT_MULTIPLIERS:
         scale *= getattr(config, name, 1.0)

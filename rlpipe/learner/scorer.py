@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlpipe.errors import ModelError
 from rlpipe.learner.attention import mask_for, use_masks
-from rlpipe.learner.head import Head, logit_scale
+from rlpipe.learner.head import Head, check_logits
 from rlpipe.learner.rows import Layout, Row
 from rlpipe.learner.weight_scales import Drift
 
@@ -47,7 +47,7 @@ class TokenScorer(nn.Module):
         self.announce: Callable[[nn.Module], None] = lambda _: None
         """Is told of a module whose weights are read next without a call of it."""
         self.num_layers: int = self.causal_model.config.get_text_config().num_hidden_layers
-        logit_scale(self.causal_model)  # refuses what can't be trained
+        check_logits(self.causal_model)
 
     @property
     def causal_model(self) -> PreTrainedModel:
