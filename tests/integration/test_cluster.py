@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
+RUNNING = "Ray runtime started"
 LIST_ACTORS = (
     "import json, sys; from ray.util.state import list_actors; "
     "print(json.dumps([[a.name, a.class_name, a.node_id] for a in list_actors(sys.argv[1], detail=True, limit=1000)]))"
@@ -50,15 +51,35 @@ def environment() -> dict[str, str]:
 @contextmanager
 def ray_node(options: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
     """A node whose processes are a group of their own, and end with it."""
-    command = ["ray", "start", *options, "--block", "--num-cpus=4", "--disable-usage-stats"]
-    with log.open("w") as file:
-        node = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    node = start_node(options, environment, log)
+    if has_died(node, log):  # Ray gives a node 30 s, which may be too few while other tests have the cores
+        kill_group(node)
+        node = start_node(options, environment, log)
     try:
-        wait_for_text(log, "Ray runtime started", node, timeout_s=120)
+        wait_for_text(log, RUNNING, node, timeout_s=120)
         yield
     finally:
+        kill_group(node)
+
+
+def start_node(options: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    command = ["ray", "start", *options, "--block", "--num-cpus=4", "--disable-usage-stats"]
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+
+def has_died(node: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> bool:
+    """Whether it ends before it runs."""
+    deadline = time.monotonic() + timeout_s
+    while node.poll() is None and RUNNING not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return node.poll() is not None
+
+
+def kill_group(node: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
         os.killpg(node.pid, signal.SIGKILL)
-        node.wait()
+    node.wait()
 
 
 def wait_for_text(log: Path, text: str, process: subprocess.Popen[bytes], timeout_s: float) -> None:
