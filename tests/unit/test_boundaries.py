@@ -1,0 +1,87 @@
+"""Turns are found where their markers stand, whatever else the tokens hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlpipe.data.boundaries import RoleBoundary, find_turns
+
+USER = RoleBoundary(role="user", start=(1, 2), end=(9,))
+ASSISTANT = RoleBoundary(role="assistant", start=(1, 3), end=(9,))
+
+
+def places(token_ids: list[int], *boundaries: RoleBoundary) -> list[tuple[str, int, int, int, int]]:
+    return [(turn.boundary.role, *turn[1:]) for turn in find_turns(np.array(token_ids, np.int32), boundaries)]
+
+
+def test_each_turn_has_its_markers_and_content() -> None:
+    assert places([1, 2, 50, 9, 0, 1, 3, 60, 61, 9], USER, ASSISTANT) == [
+        ("user", 0, 2, 3, 4),
+        ("assistant", 5, 7, 9, 10),
+    ]
+
+
+def test_turns_of_one_role_in_a_row_stay_apart() -> None:
+    assert [turn[1:3] for turn in places([1, 3, 50, 9, 1, 3, 9, 1, 3, 51, 9], ASSISTANT)] == [(0, 2), (4, 6), (7, 9)]
+
+
+def test_the_longest_start_counts_in_any_order_of_the_boundaries() -> None:
+    short = RoleBoundary(role="tool", start=(1,), end=(9,))
+    for boundaries in [(short, ASSISTANT), (ASSISTANT, short)]:
+        assert [turn[0] for turn in places([1, 3, 50, 9, 1, 4, 9], *boundaries)] == ["assistant", "tool"]
+
+
+def test_of_equal_starts_the_last_one_counts() -> None:
+    other = RoleBoundary(role="tool", start=(1, 3), end=(8,))
+    assert places([1, 3, 9, 8], ASSISTANT, other) == [("tool", 0, 2, 3, 4)]
+
+
+def test_an_end_that_does_not_belong_to_its_turn_starts_the_next() -> None:
+    user = RoleBoundary(role="user", start=(1,), end=(2,), include_end=False)
+    assistant = RoleBoundary(role="assistant", start=(2,), end=(9,))
+    assert places([1, 50, 2, 60, 9, 1, 51, 2, 61, 9], user, assistant) == [
+        ("user", 0, 1, 2, 3),
+        ("assistant", 2, 3, 4, 5),
+        ("user", 5, 6, 7, 8),
+        ("assistant", 7, 8, 9, 10),
+    ]
+
+
+def test_an_end_that_belongs_to_its_turn_starts_none() -> None:
+    user = RoleBoundary(role="user", start=(1,), end=(2,))
+    assistant = RoleBoundary(role="assistant", start=(2,), end=(9,))
+    assert [turn[0] for turn in places([1, 50, 2, 60, 9], user, assistant)] == ["user"]
+
+
+def test_markers_within_a_turn_start_none() -> None:
+    assert [turn[0] for turn in places([1, 3, 1, 2, 50, 9, 9], USER, ASSISTANT)] == ["assistant"]
+
+
+@pytest.mark.parametrize("rest", [[], [60], [60, 1], [60, 1, 2]])
+def test_a_turn_that_is_cut_off_goes_to_the_end(rest: list[int]) -> None:
+    length = 2 + len(rest)
+    assert places([1, 3, *rest], USER, ASSISTANT) == [("assistant", 0, 2, length, length)]
+
+
+def test_a_turn_without_end_marker_goes_to_the_end() -> None:
+    endless = RoleBoundary(role="assistant", start=(1, 3), end=None)
+    assert places([1, 2, 9, 1, 3, 60, 9, 1, 2], USER, endless) == [("user", 0, 2, 2, 3), ("assistant", 3, 5, 9, 9)]
+
+
+def test_markers_longer_than_the_sequence_or_cut_off_by_its_end_are_not_there() -> None:
+    long = RoleBoundary(role="user", start=(1,) * 20, end=(9,))
+    assert places([1, 2, 3], long) == []
+    assert places([7, 1], USER) == []
+    assert places([], USER) == []
+
+
+def test_an_end_of_several_tokens_is_found_whole() -> None:
+    boundary = RoleBoundary(role="assistant", start=(1,), end=(8, 9))
+    assert places([1, 8, 8, 9, 9], boundary) == [("assistant", 0, 1, 2, 4)]
+
+
+@pytest.mark.parametrize("changed", [{"role": ""}, {"start": ()}, {"end": ()}])
+def test_a_boundary_without_role_or_marker_is_refused(changed: dict) -> None:
+    with pytest.raises(ValueError, match="needs a role and markers"):
+        RoleBoundary(**{"role": "user", "start": (1,), "end": (2,)} | changed)
