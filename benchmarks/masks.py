@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.plain_masks import plain_mask
-from rlpipe.data.boundaries import RoleBoundary
-from rlpipe.data.loss_mask import LossMask
+from rlpipe.data.masks.boundaries import RoleBoundary
+from rlpipe.data.masks.loss_mask import LossMask
 from rlpipe.types import IntArray
 
 GOAL = 10e6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlpipe.data.boundaries import RoleBoundary
-from rlpipe.data.loss_mask import LossMask, TrainedEnds
+from rlpipe.data.masks.boundaries import RoleBoundary
+from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
 
 
 def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:

@@ -36,6 +36,20 @@ class DataConfig(Freezable):
     completion_column: str = option("completion", "Column with the answer, for plain SFT rows.")
     messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
     text_column: str | None = option(None, "Column with raw text, of which every token is trained (SFT, ebft_strided).")
+    loss_mask: str = option(
+        "roles", "Which tokens of conversations are trained (SFT): by their roles, or all.", choices=("roles", "all")
+    )
+    roles_to_train: list[str] = option(["assistant"], "Roles whose turns are trained; [] trains none.")
+    train_on_inputs: bool = option(False, "Train the turns of all roles, and what stands between them.")
+    train_on_eos: str = option(
+        "turn",
+        "End markers that are trained: of trained turns, of all, of none, or of the last trained turn.",
+        choices=("turn", "all", "none", "last"),
+    )
+    role_boundaries: list[Any] | None = option(
+        None,
+        "Markers of turns, as {role, start, end, include_start, include_end}; null: known ones, or the template's.",
+    )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
     shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

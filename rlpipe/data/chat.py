@@ -10,7 +10,7 @@ import numpy as np
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.masks import assistant_tokens
+from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate
 from rlpipe.errors import DataError, ModelError
@@ -102,7 +102,7 @@ class PromptRenderer:
 
 
 class SequenceRenderer:
-    """Renders SFT rows to training sequences with loss on what the assistant writes.
+    """Renders SFT rows to training sequences with loss on what the assistant writes, or on what the config says.
 
     A row with ``data.messages_column`` is a conversation, and every assistant turn of it counts. Any other row has a
     prompt and a completion, and only the completion counts: with ``data.chat`` an assistant turn (or messages), else
@@ -116,6 +116,7 @@ class SequenceRenderer:
         self._max_tokens = max_tokens
         self._template = ChatTemplate(tokenizer, data)
         self._prompts = PromptRenderer(tokenizer, data)
+        self._mask = ConversationMask(self._template, data)
         answers = data.source == "reasoning_gym" and data.transform is None
         self._completion_column = "answer" if answers else data.completion_column
 
@@ -187,13 +188,13 @@ class SequenceRenderer:
         """The tokens ``[T]`` of a row with a completion or a conversation, and which of them count ``[T]``."""
         if self._data.messages_column in row:
             messages = self._template.messages(present(row, self._data.messages_column))
-            return assistant_tokens(self._template, self._template.with_system_prompt(messages))
+            return self._mask.tokens(self._template.with_system_prompt(messages))
         prompt, completion = present(row, self._data.prompt_column), present(row, self._completion_column)
         if not self._data.chat and isinstance(prompt, str) and isinstance(completion, str):
             return self._plain_tokens(prompt, completion)
         messages = self._template.with_system_prompt(self._template.messages(prompt))
         answer = self._template.messages(completion, role="assistant")
-        return assistant_tokens(self._template, [*messages, *answer], first_message=len(messages))
+        return self._mask.tokens([*messages, *answer], first_message=len(messages))
 
     def _text(self, row: Row) -> str:
         text = present(row, str(self._data.text_column))

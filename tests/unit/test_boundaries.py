@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.data.boundaries import RoleBoundary, find_turns
+from rlpipe.data.masks.boundaries import RoleBoundary, find_turns
 
 USER = RoleBoundary(role="user", start=(1, 2), end=(9,))
 ASSISTANT = RoleBoundary(role="assistant", start=(1, 3), end=(9,))

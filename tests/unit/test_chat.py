@@ -213,12 +213,10 @@ def test_row_with_neither_conversation_nor_completion_is_a_data_error() -> None:
         sequence_of({"text": "x"})
 
 
-def test_template_that_hides_turns_names_the_row() -> None:
+def test_template_whose_turns_can_not_be_told_apart_names_the_row() -> None:
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% generation %}", "{% if not loop.last %}!{% endif %}").replace(
-        "{% endgeneration %}", ""
-    )
+    tokenizer.chat_template = "{% for message in messages %}<|user|>{{ message['content'] }}<|end|>{% endfor %}"
     renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl"), max_tokens=100)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    with pytest.raises(DataError, match=r"^rows.jsonl, line 5: the chat template"):
+    with pytest.raises(DataError, match=r"^rows.jsonl, line 5: the chat template .* alike"):
         renderer.render({"messages": [{"role": role, "content": content} for role, content in turns]}, PLACE)

@@ -6,10 +6,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.masks import assistant_tokens
+from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
-from rlpipe.errors import DataError
 from rlpipe.tiny import CHAT_TEMPLATE, make_tokenizer
 from rlpipe.types import ChatMessages
 
@@ -19,6 +18,8 @@ NEWLINE_AFTER_END = UNMARKED.replace("<|end|>", "<|end|>\n")
 THINKS_LAST = UNMARKED.replace(
     "{{ message['content'] }}", "{% if loop.last %}<think></think>{% endif %}{{ message['content'] }}"
 )
+
+DATA = DataConfig(source="jsonl")
 
 CONVERSATION: ChatMessages = [
     {"role": "user", "content": "2+2?"},
@@ -31,13 +32,13 @@ CONVERSATION: ChatMessages = [
 def template_of(jinja: str) -> ChatTemplate:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = jinja
-    return ChatTemplate(tokenizer, DataConfig(source="jsonl"))
+    return ChatTemplate(tokenizer, DATA)
 
 
 def marked(jinja: str, messages: ChatMessages, first_message: int = 0) -> list[str]:
     """The runs of marked tokens, as text."""
     template = template_of(jinja)
-    token_ids, mask = assistant_tokens(template, messages, first_message=first_message)
+    token_ids, mask = ConversationMask(template, DATA).tokens(messages, first_message=first_message)
     borders = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     runs = zip(borders[::2], borders[1::2], strict=True)
     return [str(template.tokenizer.decode(token_ids[start:end])) for start, end in runs]
@@ -53,13 +54,12 @@ def test_turns_before_the_first_message_do_not_count(jinja: str) -> None:
     assert marked(jinja, CONVERSATION, first_message=3) == [" 7 \n<|end|>"]
 
 
-def test_template_that_rewrites_earlier_turns_is_refused() -> None:
-    with pytest.raises(DataError, match=r"message 2 differently.*generation"):
-        marked(THINKS_LAST, CONVERSATION)
+def test_template_that_rewrites_earlier_turns_is_marked_as_it_renders_them() -> None:
+    assert marked(THINKS_LAST, CONVERSATION) == ["4<|end|>", "<think></think> 7 \n<|end|>"]
 
 
 def test_conversation_without_assistant_is_unusable() -> None:
-    with pytest.raises(UnusableRow, match="no token of an assistant turn"):
+    with pytest.raises(UnusableRow, match="no token of a turn of assistant"):
         marked(CHAT_TEMPLATE, CONVERSATION[:1])
 
 
@@ -89,9 +89,9 @@ def make_byte_level_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerBase:
 def test_merged_tokens_are_marked_as_their_text_is(jinja: str, trim_offsets: bool, answer: str) -> None:
     tokenizer = make_byte_level_tokenizer(trim_offsets)
     tokenizer.chat_template = jinja
-    template = ChatTemplate(tokenizer, DataConfig(source="jsonl"))
+    template = ChatTemplate(tokenizer, DATA)
     messages = [{"role": "user", "content": "who sat on the mat?"}, {"role": "assistant", "content": answer}]
-    token_ids, mask = assistant_tokens(template, messages)
+    token_ids, mask = ConversationMask(template, DATA).tokens(messages)
     assert tokenizer.decode(token_ids[mask]) == f"{answer}<|end|>"
     start = int(np.argmax(mask))
     assert mask[start:].all()
@@ -100,6 +100,6 @@ def test_merged_tokens_are_marked_as_their_text_is(jinja: str, trim_offsets: boo
 def test_answer_that_merges_into_the_prompt_is_unusable() -> None:
     tokenizer = make_byte_level_tokenizer(False)
     tokenizer.chat_template = UNMARKED.replace("<|assistant|>", "<|assistant|>th")
-    template = ChatTemplate(tokenizer, DataConfig(source="jsonl"))
+    template = ChatTemplate(tokenizer, DATA)
     with pytest.raises(UnusableRow, match="merge"):
-        assistant_tokens(template, [CONVERSATION[0], {"role": "assistant", "content": "e cat"}])
+        ConversationMask(template, DATA).tokens([CONVERSATION[0], {"role": "assistant", "content": "e cat"}])

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from rlpipe.data.boundaries import RoleBoundary, Turn, find_turns
+from rlpipe.data.masks.boundaries import RoleBoundary, Turn, find_turns
 from rlpipe.types import BoolArray, IntArray
 
 

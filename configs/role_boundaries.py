@@ -1,0 +1,55 @@
+"""The entries of ``data.role_boundaries``: what a chat template writes around the turns of a role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from rlpipe.errors import ConfigError
+
+OPTION = "data.role_boundaries"
+END_TOKEN = "eos_token"
+"""As an end marker: the tokenizer's end token, whatever it is called."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RoleMarkers:
+    """Texts around each turn of a role, as the chat template renders them."""
+
+    role: str
+    start: str
+    end: str | None
+    """None: the turn goes to the end of the sequence."""
+    include_start: bool = False
+    """Whether the start marker belongs to the turn."""
+    include_end: bool = True
+    """Whether the end marker does. If not, it may also be the start of the next turn."""
+
+
+def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
+    """Raises ``ConfigError`` with the entry and the key that is wrong."""
+    return [_read(entry, f"{OPTION}[{index}]") for index, entry in enumerate(entries)]
+
+
+def _read(entry: Any, name: str) -> RoleMarkers:
+    keys = {field.name: field for field in fields(RoleMarkers)}
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{name}: {entry!r} is no mapping with the keys {', '.join(keys)}")
+    for key in entry:
+        if key not in keys:
+            nearest = get_close_matches(str(key), keys, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(keys)}"
+            raise ConfigError(f"{name}: no such key {key!r}; {hint}")
+    for key, field in keys.items():
+        if key not in entry:
+            if field.default is MISSING:
+                raise ConfigError(f"{name}: {key} is missing{'; null if there is no marker' if key == 'end' else ''}")
+            continue
+        value, is_flag = entry[key], key.startswith("include")
+        if is_flag and not isinstance(value, bool):
+            raise ConfigError(f"{name}.{key}: {value!r} is not true or false")
+        if not is_flag and not (isinstance(value, str) and value) and (key, value) != ("end", None):
+            raise ConfigError(f"{name}.{key}: {value!r} is not a text of at least one character")
+    return RoleMarkers(**{str(key): value for key, value in entry.items()})

@@ -1,0 +1,1 @@
+"""Which tokens of a conversation count in the loss."""

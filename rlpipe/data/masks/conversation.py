@@ -1,0 +1,75 @@
+"""Renders a conversation to tokens, and says which of them count in the loss."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import groupby
+
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.data.masks.boundaries import find_turns
+from rlpipe.data.masks.generation import mark_generation
+from rlpipe.data.masks.loss_mask import LossMask
+from rlpipe.data.masks.probe import ASSISTANT
+from rlpipe.data.masks.resolve import resolve_mask
+from rlpipe.data.messages import assistant_turns
+from rlpipe.data.rows import UnusableRow
+from rlpipe.data.template import ChatTemplate
+from rlpipe.types import BoolArray, ChatMessages, IntArray
+
+
+class ConversationMask:
+    """The loss mask of a run's conversations.
+
+    Where a template has ``{% generation %}`` blocks these say what the assistant writes, as long as the config asks for
+    that and no more; else the markers of turns do. Those are looked for when the first conversation comes.
+    """
+
+    def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
+        self._template = template
+        self._data = data
+        is_plain = data.loss_mask == "roles" and not data.train_on_inputs and data.train_on_eos == "turn"
+        only_assistant = list(data.roles_to_train) == [ASSISTANT] and data.role_boundaries is None
+        self._by_generation = is_plain and only_assistant and template.marks_generation
+
+    @cached_property
+    def rules(self) -> LossMask:
+        """Raises ``InputError`` if the data config's are impossible, or the template's markers unknown."""
+        return resolve_mask(self._template, self._data)
+
+    def tokens(self, messages: ChatMessages, *, first_message: int = 0) -> tuple[IntArray, BoolArray]:
+        """The conversation's tokens ``[T]``, and which of them count ``[T]``: by roles, none before ``first_message``.
+
+        Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if one of the
+        assistant's turns can't be found again, as its markers merge with what stands beside them.
+        """
+        if self._by_generation:
+            token_ids, mask = mark_generation(self._template, messages, first_message)
+        else:
+            token_ids = self._template.token_ids(self._template.text(messages))
+            mask = self._mark(token_ids, messages, first_message)
+        mask[:1] = False  # the first token has no predecessor
+        if not mask.any():
+            raise UnusableRow(f"no token of a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
+        return token_ids, mask
+
+    def _mark(self, token_ids: IntArray, messages: ChatMessages, first_message: int) -> BoolArray:
+        rules = self.rules
+        mask = rules.mark(token_ids)
+        if rules.counts_all:
+            return mask
+        answers = [turn for turn in find_turns(token_ids, rules.boundaries) if turn.boundary.role == ASSISTANT]
+        expected = _num_blocks(messages)
+        if len(answers) < expected and ASSISTANT in rules.roles:
+            raise UnusableRow(
+                f"{len(answers)} of the assistant's {expected} turns are found in its tokens: their markers merge with "
+                "what stands beside them, or the chat template leaves turns out"
+            )
+        if first_message:
+            earlier = len(assistant_turns(messages[:first_message]))
+            mask[: answers[earlier].marker if earlier < len(answers) else len(mask)] = False
+        return mask
+
+
+def _num_blocks(messages: ChatMessages) -> int:
+    """Of the assistant's messages, those in a row counted once: some templates join them."""
+    return sum(role == ASSISTANT for role, _ in groupby(message["role"] for message in messages))

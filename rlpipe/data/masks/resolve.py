@@ -1,0 +1,100 @@
+"""Chooses the rules of a run's loss mask: with the config's markers, those of a known family, or derived ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rlpipe.configs.role_boundaries import OPTION, RoleMarkers, read_role_boundaries
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.data.masks.boundaries import RoleBoundary
+from rlpipe.data.masks.derivation import NotDerivable, derive_markers
+from rlpipe.data.masks.families import FAMILIES
+from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
+from rlpipe.data.masks.markers import encode_markers
+from rlpipe.data.masks.media import media_token_ids
+from rlpipe.data.masks.probe import ASSISTANT, DIALOGUE, USER, WORDS, Probe
+from rlpipe.data.rows import UnusableRow
+from rlpipe.data.template import ChatTemplate
+from rlpipe.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
+    """Says in the log what it is. Raises ``ConfigError`` for markers that can't be, and ``DataError`` if there are none
+    and ``data.loss_mask`` does not ask for all tokens."""
+    counts_all = data.train_on_inputs or data.loss_mask == "all"
+    source, boundaries = ("all tokens count", []) if counts_all else find_boundaries(template, data)
+    roles = {boundary.role for boundary in boundaries}
+    for role in data.roles_to_train:
+        if not counts_all and role not in roles:
+            there = ", ".join(sorted(roles))
+            raise DataError(f"data.roles_to_train: no turns of {role!r} can be told ({source}); there are {there}")
+    tokenizer = template.tokenizer
+    mask = LossMask(
+        boundaries=boundaries,
+        roles=frozenset(data.roles_to_train),
+        ends=TrainedEnds(data.train_on_eos),
+        counts_all=counts_all,
+        media_ids=media_token_ids(tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        end_id=tokenizer.eos_token_id,
+    )
+    markers = "; ".join(_describe(boundary) for boundary in boundaries)
+    logger.info(
+        "loss mask: %s; trained roles %s, end markers %s; %s",
+        source,
+        ", ".join(sorted(mask.roles)) or "none",
+        mask.ends.value,
+        markers or "no markers",
+    )
+    return mask
+
+
+def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list[RoleBoundary]]:
+    """Where they are from, and the boundaries. Raises as ``resolve_mask``."""
+    if data.role_boundaries is not None:
+        if not data.role_boundaries:
+            raise DataError(f"{OPTION}: empty, so that no token would count; add entries, or set data.loss_mask=all")
+        return OPTION, encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
+    template.require()
+    probe = Probe(template)
+    for family, markers in FAMILIES.items():
+        if _are_known(markers, template) and are_found(own := encode_markers(markers, template.tokenizer), probe):
+            return f"built in for {family}", own
+    try:
+        derived = encode_markers(derive_markers(probe), template.tokenizer)
+        if not are_found(derived, probe):
+            raise NotDerivable("the markers that it seems to have do not hold what they should")
+    except NotDerivable as problem:
+        raise DataError(
+            f"the chat template of {template.tokenizer.name_or_path!r} does not show where turns begin and end "
+            f"({problem}): set {OPTION} to its markers, or data.loss_mask=all to train all tokens"
+        ) from None
+    return "derived from the chat template", derived
+
+
+def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
+    """Whether a conversation's turns of user and assistant, and no others, are found by them."""
+    try:
+        turns = [(role, text) for role, text in probe.turns(boundaries, *DIALOGUE) if role in (USER, ASSISTANT)]
+    except UnusableRow:
+        return False
+    expected = list(zip(DIALOGUE, WORDS, strict=False))
+    return len(turns) == len(expected) and all(
+        role == own and text.endswith(word) and sum(text.count(any_word) for any_word in WORDS) == 1
+        for (role, text), (own, word) in zip(turns, expected, strict=True)
+    )
+
+
+def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
+    """Whether every end marker is one token, which is quicker to see than what the template renders."""
+    vocabulary = template.tokenizer.get_vocab()
+    return all(marker.end in vocabulary for marker in markers)
+
+
+def _describe(boundary: RoleBoundary) -> str:
+    flags = f"{', with start' * boundary.include_start}{', without end' * (not boundary.include_end)}"
+    end = "the end" if boundary.end is None else f"{list(boundary.end)}"
+    return f"{boundary.role} {list(boundary.start)} to {end}{flags}"
