@@ -84,7 +84,9 @@ FOLDED = """{{ bos_token }}
   {%- set prefix, messages = say(messages[0].content) + '\\n\\n', messages[1:] -%}
 {%- endif -%}
 {%- for message in messages -%}
-  {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
+  {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+    {{ raise_exception('roles must alternate') }}
+  {%- endif -%}
 <start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}
 {% if loop.first %}{{ prefix }}{% endif %}{{ say(message.content) | trim }}<end_of_turn>
 {% endfor -%}

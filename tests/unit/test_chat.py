@@ -11,7 +11,7 @@ from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer, load_tokenizer
 from rlpipe.data.rows import Place, SkipKind, UnusableRow
 from rlpipe.errors import DataError, ModelError
-from rlpipe.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.tiny import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout
 
 PLACE = Place(row=4, epoch=2, location="rows.jsonl, line 5")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 from chat_families import FAMILIES, Family
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
-from rlpipe.configs.role_boundaries import RoleMarkers
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.masks.derivation import derive_markers
@@ -18,8 +17,10 @@ from rlpipe.data.masks.families import FAMILIES as BUILT_IN
 from rlpipe.data.masks.markers import encode_markers
 from rlpipe.data.masks.probe import Probe
 from rlpipe.data.masks.resolve import are_found, find_boundaries, resolve_mask
+from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
 from rlpipe.errors import ConfigError, DataError
+from rlpipe.tiny import make_tokenizer
 from rlpipe.types import ChatMessages
 
 NAMES = {
@@ -33,6 +34,7 @@ NAMES = {
     "pixtral": "Pixtral, Mistral V3",
     "mistral_v7": "Mistral V7 Tekken",
 }
+DATA = DataConfig(source="jsonl")
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -75,8 +77,8 @@ TWO_TURNS = {
     "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     "«the cat<|eot_id|>»<|start_header_id|>user<|end_header_id|>\n\nwho<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n«a  mat<|eot_id|>»",
-    "llama4": "<|begin_of_text|><|header_start|>system<|header_end|>\n\nsys<|eot|><|header_start|>user<|header_end|>\n\n"
-    "hi<|eot|><|header_start|>assistant<|header_end|>\n\n«the cat<|eot|>»<|header_start|>user<|header_end|>\n\n"
+    "llama4": "<|begin_of_text|><|header_start|>system<|header_end|>\n\nsys<|eot|>"
+    "<|header_start|>user<|header_end|>\n\nhi<|eot|><|header_start|>assistant<|header_end|>\n\n«the cat<|eot|>»<|header_start|>user<|header_end|>\n\n"
     "who<|eot|><|header_start|>assistant<|header_end|>\n\n«a  mat<|eot|>»",
     "pixtral": "<s>[INST]hi[/INST]«the cat</s>»[INST]who[/INST]«a  mat</s>»",
     "mistral_v7": "<s>[SYSTEM_PROMPT]sys[/SYSTEM_PROMPT][INST]hi[/INST]«the cat</s>»[INST]who[/INST]«a  mat</s>»",
@@ -179,3 +181,193 @@ def test_images_never_count(family: str) -> None:
     assert not mask[is_image].any()
     text = template.tokenizer.decode(token_ids[mask])
     assert text.count("the cat") == 2
+
+
+# What the config chooses ----------------------------------------------------------------------------------------------
+
+PLAIN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
+
+
+@EVERY
+@pytest.mark.parametrize("ends", ["turn", "all", "none", "last"])
+def test_end_markers_count_as_the_config_says(family: str, ends: str) -> None:
+    own = FAMILIES[family]
+    expected = TWO_TURNS[family]
+    first, second = (f"the cat{own.end}»", f"a  mat{own.end}»")
+    if ends in ("none", "last"):
+        expected = expected.replace(first, f"the cat»{own.end}")
+    if ends == "none":
+        expected = expected.replace(second, f"a  mat»{own.end}")
+    if ends == "all":
+        for content in ("sys", "hi", "who"):  # of which Mistral's user has no end of its own
+            expected = expected.replace(f"{content}{own.end}", f"{content}«{own.end}»")
+        expected = expected.replace("sys[/SYSTEM_PROMPT]", "sys«[/SYSTEM_PROMPT]»")
+    messages = turns("hi", "the cat", "who", "a  mat", system="sys")
+    assert_marks(own.tokenizer(), messages, expected, train_on_eos=ends)
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["user"], PLAIN.replace("hi<|im_end|>", "«hi<|im_end|>»")),
+        (["assistant"], PLAIN.replace("the cat<|im_end|>", "«the cat<|im_end|>»")),
+        (
+            ["user", "assistant"],
+            PLAIN.replace("hi<|im_end|>", "«hi<|im_end|>»").replace("the cat<|im_end|>", "«the cat<|im_end|>»"),
+        ),
+    ],
+)
+def test_roles_count_as_the_config_says(roles: list[str], expected: str) -> None:
+    assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, roles_to_train=roles)
+
+
+def test_a_system_message_in_the_users_turn_counts_with_it() -> None:
+    expected = TWO_TURNS["gemma3"].replace("«", "").replace("»", "")
+    expected = expected.replace("sys\n\nhi<end_of_turn>", "«sys\n\nhi<end_of_turn>»")
+    expected = expected.replace("who<end_of_turn>", "«who<end_of_turn>»")
+    messages = turns("hi", "the cat", "who", "a  mat", system="sys")
+    assert_marks(FAMILIES["gemma3"].tokenizer(), messages, expected, roles_to_train=["user"])
+
+
+@pytest.mark.parametrize("options", [{"train_on_inputs": True}, {"loss_mask": "all"}])
+def test_all_tokens_count_where_the_config_says_so(options: dict[str, Any]) -> None:
+    first = "<|im_start|>"  # which nothing predicts
+    assert_marks(
+        FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), f"{first}«{PLAIN.removeprefix(first)}»", **options
+    )
+
+
+def test_a_model_without_known_turns_is_trained_whole_if_the_config_says_so() -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    with pytest.raises(DataError, match=r"'made here' does not show where turns begin and end .* data.role_boundaries"):
+        assert_marks(tokenizer, turns("hi", "the cat"), "")
+    assert_marks(tokenizer, turns("hi", "the cat"), "h«i the cat »", loss_mask="all")
+
+
+def test_no_token_counts_of_no_role() -> None:
+    with pytest.raises(UnusableRow, match="no token of a turn of any role"):
+        assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), "", roles_to_train=[])
+
+
+def test_a_role_without_markers_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"roles_to_train: no turns of 'asistant' .* assistant, system, tool, user"):
+        assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), "", roles_to_train=["asistant"])
+
+
+def test_the_loss_mask_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    template = template_of(FAMILIES["pixtral"])
+    ids = template.tokenizer.convert_tokens_to_ids
+    with caplog.at_level("INFO"):
+        resolve_mask(template, DataConfig(source="jsonl", train_on_eos="last"))
+    (line,) = caplog.messages
+    assert line.startswith("loss mask: built in for Pixtral, Mistral V3; trained roles assistant, end markers last; ")
+    assert f"user [{ids('[INST]')}] to [{ids('[/INST]')}], without end" in line
+    assert f"assistant [{ids('[/INST]')}] to [{ids('</s>')}]" in line
+
+
+# Markers of the config ------------------------------------------------------------------------------------------------
+
+USER = {"role": "user", "start": "<|im_start|>user\n", "end": "<|im_end|>"}
+ASSISTANT = {"role": "assistant", "start": "<|im_start|>assistant\n", "end": "eos_token"}
+
+
+def test_the_configs_markers_take_the_place_of_the_built_in_ones() -> None:
+    expected = PLAIN.replace("<|im_start|>assistant\nthe cat<|im_end|>", "«<|im_start|>assistant\nthe cat»<|im_end|>")
+    own = ASSISTANT | {"include_start": True, "include_end": False}
+    assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, role_boundaries=[USER, own])
+    data = DataConfig(source="jsonl", role_boundaries=[ASSISTANT], roles_to_train=["user"])
+    with pytest.raises(DataError, match="no turns of 'user' can be told"):
+        resolve_mask(template_of(FAMILIES["chatml"]), data)
+
+
+def test_a_turn_without_end_marker_counts_up_to_the_end() -> None:
+    expected = PLAIN.replace("the cat<|im_end|>\n", "«the cat<|im_end|>\n»")
+    own = ASSISTANT | {"end": None}
+    assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, role_boundaries=[USER, own])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], r"data.role_boundaries: empty"),
+        ([USER, "assistant"], r"data.role_boundaries\[1\]: 'assistant' is no mapping"),
+        (
+            [{"rol": "user", "start": "a", "end": None}],
+            r"data.role_boundaries\[0\]: no such key 'rol'; did you mean role",
+        ),
+        ([{"role": "user", "start": "a"}], r"data.role_boundaries\[0\]: end is missing; null if there is no marker"),
+        ([USER | {"role": ""}], r"data.role_boundaries\[0\].role: '' is not a text of at least one character"),
+        ([USER | {"start": None}], r"data.role_boundaries\[0\].start: None is not a text"),
+        ([USER | {"end": ""}], r"data.role_boundaries\[0\].end: '' is not a text"),
+        ([USER | {"include_end": "yes"}], r"data.role_boundaries\[0\].include_end: 'yes' is not true or false"),
+    ],
+)
+def test_impossible_markers_are_refused_with_their_place(entries: list[Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        resolve_mask(template_of(FAMILIES["chatml"]), DataConfig(source="jsonl", role_boundaries=entries))
+
+
+def test_markers_that_the_tokenizer_does_not_have_are_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("nothing", "")
+    template = ChatTemplate(tokenizer, DataConfig(source="jsonl"))
+    entries = [USER | {"start": "nothing"}]
+    with pytest.raises(ConfigError, match=r"data.role_boundaries\[0\].start: 'nothing' has no tokens"):
+        resolve_mask(template, DataConfig(source="jsonl", role_boundaries=entries))
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"data.role_boundaries\[0\].end: the tokenizer .* has no end token"):
+        resolve_mask(template, DataConfig(source="jsonl", role_boundaries=[USER | {"end": "eos_token"}]))
+
+
+# Other templates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("<|{{ m.role }}|>{{ m.content }}<|end|>", "<|user|>hi<|end|><|assistant|>«yo<|end|>»"),
+        ("<|{{ m.role }}|>\n{{ m.content }}<|end|>\n", "<|user|>\nhi<|end|>\n<|assistant|>\n«yo<|end|>»\n"),
+        (
+            "{% if m.role == 'user' %}<|user|> {{ m.content }} <|assistant|>"
+            "{% else %} {{ m.content }}<|end|>{% endif %}",
+            "<|user|> hi <|assistant|>« yo<|end|>»",
+        ),
+        ("{{ m.role | title }}: {{ m.content }}<|end|>\n", "User: hi<|end|>\nAssistant:« yo<|end|>»\n"),
+        (
+            "{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}"
+            "{{ '<|end|>' if m.role == 'assistant' }}",
+            "<|user|>hi<|assistant|>«yo<|end|>»",
+        ),
+    ],
+)
+def test_markers_of_other_templates_are_derived(turn: str, expected: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    assert_marks(tokenizer, turns("hi", "yo"), expected)
+    assert find_boundaries(ChatTemplate(tokenizer, DATA), DATA)[0] == "derived from the chat template"
+
+
+@pytest.mark.parametrize(
+    ("jinja", "reason"),
+    [
+        ("<|user|>{{ m.content }}<|end|>", "turns of user and assistant start alike, with '<|user|>'"),
+        ("{{ m.content }}<|end|>", "nothing stands before turns of user"),
+        (
+            "<|{{ m.role }}|>{{ m.content }}{{ m.content }}<|end|>",
+            "it renders a message of a conversation more than once",
+        ),
+        ("<|{{ m.role }}|><|end|>", "it does not render each message of a conversation, in order"),
+        ("<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if loop.last else '<|tool|>' }}", "do not hold what they should"),
+        ("{{ raise_exception('no') }}", "the chat template raised TemplateError: no"),
+    ],
+)
+def test_templates_that_can_be_read_in_several_ways_are_refused(jinja: str, reason: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{jinja}{{% endfor %}}"
+    tokenizer.name_or_path = "my/model"
+    with pytest.raises(DataError) as caught:
+        find_boundaries(ChatTemplate(tokenizer, DATA), DATA)
+    assert str(caught.value).startswith("the chat template of 'my/model' does not show where turns begin and end (")
+    assert reason in str(caught.value)
+    assert "set data.role_boundaries to its markers, or data.loss_mask=all" in str(caught.value)

@@ -43,9 +43,9 @@ def _dialogue(probe: Probe) -> tuple[RoleMarkers, RoleMarkers]:
     asked, answered = probe.gaps(USER)[-1], probe.gaps(USER, ASSISTANT)[-1]
     user_end = cut.common([asked, first, second])
     assistant_end = cut.common([answered, between, last])
-    prompted = probe.gaps(USER, generation=True)[-1].removeprefix(user_end)
-    answers = [first.removeprefix(user_end), second.removeprefix(user_end), *([prompted] if prompted.strip() else [])]
-    assistant_start = cut.start(cut.common(answers))
+    prompted = probe.gaps(USER, generation=True)[-1]
+    answers = [first, second] if prompted == asked else [first, second, prompted]
+    assistant_start = cut.start(cut.common([answer.removeprefix(user_end) for answer in answers]))
     user_start = cut.start(cut.common([before, between.removeprefix(assistant_end)], from_right=True))
     user = _turn(USER, user_start, user_end.strip(), following=assistant_start)
     assistant = _turn(ASSISTANT, assistant_start or user_end.strip(), assistant_end.strip(), following=user_start)
