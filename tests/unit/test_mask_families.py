@@ -78,8 +78,8 @@ TWO_TURNS = {
     "«the cat<|eot_id|>»<|start_header_id|>user<|end_header_id|>\n\nwho<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n«a  mat<|eot_id|>»",
     "llama4": "<|begin_of_text|><|header_start|>system<|header_end|>\n\nsys<|eot|>"
-    "<|header_start|>user<|header_end|>\n\nhi<|eot|><|header_start|>assistant<|header_end|>\n\n«the cat<|eot|>»<|header_start|>user<|header_end|>\n\n"
-    "who<|eot|><|header_start|>assistant<|header_end|>\n\n«a  mat<|eot|>»",
+    "<|header_start|>user<|header_end|>\n\nhi<|eot|><|header_start|>assistant<|header_end|>\n\n«the cat<|eot|>»"
+    "<|header_start|>user<|header_end|>\n\nwho<|eot|><|header_start|>assistant<|header_end|>\n\n«a  mat<|eot|>»",
     "pixtral": "<s>[INST]hi[/INST]«the cat</s>»[INST]who[/INST]«a  mat</s>»",
     "mistral_v7": "<s>[SYSTEM_PROMPT]sys[/SYSTEM_PROMPT][INST]hi[/INST]«the cat</s>»[INST]who[/INST]«a  mat</s>»",
 }

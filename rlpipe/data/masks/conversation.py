@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.masks.boundaries import find_turns
+from rlpipe.data.masks.boundaries import Turn, find_turns
 from rlpipe.data.masks.generation import mark_generation
 from rlpipe.data.masks.loss_mask import LossMask
 from rlpipe.data.masks.probe import ASSISTANT
@@ -65,9 +68,18 @@ class ConversationMask:
                 "what stands beside them, or the chat template leaves turns out"
             )
         if first_message:
-            earlier = len(assistant_turns(messages[:first_message]))
-            mask[: answers[earlier].marker if earlier < len(answers) else len(mask)] = False
+            mask[: self._num_prompt_tokens(token_ids, messages, first_message, answers)] = False
         return mask
+
+    def _num_prompt_tokens(
+        self, token_ids: IntArray, messages: ChatMessages, first_message: int, answers: Sequence[Turn]
+    ) -> int:
+        """Of the prompt as the policy gets it, which may open its reasoning; else up to the marker of its turn."""
+        prompt = self._template.token_ids(self._template.prompt_text(messages[:first_message]))
+        if np.array_equal(token_ids[: len(prompt)], prompt):
+            return len(prompt)
+        earlier = len(assistant_turns(messages[:first_message]))
+        return answers[earlier].marker if earlier < len(answers) else len(token_ids)
 
 
 def _num_blocks(messages: ChatMessages) -> int:
