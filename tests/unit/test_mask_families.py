@@ -10,6 +10,7 @@ from chat_families import FAMILIES, Family
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
+from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.masks.derivation import derive_markers
@@ -371,3 +372,13 @@ def test_templates_that_can_be_read_in_several_ways_are_refused(jinja: str, reas
     assert str(caught.value).startswith("the chat template of 'my/model' does not show where turns begin and end (")
     assert reason in str(caught.value)
     assert "set data.role_boundaries to its markers, or data.loss_mask=all" in str(caught.value)
+
+
+def test_impossible_markers_and_ends_are_refused_when_the_config_is_read() -> None:
+    given = ["data=jsonl", "data.path=rows.jsonl", "model.path=policy", "algorithm=sft"]
+    with pytest.raises(ConfigError, match=r"data.role_boundaries\[0\]: no such key 'rol'; did you mean role"):
+        load_config([*given, "data.role_boundaries=[{rol: user, start: a, end: null}]"], need_files=False)
+    with pytest.raises(ConfigError, match=r"data.train_on_eos: 'every' is not one of turn, all, none, last"):
+        load_config([*given, "data.train_on_eos=every"], need_files=False)
+    read = load_config([*given, 'data.role_boundaries=[{role: user, start: "a", end: null}]'], need_files=False)
+    assert [dict(entry) for entry in read.data.role_boundaries or ()] == [{"role": "user", "start": "a", "end": None}]
