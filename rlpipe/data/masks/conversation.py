@@ -57,10 +57,11 @@ class ConversationMask:
 
     def _mark(self, token_ids: IntArray, messages: ChatMessages, first_message: int) -> BoolArray:
         rules = self.rules
-        mask = rules.mark(token_ids)
+        turns = find_turns(token_ids, rules.boundaries)
+        mask = rules.mark_turns(token_ids, turns)
         if rules.counts_all:
             return mask
-        answers = [turn for turn in find_turns(token_ids, rules.boundaries) if turn.boundary.role == ASSISTANT]
+        answers = [turn for turn in turns if turn.boundary.role == ASSISTANT]
         expected = _num_blocks(messages)
         if len(answers) < expected and ASSISTANT in rules.roles:
             raise UnusableRow(

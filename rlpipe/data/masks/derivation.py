@@ -89,8 +89,7 @@ def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleM
             break
     if before is None or behind is None or str(assistant.end) not in before:
         return []
-    call_end = "" if not assistant.include_end else str(assistant.end)
-    start = before[before.rindex(call_end) + len(call_end) :] if call_end else before
+    start = before.rpartition(str(assistant.end))[2] if assistant.include_end else before
     cut = _Cutter(probe.template.tokenizer)
     start = _like(user.start, USER, cut.start(start))
     if not start or start.startswith((user.start, assistant.start)):

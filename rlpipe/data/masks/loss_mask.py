@@ -46,20 +46,18 @@ class LossMask:
         """Which of ``token_ids`` ``[T]`` or ``[B, T]`` count; same shape."""
         if token_ids.ndim == 2:
             return np.stack([self.mark(row) for row in token_ids]) if len(token_ids) else token_ids.astype(np.bool_)
-        turns = find_turns(token_ids, self.boundaries)
+        return self.mark_turns(token_ids, find_turns(token_ids, self.boundaries))
+
+    def mark_turns(self, token_ids: IntArray, turns: Sequence[Turn]) -> BoolArray:
+        """As ``mark``, of one sequence whose turns are found already."""
         mask = np.ones(len(token_ids), np.bool_) if self.counts_all else _fill(self._spans(turns), len(token_ids))
         mask &= ~np.isin(token_ids, self.media_ids)
         mask &= ~self._padding(token_ids, turns)
         return mask
 
-    def counted(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns whose content counts."""
-        return [turn for turn in turns if turn.boundary.role in self.roles]
-
     def _spans(self, turns: Sequence[Turn]) -> list[tuple[int, int]]:
         """In order, without overlap: the first token of each, and the one behind it."""
-        counted = self.counted(turns)
-        last = counted[-1] if counted else None
+        last = next((turn for turn in reversed(turns) if turn.boundary.role in self.roles), None)
         spans = []
         for turn in turns:
             boundary = turn.boundary
