@@ -14,14 +14,18 @@ def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:
     in_marker = [False] * len(token_ids)
     last_end: range | None = None
     place = 0
+    interrupted: RoleBoundary | None = None  # the turn that goes on at this place unless another one starts
     while place < len(token_ids):
-        boundary = _longest_start(rules.boundaries, token_ids, place)
-        if boundary is None:
+        boundary, start = _longest_start(rules.boundaries, token_ids, place), place
+        if boundary is not None:
+            start += len(boundary.start)
+        elif interrupted is not None:
+            boundary, interrupted = interrupted, None
+        else:
             place += 1
             continue
-        start = place + len(boundary.start)
-        end = _first_end(boundary, token_ids, start)
-        stop = end + (len(boundary.end) if boundary.end is not None and end < len(token_ids) else 0)
+        outer = interrupted if boundary.interrupts else None
+        end, stop, why = _end(boundary, outer, rules.boundaries, token_ids, start)
         for index in [*range(place, start), *range(end, stop)]:
             in_marker[index] = True
         counts = boundary.role in rules.roles
@@ -32,7 +36,8 @@ def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:
         if boundary.include_end and (rules.ends is TrainedEnds.ALL or (rules.ends is TrainedEnds.TURN and counts)):
             for index in range(end, stop):
                 mask[index] = True
-        place = stop if boundary.include_end else end
+        place = stop if boundary.include_end and why != "interrupted" else end
+        interrupted = {"interrupted": boundary, "own end": outer}.get(why)
     if rules.ends is TrainedEnds.LAST and last_end is not None:
         for index in last_end:
             mask[index] = True
@@ -48,16 +53,30 @@ def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:
 def _longest_start(boundaries: Sequence[RoleBoundary], token_ids: Sequence[int], place: int) -> RoleBoundary | None:
     found = None
     for boundary in boundaries:
-        matches = tuple(token_ids[place : place + len(boundary.start)]) == boundary.start
+        matches = _stands(boundary.start, token_ids, place)
         if matches and (found is None or len(boundary.start) >= len(found.start)):
             found = boundary
     return found
 
 
-def _first_end(boundary: RoleBoundary, token_ids: Sequence[int], start: int) -> int:
-    if boundary.end is None:
-        return len(token_ids)
-    for place in range(start, len(token_ids) - len(boundary.end) + 1):
-        if tuple(token_ids[place : place + len(boundary.end)]) == boundary.end:
-            return place
-    return len(token_ids)
+def _end(
+    boundary: RoleBoundary,
+    outer: RoleBoundary | None,
+    boundaries: Sequence[RoleBoundary],
+    token_ids: Sequence[int],
+    start: int,
+) -> tuple[int, int, str]:
+    """Where what ends the turn begins, where that ends, and what it is; ``outer`` is the turn that it interrupts."""
+    for place in range(start, len(token_ids)):
+        if boundary.end is not None and _stands(boundary.end, token_ids, place):
+            return place, place + len(boundary.end), "own end"
+        if outer is not None and outer.end is not None and _stands(outer.end, token_ids, place):
+            return place, place, "outer end"
+        following = None if boundary.interrupts else _longest_start(boundaries, token_ids, place)
+        if following is not None and following.interrupts:
+            return place, place + len(following.start), "interrupted"
+    return len(token_ids), len(token_ids), "no end"
+
+
+def _stands(marker: Sequence[int], token_ids: Sequence[int], place: int) -> bool:
+    return tuple(token_ids[place : place + len(marker)]) == tuple(marker)

@@ -26,6 +26,8 @@ class RoleMarkers:
     """Whether the start marker belongs to the turn."""
     include_end: bool = True
     """Whether the end marker does. If not, it may also be the start of the next turn."""
+    interrupts: bool = False
+    """Whether it also stands within turns of other roles, which go on behind it."""
 
 
 def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
@@ -47,7 +49,7 @@ def _read(entry: Any, name: str) -> RoleMarkers:
             if field.default is MISSING:
                 raise ConfigError(f"{name}: {key} is missing{'; null if there is no marker' if key == 'end' else ''}")
             continue
-        value, is_flag = entry[key], key.startswith("include")
+        value, is_flag = entry[key], field.default is False or field.default is True
         if is_flag and not isinstance(value, bool):
             raise ConfigError(f"{name}.{key}: {value!r} is not true or false")
         if not is_flag and not (isinstance(value, str) and value) and (key, value) != ("end", None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,63 @@ def test_markers_longer_than_the_sequence_or_cut_off_by_its_end_are_not_there() 
 def test_an_end_of_several_tokens_is_found_whole() -> None:
     boundary = RoleBoundary(role="assistant", start=(1,), end=(8, 9))
     assert places([1, 8, 8, 9, 9], boundary) == [("assistant", 0, 1, 2, 4)]
+
+
+# Turns within others --------------------------------------------------------------------------------------------------
+
+RESULT = RoleBoundary(role="tool", start=(7,), end=(8,), interrupts=True)
+
+
+def test_a_turn_goes_on_behind_one_that_interrupts_it() -> None:
+    """The start of the other is the end of its first part."""
+    assert places([1, 3, 60, 7, 70, 8, 61, 9, 1, 2, 50, 9], USER, ASSISTANT, RESULT) == [
+        ("assistant", 0, 2, 3, 4),
+        ("tool", 3, 4, 5, 6),
+        ("assistant", 6, 6, 7, 8),
+        ("user", 8, 10, 11, 12),
+    ]
+
+
+def test_turns_that_interrupt_in_a_row_leave_no_part_between_them() -> None:
+    assert [turn[:3] for turn in places([1, 3, 60, 7, 8, 7, 70, 8, 9], ASSISTANT, RESULT)] == [
+        ("assistant", 0, 2),
+        ("tool", 3, 4),
+        ("tool", 5, 6),
+        ("assistant", 8, 8),
+    ]
+
+
+def test_a_start_right_behind_an_interruption_ends_the_interrupted_turn() -> None:
+    assert places([1, 3, 60, 7, 70, 8, 1, 2, 50, 9], USER, ASSISTANT, RESULT) == [
+        ("assistant", 0, 2, 3, 4),
+        ("tool", 3, 4, 5, 6),
+        ("user", 6, 8, 9, 10),
+    ]
+
+
+def test_an_interruption_without_end_goes_up_to_that_of_the_interrupted_turn() -> None:
+    found = places([1, 3, 60, 7, 1, 2, 50, 9, 1, 3, 61, 9, 8], USER, ASSISTANT, RESULT)
+    assert found == [("assistant", 0, 2, 3, 4), ("tool", 3, 4, 7, 7), ("assistant", 8, 10, 11, 12)]
+    assert places([1, 3, 60, 7, 70], ASSISTANT, RESULT) == [("assistant", 0, 2, 3, 4), ("tool", 3, 4, 5, 5)]
+    assert places([1, 3, 60, 7], ASSISTANT, RESULT) == [("assistant", 0, 2, 3, 4), ("tool", 3, 4, 4, 4)]
+
+
+def test_what_interrupts_may_stand_alone_and_is_not_interrupted() -> None:
+    assert places([7, 70, 7, 8, 60, 9], ASSISTANT, RESULT) == [("tool", 0, 1, 3, 4)]
+
+
+def test_where_a_longer_start_stands_nothing_interrupts() -> None:
+    longer = RoleBoundary(role="user", start=(7, 6), end=(9,))
+    assert [turn[0] for turn in places([1, 3, 60, 7, 6, 8, 9], ASSISTANT, RESULT, longer)] == ["assistant"]
+
+
+def test_an_end_that_does_not_belong_to_an_interruption_is_the_next_parts() -> None:
+    excluded = replace(RESULT, include_end=False)
+    assert places([1, 3, 7, 70, 8, 61, 9], ASSISTANT, excluded) == [
+        ("assistant", 0, 2, 2, 3),
+        ("tool", 2, 3, 4, 5),
+        ("assistant", 4, 4, 6, 7),
+    ]
 
 
 @pytest.mark.parametrize("changed", [{"role": ""}, {"start": ()}, {"end": ()}])

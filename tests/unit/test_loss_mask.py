@@ -100,6 +100,7 @@ BOUNDARIES = st.builds(
     end=st.none() | MARKERS,
     include_start=st.booleans(),
     include_end=st.booleans(),
+    interrupts=st.booleans(),
 )
 RULES = st.builds(
     LossMask,

@@ -27,6 +27,8 @@ class RoleBoundary:
     """Whether the start marker belongs to the turn."""
     include_end: bool = True
     """Whether the end marker does. If not, it may also be the start of the next turn."""
+    interrupts: bool = False
+    """Whether its turns also stand within others, which go on behind them."""
 
     def __post_init__(self) -> None:
         if not self.role or not self.start or self.end == ():
@@ -38,45 +40,96 @@ class Turn(NamedTuple):
 
     boundary: RoleBoundary
     marker: int
-    """The first token of its start marker."""
+    """The first token of its start marker; where a turn goes on that was interrupted, of its content."""
     start: int
     """The first token of its content."""
     end: int
     """The first token behind its content."""
     stop: int
-    """The first token behind its end marker."""
+    """The first token behind its end marker, which for an interrupted turn is the start marker that interrupts it."""
+
+    @property
+    def free(self) -> int:
+        """The first token that can start another turn."""
+        return self.stop if self.boundary.include_end else self.end
 
 
 def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[Turn]:
     """The turns of ``token_ids`` ``[T]``, from left to right.
 
     Where several start markers match, the longest counts; a turn goes to the first end marker behind it. What stands
-    between its markers starts no other turn. Of boundaries with the same start marker the last one counts.
+    between its markers starts no other turn, but one that interrupts it: that goes to its own end marker or up to the
+    interrupted turn's, and right behind it another turn starts, or else the interrupted one goes on, as a turn of its
+    own. Of boundaries with the same start marker the last one counts.
     """
-    boundaries = sorted(boundaries, key=lambda boundary: len(boundary.start))
-    starts: dict[int, RoleBoundary] = {}
-    for boundary in boundaries:  # longer ones take the place of shorter ones
-        starts.update(dict.fromkeys(_places_of(boundary.start, token_ids), boundary))
-    markers = {boundary.end for boundary in boundaries if boundary.end is not None}
-    ends = {marker: _places_of(marker, token_ids) for marker in markers}
-
+    markers = _Markers(token_ids, boundaries)
     turns: list[Turn] = []
-    free = 0  # the first token that can start a turn
-    for place in sorted(starts):
+    free = 0
+    for place in sorted(markers.starts):
         if place < free:
             continue
-        boundary = starts[place]
-        start = place + len(boundary.start)
-        end = stop = len(token_ids)
+        turn = markers.turn(place)
+        if markers.interruptions and not turn.boundary.interrupts:
+            turns += markers.parts(turn)
+        else:
+            turns.append(turn)
+        free = turns[-1].free
+    return turns
+
+
+class _Markers:
+    """Where the markers of boundaries stand in a sequence."""
+
+    def __init__(self, token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> None:
+        boundaries = sorted(boundaries, key=lambda boundary: len(boundary.start))
+        self.starts: dict[int, RoleBoundary] = {}
+        for boundary in boundaries:  # longer ones take the place of shorter ones
+            self.starts.update(dict.fromkeys(_places_of(boundary.start, token_ids), boundary))
+        self.interruptions: list[int] = []
+        if any(boundary.interrupts for boundary in boundaries):
+            self.interruptions = sorted(place for place, boundary in self.starts.items() if boundary.interrupts)
+        markers = {boundary.end for boundary in boundaries if boundary.end is not None}
+        self._ends = {marker: _places_of(marker, token_ids) for marker in markers}
+        self._length = len(token_ids)
+
+    def turn(self, place: int) -> Turn:
+        """The one whose start marker stands there."""
+        boundary = self.starts[place]
+        return self._turn(boundary, place, place + len(boundary.start))
+
+    def parts(self, turn: Turn) -> list[Turn]:
+        """The turn with those that interrupt it, in order, and what of it is before, between and behind them."""
+        found: list[Turn] = []
+        part = turn
+        while (inner := self._interruption(part)) is not None:
+            if part is turn or part.start < inner.marker:
+                found.append(part._replace(end=inner.marker, stop=inner.start))
+            latest = self._turn(turn.boundary, inner.start, inner.start).end
+            if inner.end > latest:
+                return [*found, inner._replace(end=latest, stop=latest)]
+            found.append(inner)
+            following = self.starts.get(inner.free)
+            if inner.free == self._length or (following is not None and not following.interrupts):
+                return found
+            part = self._turn(turn.boundary, inner.free, inner.free)
+        return [*found, part]
+
+    def _turn(self, boundary: RoleBoundary, marker: int, start: int) -> Turn:
+        end = stop = self._length
         if boundary.end is not None:
-            places = ends[boundary.end]
+            places = self._ends[boundary.end]
             following = bisect_left(places, start)
             if following < len(places):
                 end = places[following]
                 stop = end + len(boundary.end)
-        turns.append(Turn(boundary, place, start, end, stop))
-        free = stop if boundary.include_end else end
-    return turns
+        return Turn(boundary, marker, start, end, stop)
+
+    def _interruption(self, part: Turn) -> Turn | None:
+        """The first turn that starts in the part."""
+        following = bisect_left(self.interruptions, part.start)
+        if following == len(self.interruptions) or self.interruptions[following] >= part.end:
+            return None
+        return self.turn(self.interruptions[following])
 
 
 def _places_of(marker: Sequence[int], token_ids: IntArray) -> list[int]:

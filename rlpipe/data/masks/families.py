@@ -26,7 +26,11 @@ FAMILIES: Mapping[str, Sequence[RoleMarkers]] = {
     "ChatML, Qwen": _alike(SAME, "<|im_start|>{}\n", "<|im_end|>"),
     # The template writes the system message into the user's first turn.
     "Gemma 2, 3, 3n": _alike({"user": "user", "assistant": "model"}, "<start_of_turn>{}\n", "<end_of_turn>"),
-    "Gemma 4": _alike(SAME | {"assistant": "model"}, "<|turn>{}\n", "<turn|>"),
+    "Gemma 4": [
+        *_alike(SAME | {"assistant": "model"}, "<|turn>{}\n", "<turn|>"),
+        # The model asks for a tool's result with the start of it, and goes on behind it.
+        RoleMarkers(role="tool", start="<|tool_response>", end="<tool_response|>", interrupts=True),
+    ],
     "Llama 3": _alike(SAME | {"tool": "ipython"}, "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
     "Llama 4": _alike(SAME | {"tool": "ipython"}, "<|header_start|>{}<|header_end|>\n\n", "<|eot|>"),
     "Mistral V7 Tekken": [

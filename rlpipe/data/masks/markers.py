@@ -26,6 +26,7 @@ def _encode(markers: RoleMarkers, tokenizer: PreTrainedTokenizerBase, name: str)
         end=None if markers.end is None else _ids(markers.end, tokenizer, f"{name}.end"),
         include_start=markers.include_start,
         include_end=markers.include_end,
+        interrupts=markers.interrupts,
     )
 
 
