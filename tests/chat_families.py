@@ -67,6 +67,23 @@ def _byte_pairs() -> str:
     return tokenizer.to_str()
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Whose words hold the blank in front of them."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_byte_pairs()), eos_token="<|end|>", extra_special_tokens=["<think>"]
+    )
+
+
+def piece_tokenizer() -> PreTrainedTokenizerFast:
+    """As that of SentencePiece: blanks are letters of words, and are of their own before a special token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=["\n", ":", "U", "A", "▁"], show_progress=False)
+    tokenizer.train_from_iterator([*TEXT, "User: Assistant: Kestrel Juniper Marigold Obsidian Tamarind"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", extra_special_tokens=["<think>"])
+
+
 HEADERS = """{{ bos_token }}
 {%- for message in messages -%}
 START{{ 'ipython' if message.role == 'tool' else message.role }}STOP
@@ -94,12 +111,26 @@ FOLDED = """{{ bos_token }}
 {% endif %}"""
 
 GEMMA_4 = """{{ bos_token }}
+{%- set turn = namespace(goes_on=false) -%}
 {%- for message in messages -%}
-{%- if message.role == 'tool' %}{{ raise_exception('results are a part of the turn of the model') }}{% endif -%}
+  {%- if message.role == 'tool' -%}
+    <|tool_response>response:weather{value:<|"|>{{ message.content }}<|"|>}<tool_response|>
+  {%- else -%}
+    {%- if message.role != 'assistant' or not turn.goes_on -%}
 <|turn>{{ 'model' if message.role == 'assistant' else message.role }}
-{{ say(message.content) | trim }}<turn|>
-{% endfor -%}
-{% if add_generation_prompt %}<|turn>model
+{% endif -%}
+{{ say(message.content) | trim }}
+    {%- set turn.goes_on = 'tool_calls' in message -%}
+    {%- for call in message.tool_calls or [] -%}
+      <|tool_call>call:weather{city:<|"|>{{ call.function.arguments.values() | first }}<|"|>}<tool_call|>
+    {%- endfor -%}
+    {%- if not turn.goes_on %}<turn|>
+{% elif loop.last or messages[loop.index].role != 'tool' -%}
+      <|tool_response>
+    {%- endif -%}
+  {%- endif -%}
+{%- endfor -%}
+{% if add_generation_prompt and not turn.goes_on %}<|turn>model
 {% endif %}"""
 
 CHATML = """{%- for message in messages -%}
@@ -172,6 +203,7 @@ MISTRAL = """{{ bos_token }}
 {%- endfor -%}"""
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<think>", "</think>")
+GEMMA_4_TOOLS = ("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 MISTRAL_TOKENS = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[IMG]")
 
 
@@ -211,7 +243,7 @@ FAMILIES = {
     ),
     "gemma4": Family(
         template=GEMMA_4,
-        special=("<bos>", "<pad>", "<|turn>", "<turn|>", "<|image|>"),
+        special=("<bos>", "<pad>", "<|turn>", "<turn|>", "<|image|>", *GEMMA_4_TOOLS),
         begin="<bos>",
         end="<turn|>",
         pad="<pad>",

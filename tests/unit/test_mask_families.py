@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
-from chat_families import FAMILIES, Family
+from chat_families import FAMILIES, Family, piece_tokenizer, word_tokenizer
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
@@ -107,11 +109,11 @@ def test_the_families_markers_are_derived_from_the_template_alone(family: str) -
     template = template_of(FAMILIES[family])
     derived = derive_markers(Probe(template))
     known = list(BUILT_IN[NAMES[family]])
-    renders = {marker.role for marker in known} - {
-        "gemma4": {"tool"},  # results are a part of the model's turn
-        "qwen3": {"tool"},  # results are a part of the user's turn
-    }.get(family, set())
-    assert derived == [marker for marker in known if marker.role in renders]
+    unseen = {
+        "gemma4": "<|turn>tool\n",  # of an earlier template
+        "qwen3": "<|im_start|>tool\n",  # results are a part of the user's turn
+    }
+    assert derived == [marker for marker in known if marker.start != unseen.get(family)]
     assert are_found(encode_markers(derived, template.tokenizer), Probe(template))
 
 
@@ -145,6 +147,55 @@ def test_tool_calls_count_and_results_do_not(num_results: int) -> None:
     for family in ("pixtral", "mistral_v7"):
         expected = f"<s>[INST]hi[/INST]«[TOOL_CALLS][{CALLED}]</s>»{result}«the cat</s>»"
         assert_marks(FAMILIES[family].tokenizer(), with_tool(num_results), expected)
+
+
+GEMMA_CALL = '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>'
+GEMMA_RESULT = 'response:weather{value:<|"|>21<|"|>}<tool_response|>'
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, f"«{GEMMA_CALL}<|tool_response>»{GEMMA_RESULT}«the cat<turn|>»"),
+        ({"train_on_eos": "none"}, f"«{GEMMA_CALL}»<|tool_response>{GEMMA_RESULT}«the cat»<turn|>"),
+        ({"train_on_eos": "last"}, f"«{GEMMA_CALL}»<|tool_response>{GEMMA_RESULT}«the cat<turn|>»"),
+        ({"roles_to_train": ["tool"]}, f"{GEMMA_CALL}<|tool_response>«{GEMMA_RESULT}»the cat<turn|>"),
+    ],
+)
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_results_within_the_assistants_turn_do_not_count(
+    options: dict[str, Any], expected: str, is_derived: bool
+) -> None:
+    """The start of a result is the end of what the model writes."""
+    tokenizer = FAMILIES["gemma4"].tokenizer()
+    if is_derived:
+        options |= {
+            "role_boundaries": [asdict(marker) for marker in derive_markers(Probe(template_of(FAMILIES["gemma4"])))]
+        }
+    start = "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
+    assert_marks(tokenizer, with_tool(), f"{start}{expected}\n", **options)
+
+
+def test_only_the_first_of_several_results_is_asked_for_by_the_model() -> None:
+    results = f"{GEMMA_RESULT}<|tool_response>{GEMMA_RESULT}"
+    start = "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
+    expected = f"{start}«{GEMMA_CALL}<|tool_response>»{results}«the cat<turn|>»\n"
+    assert_marks(FAMILIES["gemma4"].tokenizer(), with_tool(2), expected)
+
+
+def test_calls_without_an_answer_end_where_the_next_turn_starts() -> None:
+    user, call, result, answer = with_tool()
+    start = f"<bos><|turn>user\nhi<turn|>\n<|turn>model\n«{GEMMA_CALL}<|tool_response>»"
+    again = "<|turn>user\nhi<turn|>\n<|turn>model\n«the cat<turn|>»\n"
+    tokenizer = FAMILIES["gemma4"].tokenizer()
+    assert_marks(tokenizer, [user, call], start)
+    assert_marks(tokenizer, [user, call, result, user, answer], f"{start}{GEMMA_RESULT}{again}")
+    assert_marks(tokenizer, [user, call, user, answer], f"{start}{again}")
+    assert_marks(
+        tokenizer,
+        [user, call, result, call, result, answer],
+        f"{start}{GEMMA_RESULT}«{GEMMA_CALL}<|tool_response>»{GEMMA_RESULT}«the cat<turn|>»\n",
+    )
 
 
 def test_results_count_where_the_role_of_tools_is_trained() -> None:
@@ -334,7 +385,7 @@ def test_markers_that_the_tokenizer_does_not_have_are_refused() -> None:
             "{% else %} {{ m.content }}<|end|>{% endif %}",
             "<|user|> hi <|assistant|>« yo<|end|>»",
         ),
-        ("{{ m.role | title }}: {{ m.content }}<|end|>\n", "User: hi<|end|>\nAssistant:« yo<|end|>»\n"),
+        ("{{ m.role | title }}: {{ m.content }}<|end|>\n", "User: hi<|end|>\nAssistant: «yo<|end|>»\n"),
         (
             "{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}"
             "{{ '<|end|>' if m.role == 'assistant' }}",
@@ -359,7 +410,10 @@ def test_markers_of_other_templates_are_derived(turn: str, expected: str) -> Non
             "it renders a message of a conversation more than once",
         ),
         ("<|{{ m.role }}|><|end|>", "it does not render each message of a conversation, in order"),
-        ("<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if loop.last else '<|tool|>' }}", "do not hold what they should"),
+        (
+            "<|{{ m.role }}|>{{ m.content }}<|end|>{{ '<|user|>go on<|end|>' if loop.index == 2 }}",
+            "do not hold what they should",
+        ),
         ("{{ raise_exception('no') }}", "the chat template raised TemplateError: no"),
     ],
 )
@@ -372,6 +426,150 @@ def test_templates_that_can_be_read_in_several_ways_are_refused(jinja: str, reas
     assert str(caught.value).startswith("the chat template of 'my/model' does not show where turns begin and end (")
     assert reason in str(caught.value)
     assert "set data.role_boundaries to its markers, or data.loss_mask=all" in str(caught.value)
+
+
+TWO_ENDS = {
+    "another token": ("{{ '<|end|>' if loop.last else '<|tool|>' }}", "<|end|>"),
+    "another token and a line break": ("{{ '<|end|>' if loop.last else '<|tool|>\n' }}", "<|end|>"),
+    "none but in the last turn": ("{{ '<|end|>' if loop.last }}", "<|end|>"),
+    "none in the last turn": ("{{ '<|end|>' if not loop.last }}", ""),
+    "words that begin alike": ("###E{{ 'OS' if loop.last else 'ND' }}", "###EOS"),
+}
+
+
+@pytest.mark.parametrize("case", TWO_ENDS)
+@pytest.mark.parametrize("has_system", [False, True])
+def test_assistants_whose_last_turn_ends_in_another_way_are_refused(case: str, has_system: bool) -> None:
+    """Where a system turn comes first, the other end stands before each turn of the user."""
+    end, last = TWO_ENDS[case]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        f"{{{{ '<|system|>Be brief.<|tool|>' if {has_system} }}}}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        f"{{% if m.role == 'assistant' %}}{end}{{% else %}}<|tool|>{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(DataError) as caught:
+        find_boundaries(ChatTemplate(tokenizer, DATA), DATA)
+    assert f"(the assistant's turns end with {last!r} where they come last, and otherwise before" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("{{ '<|end|>' }}{{ '\n' if not loop.last }}", "<|user|>hi<|tool|><|assistant|>«yo<|end|>»"),
+        ("<|end|>{{ '<|tool|>' if loop.last }}", "<|user|>hi<|tool|><|assistant|>«yo<|end|>»<|tool|>"),
+    ],
+)
+def test_what_stands_behind_the_end_of_the_last_turn_does_not_count(end: str, expected: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        f"{{% if m.role == 'assistant' %}}{end}{{% else %}}<|tool|>{{% endif %}}{{% endfor %}}"
+    )
+    assert_marks(tokenizer, turns("hi", "yo"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [({}, True), ({"roles_to_train": ["assistant", "user"]}, True), ({"roles_to_train": ["user"]}, False)],
+)
+def test_turns_without_an_end_are_told(options: dict, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a template that ends only turns of the user; a policy that is trained so does not learn to stop."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'user' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    data = DataConfig(source="jsonl", **options)
+    with caplog.at_level("INFO"):
+        rules = resolve_mask(ChatTemplate(tokenizer, data), data)
+    (line,) = caplog.messages
+    told = "; no end is learned of turns of assistant, which have no end marker of their own"
+    assert line.endswith(told) == is_told
+    assert ("no end is learned" in line) == is_told
+    text = "<|user|>hi<|end|><|assistant|>yo<|user|>a<|end|><|assistant|>b"
+    mask = rules.mark(np.array(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    assert mask.any()
+    if not options:
+        assert [
+            tokenizer.decode([token])
+            for token, counts in zip(tokenizer(text)["input_ids"], mask, strict=True)
+            if counts
+        ] == ["y", "o", "b"]
+
+
+BLANKS = (
+    "{% for m in messages %}{{ m.role | title }}: {{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+OPEN_BLANK = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "jinja", "answer", "expected"),
+    [
+        ("of characters", BLANKS, "the cat", "User: hi<|end|>\nAssistant: «the cat<|end|>»\n"),
+        ("of words", BLANKS, "the cat", "User: hi<|end|>\nAssistant:« the cat<|end|>»\n"),  # one token with its blank
+        ("of words", BLANKS, "<think>", "User: hi<|end|>\nAssistant: «<think><|end|>»\n"),
+        ("of words", BLANKS, "", "User: hi<|end|>\nAssistant: «<|end|>»\n"),
+        ("of pieces", BLANKS, "the cat", "User: hi<|end|>\nAssistant:« the cat<|end|>»\n"),
+        ("of pieces", BLANKS, "<think>", "User: hi<|end|>\nAssistant: «<think><|end|>»\n"),
+        # Which a prompt does not end with, so that the policy has to write it.
+        ("of characters", OPEN_BLANK, "the cat", "[INST] hi [/INST]« the cat<|end|>»"),
+        (
+            "of characters",
+            OPEN_BLANK + "{{ ' ' if add_generation_prompt }}",
+            "the cat",
+            "[INST] hi [/INST] «the cat<|end|>»",
+        ),
+    ],
+)
+def test_a_blank_behind_a_start_counts_only_as_part_of_a_token_of_the_answer(
+    kind: str, jinja: str, answer: str, expected: str
+) -> None:
+    tokenizer = {"of characters": make_tokenizer, "of words": word_tokenizer, "of pieces": piece_tokenizer}[kind]()
+    tokenizer.chat_template = jinja
+    assert_marks(tokenizer, turns("hi", answer), expected)
+
+
+ELSE = "{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}<|end|>"
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_rows_with_other_roles_are_skipped_where_the_template_writes_them_as_the_assistants(role: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{ELSE}{{% endfor %}}"
+    assert_marks(tokenizer, turns("hi", "yo"), "<|user|>hi<|end|><|assistant|>«yo<|end|>»")
+    first, second = turns("hi", "yo")
+    with pytest.raises(UnusableRow, match=f"its turns of {role} would count as the assistant's: the chat template"):
+        assert_marks(tokenizer, [first, {"role": role, "content": "no"}, second], "")
+    data = DataConfig(source="jsonl")
+    messages = [{"role": role, "content": "no"}, first, second]
+    token_ids, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages, first_message=2)
+    assert tokenizer.decode(token_ids[mask]) == "yo<|end|>"
+
+
+def test_results_that_the_template_writes_under_the_assistants_name_do_not_count() -> None:
+    """As Falcon 3 does; their start is longer than that of the assistant's turns."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|assistant|><tool>{{ m.content }}</tool>"
+        "{% else %}<|{{ m.role }}|>{{ m.content }}{{ 'call' if m.tool_calls }}<|end|>{% endif %}{% endfor %}"
+    )
+    expected = "<|user|>hi<|end|><|assistant|>«call<|end|>»<|assistant|><tool>21</tool><|assistant|>«the cat<|end|>»"
+    assert_marks(tokenizer, with_tool(), expected)
+
+
+def test_generation_blocks_are_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        ConversationMask(ChatTemplate(make_tokenizer(), DATA), DATA)
+    assert caplog.messages == [
+        "loss mask: generation blocks of the chat template, with the end tokens right behind them"
+    ]
 
 
 def test_impossible_markers_and_ends_are_refused_when_the_config_is_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -12,12 +13,14 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.masks.boundaries import Turn, find_turns
 from rlpipe.data.masks.generation import mark_generation
 from rlpipe.data.masks.loss_mask import LossMask
-from rlpipe.data.masks.probe import ASSISTANT
-from rlpipe.data.masks.resolve import resolve_mask
+from rlpipe.data.masks.probe import ASSISTANT, Probe
+from rlpipe.data.masks.resolve import resolve_mask, taken_for_assistant
 from rlpipe.data.messages import assistant_turns
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
 from rlpipe.types import BoolArray, ChatMessages, IntArray
+
+logger = logging.getLogger(__name__)
 
 
 class ConversationMask:
@@ -33,11 +36,17 @@ class ConversationMask:
         is_plain = data.loss_mask == "roles" and not data.train_on_inputs and data.train_on_eos == "turn"
         only_assistant = list(data.roles_to_train) == [ASSISTANT] and data.role_boundaries is None
         self._by_generation = is_plain and only_assistant and template.marks_generation
+        if self._by_generation:
+            logger.info("loss mask: generation blocks of the chat template, with the end tokens right behind them")
 
     @cached_property
     def rules(self) -> LossMask:
         """Raises ``InputError`` if the data config's are impossible, or the template's markers unknown."""
         return resolve_mask(self._template, self._data)
+
+    @cached_property
+    def _taken_for_assistant(self) -> set[str]:
+        return taken_for_assistant(self.rules.boundaries, Probe(self._template))
 
     def tokens(self, messages: ChatMessages, *, first_message: int = 0) -> tuple[IntArray, BoolArray]:
         """The conversation's tokens ``[T]``, and which of them count ``[T]``: by roles, none before ``first_message``.
@@ -61,6 +70,12 @@ class ConversationMask:
         mask = rules.mark_turns(token_ids, turns)
         if rules.counts_all:
             return mask
+        taken = self._taken_for_assistant & {message["role"] for message in messages[first_message:]}
+        if taken and ASSISTANT in rules.roles:
+            raise UnusableRow(
+                f"its turns of {' and '.join(sorted(taken))} would count as the assistant's: the chat template writes "
+                "them alike"
+            )
         answers = [turn for turn in turns if turn.boundary.role == ASSISTANT]
         expected = _num_blocks(messages)
         if len(answers) < expected and ASSISTANT in rules.roles:

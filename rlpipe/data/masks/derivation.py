@@ -32,30 +32,55 @@ def derive_markers(probe: Probe) -> list[RoleMarkers]:
     Raises ``NotDerivable`` if there is not just one reading of what the template writes.
     """
     try:
-        user, assistant = _dialogue(probe)
+        user, assistant, *others = _dialogue(probe)
     except (UnexpectedText, UnusableRow) as problem:
         raise NotDerivable(str(problem)) from problem
-    return [*_system(probe, user), user, assistant, *_tool(probe, user, assistant)]
+    return [*_system(probe, user, assistant), user, assistant, *others, *_tool(probe, user, assistant)]
 
 
-def _dialogue(probe: Probe) -> tuple[RoleMarkers, RoleMarkers]:
-    """Of user and assistant."""
+def _dialogue(probe: Probe) -> list[RoleMarkers]:
+    """Of user and assistant, and of both where the blanks behind their starts are tokens of their own."""
     cut = _Cutter(probe.template.tokenizer)
     before, first, between, second, last = probe.gaps(*DIALOGUE)
     asked, answered = probe.gaps(USER)[-1], probe.gaps(USER, ASSISTANT)[-1]
     user_end = cut.common([asked, first, second])
     assistant_end = cut.common([answered, between, last])
     prompted = probe.gaps(USER, generation=True)[-1]
-    answers = [first, second] if prompted == asked else [first, second, prompted]
-    assistant_start = cut.start(cut.common([answer.removeprefix(user_end) for answer in answers]))
-    user_start = cut.start(cut.common([before, between.removeprefix(assistant_end)], from_right=True))
+    is_prompted = prompted != asked
+    answers = [first, second, prompted] if is_prompted else [first, second]
+    written = cut.common([answer.removeprefix(user_end) for answer in answers])
+    assistant_start = cut.start(written)
+    asks = cut.common([before, between.removeprefix(assistant_end)], from_right=True)
+    user_start = cut.start(asks)
+    _require_one_end(cut, assistant_end, answered, between.removeprefix(assistant_end).removesuffix(asks))
     user = _turn(USER, user_start, user_end.strip(), following=assistant_start)
     assistant = _turn(ASSISTANT, assistant_start or user_end.strip(), assistant_end.strip(), following=user_start)
     if not assistant_start:
         user = replace(user, include_end=False)
+        written = user_end + written * is_prompted  # what a prompt does not end with is the answer's
     if user.start == assistant.start:
         raise NotDerivable(f"turns of user and assistant start alike, with {user.start!r}")
-    return user, assistant
+    return [user, assistant, *_with_blanks(user, asks), *_with_blanks(assistant, written)]
+
+
+def _require_one_end(cut: _Cutter, end: str, answered: str, rest: str) -> None:
+    """Of the assistant's turns: ``answered`` is behind the last one, ``rest`` between ``end`` and a following start."""
+    further = answered.removeprefix(end)
+    is_whole = not further[:1].strip() or cut.special(further) or cut.special(end, from_right=True)
+    if not is_whole or (not end.strip() and (answered.strip() or rest.strip())):
+        raise NotDerivable(
+            f"the assistant's turns end with {answered.strip()!r} where they come last, and otherwise before others"
+        )
+
+
+def _with_blanks(markers: RoleMarkers, written: str) -> list[RoleMarkers]:
+    """With starts that go on with the white space of what is ``written``, which the text behind it may merge with."""
+    cut, full = _trailing(markers.start), _trailing(written)
+    return [replace(markers, start=markers.start + full[len(cut) : end]) for end in range(len(cut) + 1, len(full) + 1)]
+
+
+def _trailing(text: str) -> str:
+    return text[len(text.rstrip()) :]
 
 
 def _turn(role: str, start: str, end: str, *, following: str) -> RoleMarkers:
@@ -67,15 +92,15 @@ def _turn(role: str, start: str, end: str, *, following: str) -> RoleMarkers:
     return RoleMarkers(role=role, start=start, end=end or following, include_end=bool(end))
 
 
-def _system(probe: Probe, user: RoleMarkers) -> list[RoleMarkers]:
-    """None where the template has no system messages, or writes them into the turn of the user."""
+def _system(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleMarkers]:
+    """None where the template has no system messages, or writes them into turns of the user or as the assistant's."""
     try:
         before, between, _, _ = probe.gaps(SYSTEM, USER, ASSISTANT)
     except (UnexpectedText, UnusableRow):
         return []
     start = _like(user.start, USER, _Cutter(probe.template.tokenizer).start(before))
     end = between.partition(user.start)[0].strip()
-    if not start or user.start in before or user.start not in between:
+    if not start or start == assistant.start or user.start in before or user.start not in between:
         return []
     return [_turn(SYSTEM, start, end, following=user.start)]
 
@@ -91,20 +116,40 @@ def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleM
         return []
     start = before.rpartition(str(assistant.end))[2] if assistant.include_end else before
     cut = _Cutter(probe.template.tokenizer)
-    start = _like(user.start, USER, cut.start(start))
-    if not start or start.startswith((user.start, assistant.start)):
-        return []  # it is a part of that turn
+    start = cut.start(start)
+    if start.startswith(assistant.start) and assistant.start not in behind:
+        return _interrupting(probe)
+    if not start.startswith(assistant.start):
+        start = _like(user.start, USER, start)
+    if start in ("", assistant.start) or start.startswith(user.start):
+        return []  # it is written as the assistant's, or is a part of the user's
     if assistant.start in behind:
         end = behind.partition(assistant.start)[0].strip()
         known = str(user.end)  # what else is there belongs to the result, such as the quotes of JSON
         return [
             _turn(TOOL, start, known if user.include_end and end.endswith(known) else end, following=assistant.start)
         ]
-    start, shared = cut.special(start), cut.special(behind.strip(), from_right=True)
+    shared = cut.special(behind.strip(), from_right=True) or behind.strip()
     if not shared:
         return []
+    start = cut.special(start) or start
     result = RoleMarkers(role=TOOL, start=start, end=shared, include_end=False)
     return [result, replace(result, start=shared + start), replace(assistant, start=shared)]
+
+
+def _interrupting(probe: Probe) -> list[RoleMarkers]:
+    """Of results within the assistant's turn, by what is between two: the end of one, and the start of the next."""
+    cut = _Cutter(probe.template.tokenizer)
+    try:
+        _, before, between, behind, _ = probe.result_gaps(2)
+    except (UnexpectedText, UnusableRow):
+        return []
+    end = cut.common([between, behind])
+    start = between.removeprefix(end)
+    markers = cut.special(start), cut.special(end, from_right=True)
+    if not all(markers) or not before.endswith(start):
+        return []
+    return [RoleMarkers(role=TOOL, start=markers[0], end=markers[1], interrupts=True)]
 
 
 def _like(known: str, role: str, raw: str) -> str:
@@ -133,10 +178,10 @@ class _Cutter:
         return "".join(shared[::step])
 
     def special(self, text: str, *, from_right: bool = False) -> str:
-        """The special tokens that it begins or ends with, or all of it if it does not."""
+        """The special tokens that it begins or ends with."""
         step = -1 if from_right else 1
         pieces = takewhile(self._special.__contains__, self._pieces.findall(text)[::step])
-        return "".join([*pieces][::step]) or text
+        return "".join([*pieces][::step])
 
     def start(self, text: str) -> str:
         """A start marker: without the begin of the sequence, and without what words are joined with."""
@@ -145,5 +190,4 @@ class _Cutter:
 
 def _line_end(text: str) -> str:
     """Line breaks behind a marker are its own; blanks are merged with the word behind it."""
-    end = text[len(text.rstrip()) :]
-    return end.rstrip(" ") if text.strip() else ""
+    return _trailing(text).rstrip(" ") if text.strip() else ""

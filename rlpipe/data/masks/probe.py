@@ -15,7 +15,7 @@ WORDS = ("Kestrel", "Juniper", "Marigold", "Obsidian", "Tamarind")
 """The contents of messages, which no template has in itself."""
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 DIALOGUE = (USER, ASSISTANT, USER, ASSISTANT)
-CALL_ID = "q8Zk3Lw7P"
+CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
 """Of nine letters and digits, as Mistral's templates ask for."""
 
 
@@ -36,21 +36,34 @@ class Probe:
         """
         return _split(self._text(roles, generation), len(roles))
 
-    def result_gaps(self) -> list[str]:
-        """As ``gaps`` of user, tool and assistant, where the assistant calls the tool before. Raises alike."""
-        user, result, answer = _plain(zip((USER, TOOL, ASSISTANT), WORDS, strict=False))
-        call = {"id": CALL_ID, "type": "function", "function": {"name": "look", "arguments": {"at": "here"}}}
-        caller: dict[str, Any] = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
-        return _split(self.template.text([user, caller, result | {"tool_call_id": CALL_ID}, answer]), 3)
+    def result_gaps(self, num_results: int = 1) -> list[str]:
+        """As ``gaps`` of user, so many tools and assistant, where the assistant calls them before. Raises alike."""
+        return _split(self._results(num_results), num_results + 2)
 
     def turns(self, boundaries: Sequence[RoleBoundary], *roles: str) -> list[tuple[str, str]]:
         """Role and text of each turn that the boundaries find. Raises ``UnusableRow``."""
-        token_ids = self.template.token_ids(self._text(roles, False))
+        return self._turns(boundaries, self._text(roles, False))
+
+    def result_turns(self, boundaries: Sequence[RoleBoundary]) -> list[tuple[str, str]]:
+        """As ``turns``, of what ``result_gaps`` renders for one tool."""
+        return self._turns(boundaries, self._results(1))
+
+    def _turns(self, boundaries: Sequence[RoleBoundary], text: str) -> list[tuple[str, str]]:
+        token_ids = self.template.token_ids(text)
         decode = self.template.tokenizer.decode
         return [
             (turn.boundary.role, str(decode(token_ids[turn.start : turn.end])).strip())
             for turn in find_turns(token_ids, boundaries)
         ]
+
+    def _results(self, num_results: int) -> str:
+        user, *results, answer = _plain(zip((USER, *[TOOL] * num_results, ASSISTANT), WORDS, strict=False))
+        function = {"name": "look", "arguments": {"at": "here"}}
+        ids = CALL_IDS[:num_results]
+        calls: list[Any] = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
+        caller: dict[str, Any] = {"role": ASSISTANT, "content": "", "tool_calls": calls}
+        answered = [result | {"tool_call_id": call_id} for result, call_id in zip(results, ids, strict=True)]
+        return self.template.text([user, caller, *answered, answer])
 
     def _text(self, roles: Sequence[str], generation: bool) -> str:
         words = list(zip(roles, WORDS, strict=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rlpipe.configs.role_boundaries import OPTION, RoleMarkers, read_role_boundaries
 from rlpipe.configs.schema_data import DataConfig
@@ -13,7 +14,7 @@ from rlpipe.data.masks.families import FAMILIES
 from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
 from rlpipe.data.masks.markers import encode_markers
 from rlpipe.data.masks.media import media_token_ids
-from rlpipe.data.masks.probe import ASSISTANT, DIALOGUE, USER, WORDS, Probe
+from rlpipe.data.masks.probe import ASSISTANT, DIALOGUE, SYSTEM, TOOL, USER, WORDS, Probe
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
 from rlpipe.errors import DataError
@@ -41,13 +42,18 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
         pad_id=tokenizer.pad_token_id,
         end_id=tokenizer.eos_token_id,
     )
-    markers = "; ".join(_describe(boundary) for boundary in boundaries)
+    endless = mask.roles - {boundary.role for boundary in boundaries if boundary.include_end and boundary.end}
+    markers = [_describe(boundary) for boundary in boundaries] or ["no markers"]
+    if endless and not counts_all:
+        markers.append(
+            f"no end is learned of turns of {', '.join(sorted(endless))}, which have no end marker of their own"
+        )
     logger.info(
         "loss mask: %s; trained roles %s, end markers %s; %s",
         source,
         ", ".join(sorted(mask.roles)) or "none",
         mask.ends.value,
-        markers or "no markers",
+        "; ".join(markers),
     )
     return mask
 
@@ -88,6 +94,21 @@ def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
     )
 
 
+def taken_for_assistant(boundaries: Sequence[RoleBoundary], probe: Probe) -> set[str]:
+    """Other roles whose messages the boundaries take for the assistant's, as the template writes them alike."""
+    renderings = {
+        SYSTEM: lambda: probe.turns(boundaries, SYSTEM, USER, ASSISTANT),
+        TOOL: lambda: probe.result_turns(boundaries),
+    }
+    found = set()
+    for role, render in renderings.items():
+        with suppress(UnusableRow):
+            answers = [text for own, text in render() if own == ASSISTANT]
+            word = WORDS[0 if role == SYSTEM else 1]
+            found |= {role} if any(word in text for text in answers) else set()
+    return found
+
+
 def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
     """Whether every end marker is one token, which is quicker to see than what the template renders."""
     vocabulary = template.tokenizer.get_vocab()
@@ -96,5 +117,6 @@ def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
 
 def _describe(boundary: RoleBoundary) -> str:
     flags = f"{', with start' * boundary.include_start}{', without end' * (not boundary.include_end)}"
+    flags += ", also within turns" * boundary.interrupts
     end = "the end" if boundary.end is None else f"{list(boundary.end)}"
     return f"{boundary.role} {list(boundary.start)} to {end}{flags}"
