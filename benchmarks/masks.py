@@ -1,6 +1,7 @@
-"""Tokens a second of the loss mask on one core, for batches of rows of a kind of chat template.
+"""Tokens a second of the loss mask on one core, for batches of rows of two kinds of chat templates.
 
-Turns of ChatML, of about ``--turn-tokens`` tokens each. The mask is held against one made token by token in plain
+Turns of ChatML, of about ``--turn-tokens`` tokens each, and the same with a tool's result of as many tokens within each
+turn of the assistant, as in Gemma 4. The mask is held against one made token by token in plain
 Python, whose rate is printed beside it. Run: ``python -m benchmarks.masks``.
 """
 
@@ -11,6 +12,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -21,28 +24,35 @@ from rlpipe.types import IntArray
 
 GOAL = 10e6
 """Tokens a second, of one core."""
-START, END, NEWLINE, IMAGE, PAD = range(5)
-ROLES = {"system": 5, "user": 6, "assistant": 7, "tool": 8}
-FIRST_TEXT, VOCABULARY = 9, 150_000
+START, END, NEWLINE, IMAGE, PAD, RESULT, RESULT_END = range(7)
+ROLES = {"system": 7, "user": 8, "assistant": 9, "tool": 10}
+FIRST_TEXT, VOCABULARY = 11, 150_000
 
 
-def chatml() -> LossMask:
+def rules_for(*, has_results: bool) -> LossMask:
     boundaries = [
         RoleBoundary(role=role, start=(START, token_id, NEWLINE), end=(END,)) for role, token_id in ROLES.items()
     ]
+    if has_results:
+        boundaries.append(RoleBoundary(role="tool", start=(RESULT,), end=(RESULT_END,), interrupts=True))
     return LossMask(boundaries=boundaries, media_ids=(IMAGE,), pad_id=PAD, end_id=END)
 
 
-def conversations(num_rows: int, num_tokens: int, turn_tokens: int, seed: int) -> IntArray:
+def conversations(num_rows: int, num_tokens: int, turn_tokens: int, *, has_results: bool, seed: int) -> IntArray:
     """Rows ``[B, T]`` of turns whose lengths are exponentially distributed; the last one of each is cut off."""
     generator = np.random.default_rng(seed)
+
+    def text() -> IntArray:
+        return generator.integers(FIRST_TEXT, VOCABULARY, 1 + int(generator.exponential(turn_tokens)), np.int32)
+
     rows = np.empty((num_rows, num_tokens), np.int32)
     for row in rows:
         parts: list[IntArray] = []
         while sum(map(len, parts)) < num_tokens:
-            role = ROLES["assistant" if len(parts) % 2 else "user"]
-            content = generator.integers(FIRST_TEXT, VOCABULARY, 1 + int(generator.exponential(turn_tokens)))
-            parts.append(np.r_[START, role, NEWLINE, content, END, NEWLINE].astype(np.int32))
+            is_answer = len(parts) % 2 == 1
+            result = np.r_[RESULT, text(), RESULT_END, text()] if has_results and is_answer else np.array([], np.int32)
+            role = ROLES["assistant" if is_answer else "user"]
+            parts.append(np.r_[START, role, NEWLINE, text(), result, END, NEWLINE].astype(np.int32))
         row[:] = np.concatenate(parts)[:num_tokens]
     return rows
 
@@ -57,6 +67,10 @@ def _seconds(work: Callable[[], object], turns: int) -> float:
     return statistics.median(taken)
 
 
+def _plain_masks(rules: LossMask, rows: list[list[int]]) -> list[list[bool]]:
+    return [plain_mask(rules, row) for row in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=32)
@@ -64,23 +78,25 @@ def main() -> None:
     parser.add_argument("--turn-tokens", type=int, nargs="+", default=[20, 100, 500])
     parser.add_argument("--turns", type=int, default=7)
     arguments = parser.parse_args()
-    rules, cases = chatml(), {}
-    for turn_tokens in arguments.turn_tokens:
-        rows = conversations(arguments.rows, arguments.tokens, turn_tokens, seed=turn_tokens)
-        plain = [plain_mask(rules, row) for row in rows.tolist()]
+    cases = {}
+    for has_results, turn_tokens in product([False, True], arguments.turn_tokens):
+        name = f"{turn_tokens} tokens{', with results' * has_results}"
+        rules = rules_for(has_results=has_results)
+        rows = conversations(arguments.rows, arguments.tokens, turn_tokens, has_results=has_results, seed=turn_tokens)
+        plain = _plain_masks(rules, rows.tolist())
         found = rules.mark(rows)
-        fast = rows.size / _seconds(lambda rows=rows: rules.mark(rows), arguments.turns)
-        slow = rows[:2].size / _seconds(lambda rows=rows: [plain_mask(rules, row) for row in rows[:2].tolist()], 1)
-        cases[turn_tokens] = {
+        fast = rows.size / _seconds(partial(rules.mark, rows), arguments.turns)
+        slow = rows[:2].size / _seconds(partial(_plain_masks, rules, rows[:2].tolist()), 1)
+        cases[name] = {
             "tokens_per_second": fast,
             "over_goal": fast / GOAL,
             "over_plain": fast / slow,
             "is_equal": bool(np.array_equal(found, np.array(plain))),
             "counted_share": float(found.mean()),
         }
-        print(f"turns of {turn_tokens} tokens: {fast / 1e6:.1f}M tokens/s, {fast / slow:.0f} times plain Python")
+        print(f"turns of {name}: {fast / 1e6:.1f}M tokens/s, {fast / slow:.0f} times plain Python")
     worst = min(case["over_goal"] for case in cases.values())
-    print(json.dumps({"goal": GOAL, "worst_over_goal": worst, "by_turn_tokens": cases}))
+    print(json.dumps({"goal": GOAL, "worst_over_goal": worst, "by_turns": cases}))
 
 
 if __name__ == "__main__":

@@ -103,15 +103,15 @@ class _Markers:
         part = turn
         while (inner := self._interruption(part)) is not None:
             if part is turn or part.start < inner.marker:
-                found.append(part._replace(end=inner.marker, stop=inner.start))
-            latest = self._turn(turn.boundary, inner.start, inner.start).end
+                found.append(Turn(part.boundary, part.marker, part.start, inner.marker, inner.start))
+            latest = self._rest(part, inner.start).end
             if inner.end > latest:
                 return [*found, inner._replace(end=latest, stop=latest)]
             found.append(inner)
             following = self.starts.get(inner.free)
             if inner.free == self._length or (following is not None and not following.interrupts):
                 return found
-            part = self._turn(turn.boundary, inner.free, inner.free)
+            part = self._rest(part, inner.free)
         return [*found, part]
 
     def _turn(self, boundary: RoleBoundary, marker: int, start: int) -> Turn:
@@ -123,6 +123,12 @@ class _Markers:
                 end = places[following]
                 stop = end + len(boundary.end)
         return Turn(boundary, marker, start, end, stop)
+
+    def _rest(self, part: Turn, place: int) -> Turn:
+        """Of the turn, from that place on."""
+        if place <= part.end:
+            return Turn(part.boundary, place, place, part.end, part.stop)
+        return self._turn(part.boundary, place, place)
 
     def _interruption(self, part: Turn) -> Turn | None:
         """The first turn that starts in the part."""
