@@ -29,8 +29,18 @@ class TruthRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, ebft: EbftConfig) -> None:
         self._column, self._prompt_column = ebft.truth_column, data.prompt_column
         self._factor = ebft.gt_length_multiplier if ebft.adaptive_max_tokens else None
-        # A reasoning-gym entry's answer is in a column of its own, which may not be the ground truth.
-        source = replace(data, source="jsonl", completion_column=self._column, text_column=None)
+        # A reasoning-gym entry's answer is in a column of its own, which may not be the ground truth. And whatever SFT
+        # trains of such rows, the policy would have to write the assistant's turns, with their ends.
+        source = replace(
+            data,
+            source="jsonl",
+            completion_column=self._column,
+            text_column=None,
+            loss_mask="roles",
+            roles_to_train=["assistant"],
+            train_on_inputs=False,
+            train_on_eos="turn",
+        )
         self._renderer = SequenceRenderer(tokenizer, source, max_tokens=2**31)
 
     def render(self, prompt: Prompt) -> Truth:

@@ -19,7 +19,7 @@ from rlpipe.data.sources import open_rows
 from rlpipe.data.transforms import apply_transform
 from rlpipe.data.truth import TruthRenderer
 from rlpipe.errors import DataError
-from rlpipe.tiny import make_tokenizer
+from rlpipe.tiny import CHAT_TEMPLATE, make_tokenizer
 from rlpipe.types import ChatMessages, Prompt
 
 TOKENIZER = make_tokenizer()
@@ -299,6 +299,23 @@ def test_first_turns_are_prompts_whose_further_turns_are_generated_in_turn(tmp_p
     assert [TOKENIZER.decode(gap) for gap in prompt.turns] == ["<|user|>3+3?<|end|><|assistant|>"]
     single = opened(config(tmp_path, "first_turn", [{"messages": CHAT[:2]}])).next()
     assert (truth_text(single), list(single.turns)) == ("4<|end|>", [])
+
+
+@pytest.mark.parametrize(
+    "jinja", [CHAT_TEMPLATE, CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")]
+)
+def test_what_sft_trains_does_not_change_the_truth(tmp_path: Path, jinja: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = jinja
+    options = {"roles_to_train": ["user"], "train_on_eos": "none", "train_on_inputs": True, "loss_mask": "all"}
+    truths = []
+    for changed in ({}, *({name: value} for name, value in options.items()), options):
+        data = config(tmp_path, "first_turn", [{"messages": CHAT}], **changed)
+        source, _ = open_prompts(data, tokenizer, seed=0, truth=TruthRenderer(tokenizer, data, EbftConfig()))
+        truth = source.next().truth
+        assert truth is not None
+        truths.append([str(tokenizer.decode(truth.token_ids[start:end])) for start, end in truth.turns()])
+    assert truths == [["4<|end|>", "6<|end|>"]] * 6
 
 
 def test_rows_of_tables_are_read_as_rows_of_json(tmp_path: Path) -> None:
