@@ -14,7 +14,7 @@ from rlpipe.configs.contradictions_learner import (
     check_schedule,
     check_step_size,
 )
-from rlpipe.configs.role_boundaries import read_role_boundaries
+from rlpipe.configs.contradictions_masks import check_masks
 from rlpipe.configs.schema import Config, ReplayConfig, TrackingConfig, WeightsConfig
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_data import DataConfig
@@ -52,6 +52,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_names(config)
     yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
     yield from check_source(config.data)
+    yield from check_masks(config)
     yield from check_held_out(config.data)
     yield from check_learner(config.learner)
     yield from check_checkpointing(config.model, config.learner)
@@ -126,10 +127,6 @@ def check_source(data: DataConfig) -> Iterator[str]:
         yield f"data.transform: {data.transform!r} is not of the form module:function"
     if data.transform is None and data.transform_args:
         yield "data.transform_args: there is no transform to receive them; set data.transform=module:function"
-    try:
-        read_role_boundaries(data.role_boundaries or ())
-    except ConfigError as error:
-        yield str(error)
 
 
 def check_held_out(data: DataConfig) -> Iterator[str]:

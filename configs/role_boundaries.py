@@ -32,7 +32,14 @@ class RoleMarkers:
 
 def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
     """Raises ``ConfigError`` with the entry and the key that is wrong."""
-    return [_read(entry, f"{OPTION}[{index}]") for index, entry in enumerate(entries)]
+    markers = [_read(entry, f"{OPTION}[{index}]") for index, entry in enumerate(entries)]
+    places: dict[str, int] = {}
+    for index, marker in enumerate(markers):
+        first = places.setdefault(marker.start, index)
+        if first != index:
+            role = markers[first].role
+            raise ConfigError(f"{OPTION}[{index}].start: {marker.start!r} starts turns of {role} already, in [{first}]")
+    return markers
 
 
 def _read(entry: Any, name: str) -> RoleMarkers:

@@ -117,6 +117,12 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["train", *BASE[:3]], "scoring.rewards: reinforcement learning needs a reward"),
         (["eval", *BASE, "learner.num_ranks=2"], "set fsdp2 or zero3"),
+        (["train", *BASE, "algorithm=sft", "data.roles_to_train=[asistant]"], "did you mean assistant?"),
+        (
+            ["train", *BASE, "algorithm=sft", "data.role_boundaries=[{rol: a}]"],
+            "[0]: no such key 'rol'; did you mean role?",
+        ),
+        (["train", *BASE, "data.assistant_only_loss=true"], "did you mean data.roles_to_train?"),
         (["train", "--lr", "3"], "there is no option --lr (settings of a run are written key=value)"),
         (["trian"], "invalid choice: 'trian'"),
         ([], "required: COMMAND"),

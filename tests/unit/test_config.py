@@ -282,3 +282,30 @@ def test_every_option_is_documented_and_synonyms_exist() -> None:
     assert nearest_name("algorithm.loss.epsilon") in names
     known = names | {name.rpartition(".")[0] for name in names} | {"scoring.rewards"}
     assert set(SYNONYMS.values()) <= known
+
+
+@pytest.mark.parametrize(
+    ("others", "ours"),
+    [
+        ("data.train_on_input", "data.train_on_inputs"),
+        ("train_on_inputs", "data.train_on_inputs"),
+        ("data.train_on_prompt", "data.train_on_inputs"),
+        ("data.mask_prompt", "data.roles_to_train"),
+        ("roles", "data.roles_to_train"),
+        ("learner.assistant_only_loss", "data.roles_to_train"),
+        ("completion_only_loss", "data.roles_to_train"),
+        ("train_on_eot", "data.train_on_eos"),
+        ("eot_tokens", "data.role_boundaries"),
+        ("data.chat_template", "model.chat_template"),
+        ("chat_template_path", "model.chat_template"),
+        ("model.custom_chat_template", "model.chat_template"),
+        ("data.apply_chat_template", "data.chat"),
+        ("data.prompt_key", "data.prompt_column"),
+        ("data.response_key", "data.completion_column"),
+        ("field_messages", "data.messages_column"),
+        ("dataset_text_field", "data.text_column"),
+    ],
+)
+def test_options_of_other_libraries_lead_to_ours(others: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{others}: no such option; did you mean {ours}\?$"):
+        load_config([*BASE, f"{others}=1"])

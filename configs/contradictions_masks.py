@@ -1,0 +1,36 @@
+"""Options of loss masks that contradict each other, or leave nothing to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from rlpipe.configs.role_boundaries import OPTION, read_role_boundaries
+from rlpipe.configs.schema import Config
+from rlpipe.errors import ConfigError
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Those whose turns can be told without ``data.role_boundaries``."""
+
+
+def check_masks(config: Config) -> Iterator[str]:
+    data = config.data
+    try:
+        markers = read_role_boundaries(data.role_boundaries or ())
+    except ConfigError as error:
+        yield str(error)
+        return
+    counts_all = data.loss_mask == "all" or data.train_on_inputs or data.text_column is not None
+    if config.algorithm.kind == "rl" or counts_all:
+        return
+    if data.role_boundaries is not None and not markers:
+        yield f"{OPTION}: empty, so that no token of a conversation is trained; add entries, or set null"
+        return
+    known = [marker.role for marker in markers] or ROLES
+    for role in data.roles_to_train:
+        if role not in known:
+            nearest = get_close_matches(role, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(dict.fromkeys(known))}"
+            yield f"data.roles_to_train: no turns of {role!r} can be told{' by ' + OPTION if markers else ''}; {hint}"
+    if not data.roles_to_train and data.train_on_eos != "all" and data.chat:
+        yield "data.roles_to_train: empty, so that no token of a conversation is trained; name roles, as in [assistant]"
