@@ -27,10 +27,12 @@ class ConversationMask:
     """The loss mask of a run's conversations.
 
     Where a template has ``{% generation %}`` blocks these say what the assistant writes, as long as the config asks for
-    that and no more; else the markers of turns do. Those are looked for when the first conversation comes.
+    that and no more; else the markers of turns do. Those of the config are encoded at once; others are looked for when
+    the first conversation comes.
     """
 
     def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
+        """Raises ``ConfigError`` if the data config's markers are impossible."""
         self._template = template
         self._data = data
         is_plain = data.loss_mask == "roles" and not data.train_on_inputs and data.train_on_eos == "turn"
@@ -38,6 +40,9 @@ class ConversationMask:
         self._by_generation = is_plain and only_assistant and template.marks_generation
         if self._by_generation:
             logger.info("loss mask: generation blocks of the chat template, with the end tokens right behind them")
+
+        if data.role_boundaries and data.text_column is None:
+            _ = self.rules
 
     @cached_property
     def rules(self) -> LossMask:

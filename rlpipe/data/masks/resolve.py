@@ -17,7 +17,7 @@ from rlpipe.data.masks.media import media_token_ids
 from rlpipe.data.masks.probe import ASSISTANT, DIALOGUE, SYSTEM, TOOL, USER, WORDS, Probe
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
-from rlpipe.errors import DataError
+from rlpipe.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,12 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
     if data.role_boundaries is not None:
         if not data.role_boundaries:
             raise DataError(f"{OPTION}: empty, so that no token would count; add entries, or set data.loss_mask=all")
-        return OPTION, encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
+        given = encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
+        roles: dict[tuple[int, ...], str] = {}
+        for index, boundary in enumerate(given):
+            if (role := roles.setdefault(boundary.start, boundary.role)) != boundary.role:
+                raise ConfigError(f"{OPTION}[{index}].start: has the same tokens as that of {role}")
+        return OPTION, given
     template.require()
     probe = Probe(template)
     for family, markers in FAMILIES.items():
