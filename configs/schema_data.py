@@ -48,7 +48,7 @@ class DataConfig(Freezable):
     )
     role_boundaries: list[Any] | None = option(
         None,
-        "Markers of turns, as {role, start, end, include_start, include_end, interrupts}; null: known, or the template's.",
+        "Markers of turns: {role, start, end, include_start, include_end, interrupts}; null: known, or the template's.",
     )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
     shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")

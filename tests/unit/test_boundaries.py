@@ -122,6 +122,15 @@ def test_an_interruption_without_end_goes_up_to_that_of_the_interrupted_turn() -
     assert places([1, 3, 60, 7], ASSISTANT, RESULT) == [("assistant", 0, 2, 3, 4), ("tool", 3, 4, 4, 4)]
 
 
+def test_what_interrupts_counts_before_an_end_that_begins_within_its_start() -> None:
+    longer = replace(RESULT, start=(7, 9))
+    assert places([1, 3, 60, 7, 9, 70, 8, 61, 9], ASSISTANT, longer) == [
+        ("assistant", 0, 2, 3, 5),
+        ("tool", 3, 5, 6, 7),
+        ("assistant", 7, 7, 8, 9),
+    ]
+
+
 def test_what_interrupts_may_stand_alone_and_is_not_interrupted() -> None:
     assert places([7, 70, 7, 8, 60, 9], ASSISTANT, RESULT) == [("tool", 0, 1, 3, 4)]
 

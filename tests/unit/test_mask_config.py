@@ -124,6 +124,15 @@ def test_a_turn_without_end_marker_counts_up_to_the_end() -> None:
     assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, role_boundaries=[USER, own])
 
 
+def test_turns_without_end_marker_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    data = DataConfig(source="jsonl", role_boundaries=[USER, ASSISTANT | {"end": None}])
+    with caplog.at_level("INFO"):
+        resolve_mask(template_of(FAMILIES["chatml"]), data)
+    assert caplog.messages[0].endswith(
+        "; no end is learned of turns of assistant, which have no end marker of their own"
+    )
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

@@ -179,6 +179,13 @@ def test_a_blank_behind_a_start_counts_only_as_part_of_a_token_of_the_answer(
     assert_marks(tokenizer, turns("hi", answer), expected)
 
 
+def test_a_blank_behind_the_start_of_a_user_does_not_count_either() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = BLANKS
+    expected = "User: «hi<|end|>»\nAssistant: the cat<|end|>\n"
+    assert_marks(tokenizer, turns("hi", "the cat"), expected, roles_to_train=["user"])
+
+
 ELSE = "{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}<|end|>"
 
 
@@ -194,6 +201,25 @@ def test_rows_with_other_roles_are_skipped_where_the_template_writes_them_as_the
     messages = [{"role": role, "content": "no"}, first, second]
     token_ids, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages, first_message=2)
     assert tokenizer.decode(token_ids[mask]) == "yo<|end|>"
+
+
+def test_a_role_that_is_written_as_the_assistants_has_no_turns() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{ELSE}{{% endfor %}}"
+    with pytest.raises(DataError, match=r"no turns of 'system' can be told .*; there are assistant, user$"):
+        assert_marks(tokenizer, turns("hi", "yo", system="no"), "", roles_to_train=["system"])
+
+
+def test_rows_with_results_are_skipped_where_nothing_shows_where_these_begin_and_end() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}result {{ m.content }}."
+        "{% else %}{{ '' if loop.index0 and messages[loop.index0 - 1].role == 'tool' else '<|' ~ m.role ~ '|>' }}"
+        "{{ m.content }}{{ 'call' if m.tool_calls else '<|end|>' }}{% endif %}{% endfor %}"
+    )
+    assert_marks(tokenizer, turns("hi", "yo"), "<|user|>hi<|end|><|assistant|>«yo<|end|>»")
+    with pytest.raises(UnusableRow, match="its turns of tool would count as the assistant's"):
+        assert_marks(tokenizer, with_tool(), "")
 
 
 def test_results_that_the_template_writes_under_the_assistants_name_do_not_count() -> None:

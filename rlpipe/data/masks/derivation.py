@@ -141,13 +141,12 @@ def _interrupting(probe: Probe) -> list[RoleMarkers]:
     """Of results within the assistant's turn, by what is between two: the end of one, and the start of the next."""
     cut = _Cutter(probe.template.tokenizer)
     try:
-        _, before, between, behind, _ = probe.result_gaps(2)
+        _, _, between, behind, _ = probe.result_gaps(2)
     except (UnexpectedText, UnusableRow):
         return []
     end = cut.common([between, behind])
-    start = between.removeprefix(end)
-    markers = cut.special(start), cut.special(end, from_right=True)
-    if not all(markers) or not before.endswith(start):
+    markers = cut.special(between.removeprefix(end)), cut.special(end, from_right=True)
+    if not all(markers):
         return []
     return [RoleMarkers(role=TOOL, start=markers[0], end=markers[1], interrupts=True)]
 
