@@ -10,6 +10,7 @@ import numpy as np
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.formats import SupervisedForm
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate
@@ -73,7 +74,7 @@ class PromptRenderer:
         if data.chat:
             self._template.require()
 
-    def check(self, columns: Collection[str], location: str) -> None:
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raises ``DataError`` if the prompt column is missing."""
         require_columns(columns, [self._data.prompt_column], location, "data.prompt_column or data.transform")
 
@@ -104,10 +105,10 @@ class PromptRenderer:
 class SequenceRenderer:
     """Renders SFT rows to training sequences with loss on what the assistant writes, or on what the config says.
 
-    A row with ``data.messages_column`` is a conversation, and every assistant turn of it counts. Any other row has a
-    prompt and a completion, and only the completion counts: with ``data.chat`` an assistant turn (or messages), else
-    text and the end token. With ``data.text_column`` a row is a text, and all of it counts; of one that is too long, a
-    window does, another one in each epoch.
+    Of a conversation every assistant turn counts. Any other row has a prompt and a completion, and only the completion
+    counts: with ``data.chat`` an assistant turn (or messages), else text and the end token. ``SupervisedForm`` says
+    which of the two a row is. With ``data.text_column`` a row is a text, and all of it counts; of one that is too long,
+    a window does, another one in each epoch.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, max_tokens: int) -> None:
@@ -119,18 +120,14 @@ class SequenceRenderer:
         self._mask = ConversationMask(self._template, data)
         answers = data.source == "reasoning_gym" and data.transform is None
         self._completion_column = "answer" if answers else data.completion_column
+        self._form = SupervisedForm(data, self._completion_column)
 
-    def check(self, columns: Collection[str], location: str) -> None:
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
         """Raises ``DataError`` if the row has neither a text, a conversation, nor a prompt and a completion."""
         if self._data.text_column is not None:
             require_columns(columns, [self._data.text_column], location, "data.text_column or data.transform")
-        elif self._data.messages_column not in columns:
-            require_columns(
-                columns,
-                [self._data.prompt_column, self._completion_column],
-                location,
-                "data.prompt_column and data.completion_column, or data.messages_column, or data.transform",
-            )
+        else:
+            self._form.check(columns, location, nulls)
 
     def prompt(self, row: Row, place: Place) -> Prompt:
         """The row's prompt: for a conversation, what stands before its first assistant turn; for a text, all of it."""
@@ -139,6 +136,7 @@ class SequenceRenderer:
             text = self._text(row)
             token_ids = self._text_tokens(text)
             return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=text, task={})
+        row = self._form.normal(row)
         if self._data.messages_column not in row:
             task = {name: value for name, value in row.items() if name != self._data.prompt_column}
             return self._prompts.render_value(present(row, self._data.prompt_column), task, place)
@@ -156,6 +154,7 @@ class SequenceRenderer:
         """
         self.check(row.keys(), place.location)
         try:
+            row = row if self._data.text_column is not None else self._form.normal(row)
             token_ids, loss_mask = self.tokens(row) if self._data.text_column is None else self._all_tokens(row)
         except DataError as error:
             raise DataError(f"{place.location}: {error}") from None
