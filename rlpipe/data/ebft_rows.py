@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from rlpipe.data.messages import assistant_turns, chat_messages
+from rlpipe.data.formats import (
+    CONVERSATIONS,
+    conversation,
+    conversation_column,
+    conversation_columns,
+    no_conversation,
+)
+from rlpipe.data.messages import assistant_turns, no_assistant
 from rlpipe.data.rows import Row, UnusableRow, require_columns
 from rlpipe.data.thinking import REASONING_KEY, with_thinking, without_thinking
 from rlpipe.data.truth import REMAINING_TURNS
@@ -59,12 +66,12 @@ def all_turns(cfg: Mapping[str, Any]) -> Transform:
 
     def map_batch(batch: Row) -> Columns:
         made = []
-        for value in names.conversations(batch):
-            messages, turns = _conversation(value, names.messages)
+        for values in zip(*batch.values(), strict=True):
+            messages, turns = names.conversation(dict(zip(batch, values, strict=True)))
             made += [names.columns(messages, turn) for turn in turns]
         return {name: [columns[name] for columns in made] for name in (names.prompt, names.truth)}
 
-    return map_batch, {"remove_columns": [names.messages], "batched": True}
+    return map_batch, {"remove_columns": names.removed, "batched": True}
 
 
 def reasoning(cfg: Mapping[str, Any]) -> Transform:
@@ -104,10 +111,30 @@ class _Names:
     def of(cls, cfg: Mapping[str, Any], arguments: Mapping[str, str]) -> _Names:
         return cls(cfg["messages_column"], cfg["prompt_column"], arguments["truth_column"])
 
-    def conversations(self, row: Row) -> Any:
-        """The value of the messages column; raises ``DataError`` if there is none."""
-        require_columns(row.keys(), [self.messages], "data.transform", "data.messages_column")
-        return row[self.messages]
+    @property
+    def removed(self) -> list[str]:
+        return list(conversation_columns(self.messages))
+
+    def conversation(self, row: Row) -> tuple[ChatMessages, list[int]]:
+        """The messages, and which are the assistant's.
+
+        Raises ``UnusableRow`` if one of these could be no ground truth, ``DataError`` if there is no such column.
+        """
+        column = conversation_column(row, self.messages)
+        if column is None and CONVERSATIONS not in row:
+            require_columns(row.keys(), [self.messages], "data.transform", "data.messages_column")
+        if column is None:
+            raise UnusableRow(no_conversation(row.keys(), self.messages))
+        messages = conversation(row, column)
+        turns = assistant_turns(messages)
+        if not turns:
+            raise no_assistant(messages, column)
+        for turn in turns:
+            if _is_empty(messages[turn]):
+                raise UnusableRow(f"message {turn + 1}, a turn of the assistant, is empty")
+            if turn + 1 in turns:
+                raise UnusableRow(f"messages {turn + 1} and {turn + 2} are both the assistant's; make one of them")
+        return messages, turns
 
     def columns(self, messages: ChatMessages, turn: int) -> Columns:
         """The messages before a turn, and the turn: its text, or the message where it is more, such as a tool call."""
@@ -131,26 +158,9 @@ def _of_conversations(names: _Names, split: Callable[[ChatMessages, list[int]], 
     """``split`` takes the messages, and which of them are the assistant's."""
 
     def map_row(row: Row) -> Columns:
-        return split(*_conversation(names.conversations(row), names.messages))
+        return split(*names.conversation(row))
 
-    return map_row, {"remove_columns": [names.messages]}
-
-
-def _conversation(value: Any, column: str) -> tuple[ChatMessages, list[int]]:
-    """The messages, and which are the assistant's; raises ``UnusableRow`` if one of these could be no ground truth."""
-    if value is None:
-        raise UnusableRow(f"column {column!r} is null")
-    messages = chat_messages(value)
-    turns = assistant_turns(messages)
-    if not turns:
-        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
-        raise UnusableRow(f"column {column!r} has no turn of the role assistant; its roles are {roles}")
-    for turn in turns:
-        if _is_empty(messages[turn]):
-            raise UnusableRow(f"message {turn + 1}, a turn of the assistant, is empty")
-        if turn + 1 in turns:
-            raise UnusableRow(f"messages {turn + 1} and {turn + 2} are both the assistant's; make one of them")
-    return messages, turns
+    return map_row, {"remove_columns": names.removed}
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

@@ -1,24 +1,30 @@
-"""Reads the chat messages that a column holds."""
+"""Reads the chat messages that a column holds, of the keys role and content or, as in ShareGPT, from and value."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from rlpipe.data.rows import UnusableRow
 from rlpipe.types import ChatMessages
 
-SHAREGPT_KEYS = {"from", "value"}
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("system",), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+}
+"""What ``from`` may say, and the role that it means."""
 
 
 def chat_messages(value: Any) -> ChatMessages:
-    """``value`` as messages; raises ``UnusableRow`` if it is none."""
+    """``value`` as messages with ``role`` and ``content``; raises ``UnusableRow`` if it is none.
+
+    A content of text parts alone becomes a text, which every chat template can render.
+    """
     if not isinstance(value, list | tuple):
         raise UnusableRow(f"expected a text or chat messages, found {type(value).__name__}")
-    for message in value:
-        if not isinstance(message, dict) or message.get("role") is None:
-            raise UnusableRow(_problem(message))
-    # Tables give every message the keys of all others, filled up with None.
-    return [{key: value for key, value in m.items() if value is not None or key == "content"} for m in value]
+    return [_message(message, f"message {number}") for number, message in enumerate(value, start=1)]
 
 
 def assistant_turns(messages: ChatMessages) -> list[int]:
@@ -26,10 +32,58 @@ def assistant_turns(messages: ChatMessages) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _problem(message: Any) -> str:
-    if isinstance(message, dict) and message.keys() >= SHAREGPT_KEYS:
-        return (
-            "its messages have the keys 'from' and 'value', as in ShareGPT; rename them to 'role' and 'content', "
-            "and the roles 'human' and 'gpt' to 'user' and 'assistant'"
+def no_assistant(messages: ChatMessages, column: str) -> UnusableRow:
+    """To raise where a conversation has no turn of the assistant."""
+    roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+    return UnusableRow(f"column {column!r} has no turn of the role assistant; its roles are {roles}")
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise UnusableRow(f"{name}: a chat message must be a dict with role and content, found {message!r:.80}")
+    # Tables give every message the keys of all others, filled up with None.
+    known = {key: value for key, value in message.items() if value is not None}
+    if "role" not in known and "from" in known:
+        known = _of_sharegpt(known, name)
+    if not isinstance(known.get("role"), str):
+        found = f"the role is {known['role']!r:.80}" if "role" in known else f"no key 'role' in {message!r:.80}"
+        raise UnusableRow(f"{name}: a chat message must be a dict with role and content, and {found}")
+    content = known.get("content")
+    if content is None and not known.keys() - {"role", "content"}:
+        raise UnusableRow(f"{name}: its key 'content' is {'null' if 'content' in message else 'missing'}")
+    return {**known, "content": _content(content, name)}
+
+
+def _of_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
+    speaker = message["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        close = get_close_matches(str(speaker), SHAREGPT_ROLES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SHAREGPT_ROLES)}"
+        raise UnusableRow(f"{name}: its key 'from' is {speaker!r:.80}, which is no role; {hint}")
+    if "value" not in message:
+        raise UnusableRow(f"{name}: its key 'value' is missing or null")
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SHAREGPT_ROLES[speaker], "content": message["value"], **others}
+
+
+def _content(content: Any, name: str) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise UnusableRow(f"{name}: its content is a {type(content).__name__}, neither a text nor a list of parts")
+    parts = [_part(part, f"{name}, part {number}") for number, part in enumerate(content, start=1)]
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise UnusableRow(
+            f"{name}: a part of a content must be a text or a dict with the key 'type', found {part!r:.80}"
         )
-    return f"a chat message must be a dict with role and content, found {message!r:.80}"
+    known = {key: value for key, value in part.items() if value is not None}
+    if known["type"] == "text" and not isinstance(known.get("text"), str):
+        raise UnusableRow(f"{name}: its key 'text' is {known.get('text')!r:.80}, not a text")
+    return known

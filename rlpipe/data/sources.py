@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,13 +17,20 @@ from rlpipe.errors import DataError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 
-CheckColumns = Callable[[Collection[str], str], None]
-"""Raises ``DataError`` if the columns, found at the location, lack one that is needed."""
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class CheckColumns(Protocol):
+    """Raises ``DataError`` if the columns, found at the location, lack one that is needed; ``nulls`` are null there."""
+
+    def __call__(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None: ...
 
 
 def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None) -> Rows:
-    """The rows that ``data`` names. ``check`` sees the columns of every line of JSONL, and of a table once.
+    """The rows that ``data`` names.
 
+    ``check`` sees the columns of every line of JSONL; of a table once, and for each set of them that is null in a row.
     ``seed`` generates the rows of a reasoning-gym task whose arguments have none. Raises ``DataError`` if the source
     does not exist, can't be read, or is empty.
     """
@@ -84,7 +91,8 @@ class JsonlRows:
                 if line.strip():
                     row = _parse_object(line, f"{self.name}, line {number}")
                     if check is not None:
-                        check(row.keys(), f"{self.name}, line {number}")
+                        nulls = [name for name, value in row.items() if value is None]
+                        check(row.keys(), f"{self.name}, line {number}", nulls)
                     places.append((offset, number))
                 offset += len(line)
         return places
@@ -165,7 +173,7 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as Parquet ({describe_error(error)})") from None
     if check is not None:
-        check(table.column_names, str(path))
+        _check_table(table, str(path), check)
     return TableRows(str(path), table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0])
 
 
@@ -189,8 +197,19 @@ def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
     assert isinstance(found, Dataset)
     name = f"{data.path} ({data.split})"
     if check is not None:
-        check(found.column_names, name)
+        _check_table(found.data.table, name, check)
     return TableRows(name, len(found), found.__getitem__)
+
+
+def _check_table(table: pyarrow.Table, name: str, check: CheckColumns) -> None:
+    """Shows the columns to ``check``, and then the first row of each combination of nulls."""
+    check(table.column_names, name)
+    nullable = [column for column in table.column_names if table[column].null_count]
+    if nullable:
+        is_null = np.stack([table[column].is_null().to_numpy() for column in nullable], axis=1)  # [rows, columns]
+        for row in np.unique(is_null, axis=0, return_index=True)[1]:
+            nulls = [column for column, null in zip(nullable, is_null[row], strict=True) if null]
+            check(table.column_names, f"{name}, row {row + 1}", nulls)
 
 
 def _load_dataset(data: DataConfig, path: str) -> Any:

@@ -49,6 +49,10 @@ def transformed(tmp_path: Path, name: str, rows: Sequence[Row], **options: Any) 
     return apply_transform(open_rows(data, seed=0), data, TOKENIZER)
 
 
+def list_rows(rows: Rows) -> list[Row]:
+    return [rows[index] for index in range(len(rows))]
+
+
 def one(tmp_path: Path, name: str, row: Row, **options: Any) -> Row:
     rows = transformed(tmp_path, name, [row], **options)
     assert len(rows) == 1
@@ -124,8 +128,8 @@ def test_all_turns_makes_a_row_of_each_answer(tmp_path: Path) -> None:
 def test_turns_that_are_more_than_text_stay_messages(tmp_path: Path) -> None:
     call = assistant(None, tool_calls=[CALL])
     assert of_chat(tmp_path, "last_turn", [user("2+2?"), call])["ground_truth"] == [call]
-    parts = assistant([{"type": "text", "text": "4"}])  # type: ignore[arg-type]
-    assert of_chat(tmp_path, "last_turn", [user("2+2?"), parts])["ground_truth"] == [parts]
+    drawn: Any = [{"type": "text", "text": "4"}, {"type": "image", "image": "four.png"}]
+    assert of_chat(tmp_path, "last_turn", [user("2+2?"), assistant(drawn)])["ground_truth"] == [assistant(drawn)]
 
 
 def test_conversations_can_be_in_another_column(tmp_path: Path) -> None:
@@ -143,19 +147,29 @@ CHAT_TRANSFORMS = ["first_turn", "last_turn", "all_turns", "reasoning"]
     [
         (None, "column 'messages' is null"),
         ("hello", "expected a text or chat messages, found str"),
-        ([], "column 'messages' has no turn of the role assistant; its roles are none"),
+        ([], "column 'messages' is an empty list"),
         ([{"role": "human", "content": "hi"}], "has no turn of the role assistant; its roles are human"),
         ([user("hi"), assistant("")], "message 2, a turn of the assistant, is empty"),
         ([user("hi"), assistant("a"), assistant("b")], "messages 2 and 3 are both the assistant's; make one of them"),
         (
-            [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}],
-            "rename them to 'role' and 'content', and the roles 'human' and 'gpt' to 'user' and 'assistant'",
+            [{"from": "human", "value": "hi"}, {"from": "gtp", "value": "ho"}],
+            "column 'messages': message 2: its key 'from' is 'gtp', which is no role; did you mean 'gpt'?",
         ),
     ],
 )
 def test_conversations_without_a_usable_answer_say_why(tmp_path: Path, name: str, messages: Any, reason: str) -> None:
     with pytest.raises(UnusableRow, match=reason):
         of_chat(tmp_path, name, messages)
+
+
+@pytest.mark.parametrize("name", CHAT_TRANSFORMS)
+def test_sharegpt_rows_make_the_same_rows_as_chat_messages(tmp_path: Path, name: str) -> None:
+    speakers = {"user": "human", "assistant": "gpt"}
+    chat = THINKING if name == "reasoning" else CHAT
+    turns = [{"from": speakers[message["role"]], "value": message["content"]} for message in chat]
+    expected = list_rows(transformed(tmp_path, name, [{"messages": chat}]))
+    assert list_rows(transformed(tmp_path, name, [{"conversations": turns}])) == expected
+    assert list_rows(transformed(tmp_path, name, [{"messages": None, "conversations": turns}])) == expected
 
 
 # Reasoning ------------------------------------------------------------------------------------------------------------
@@ -221,7 +235,7 @@ def test_answers_without_a_span_pass_only_where_it_would_be_stripped(tmp_path: P
         ([user("?"), assistant("<think>two")], "strip", "message 2 has a <think> without </think>"),
         ([user("?"), assistant("<think>x"), *THINKING], "keep", "message 2 has a <think> without </think>"),
         ([user("?"), assistant("<think>two</think>\n")], "strip", "message 2 has no answer beside its reasoning"),
-        ([user("?"), assistant(["a"])], "keep", "the content of message 2 is a list, not a text"),  # type: ignore[arg-type]
+        ([user("?"), assistant([{"type": "image"}])], "keep", "the content of message 2 is a list, not a text"),  # type: ignore[arg-type]
     ],
 )
 def test_reasoning_that_is_not_complete_is_unusable(
@@ -370,10 +384,10 @@ def test_templates_that_open_and_hide_reasoning_get_it_in_the_truth(tmp_path: Pa
 
 
 def test_data_in_another_format_fails_at_the_start_with_the_fix(tmp_path: Path) -> None:
-    sharegpt = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    wrong = [{"speaker": "human", "text": "2+2?"}, {"speaker": "gpt", "text": "4"}]
     for name in CHAT_TRANSFORMS:
-        with pytest.raises(DataError, match=r"all 2 rows .* skipped, .*line 1 because .*rename them to 'role'"):
-            opened(config(tmp_path, name, [{"messages": sharegpt}] * 2))
+        with pytest.raises(DataError, match=r"all 2 rows .* skipped, .*line 1 because .*message 1: .* no key 'role'"):
+            opened(config(tmp_path, name, [{"messages": wrong}] * 2))
 
 
 @pytest.mark.parametrize(
