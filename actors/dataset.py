@@ -13,8 +13,9 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.order import Cursor
 from rlpipe.data.packing import pack_step
-from rlpipe.data.prompts import Cursor, SequenceSource, open_sft_rows
+from rlpipe.data.prompts import SequenceSource, open_sft_rows
 from rlpipe.imports import enter_folder
 from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepReport
@@ -107,7 +108,7 @@ class DatasetActor(BatchActor):
             "num_completion_tokens": float(sum(sequence.num_loss_tokens for sequence in sequences)),
             "epoch": float(place.epoch),
             "rows/cut": float(sum(sequence.status is RolloutStatus.TRUNCATED for sequence in sequences)),
-            **{f"rows/skipped/{kind}": float(count) for kind, count in source.skip_counts.items()},
+            **source.metrics,
             "time/pack": time.perf_counter() - started,
         }
         for batch in batches:

@@ -17,7 +17,8 @@ from rlpipe.configs.schema import Config, LedgerConfig, ReplayConfig
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_scoring import RewardConfig
-from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.data.order import Cursor
+from rlpipe.data.row_source import Passed
 from rlpipe.errors import LedgerLost, RunError
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.feature_board import FeatureBoard

@@ -26,7 +26,8 @@ from rlpipe.configs.schema_data import HeldOutConfig
 from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller
-from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.data.order import Cursor
+from rlpipe.data.row_source import Passed
 from rlpipe.evaluation import Evaluator
 from rlpipe.parts import Parts
 from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor

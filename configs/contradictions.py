@@ -21,6 +21,7 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import ModelConfig, needs_merging, serves_adapter
 from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig
+from rlpipe.configs.sources import EXAMPLE, mixed_sources
 from rlpipe.errors import ConfigError
 
 ENGINE_ARGUMENTS = {
@@ -108,25 +109,41 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
         yield f"model.prepare: {model.prepare!r} is not of the form module:function"
 
 
-def check_source(data: DataConfig) -> Iterator[str]:
-    source = f"data.source={data.source}"
-    if data.source == "reasoning_gym":
-        if data.task is None:
-            yield f"data.task: {source} needs the name of a task, such as data.task=basic_arithmetic"
+def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
+    """``at`` is what the options are called that these are of."""
+    source = f"{at}.source={data.source}"
+    if data.source == "mix" and at != "data":
+        yield f"{source}: a mix is no part of another; list its sources in data.sources"
+    elif data.source == "mix":
+        yield from check_mix(data)
+    elif data.sources:
+        yield f"data.sources: {source} reads no others; set data.source=mix, or data.sources={{}}"
+    if data.source in ("reasoning_gym", "mix"):
         if data.path is not None:
-            yield f"data.path: {source} reads no path; set data.path=null, or another data.source"
+            yield f"{at}.path: {source} reads no path; set {at}.path=null, or another {at}.source"
+        if data.task is None and data.source != "mix":
+            yield f"{at}.task: {source} needs the name of a task, such as {at}.task=basic_arithmetic"
     else:
         if data.path is None:
             needs = "a folder or hub id" if data.source == "datasets" else "a file"
-            yield f"data.path: {source} needs {needs}, as in data.path=..."
+            yield f"{at}.path: {source} needs {needs}, as in {at}.path=..."
         if data.task is not None or data.task_args:
-            yield f"data.task: {source} knows no tasks; set data.source=reasoning_gym, or remove task and task_args"
-    if data.source != "datasets" and data.name is not None:
-        yield f"data.name: {source} has no configurations; set data.name=null, or data.source=datasets"
+            yield f"{at}.task: {source} knows no tasks; set {at}.source=reasoning_gym, or remove task and task_args"
+    if data.source not in ("datasets", "mix") and data.name is not None:
+        yield f"{at}.name: {source} has no configurations; set {at}.name=null, or {at}.source=datasets"
     if data.transform is not None and ":" not in data.transform:
-        yield f"data.transform: {data.transform!r} is not of the form module:function"
-    if data.transform is None and data.transform_args:
-        yield "data.transform_args: there is no transform to receive them; set data.transform=module:function"
+        yield f"{at}.transform: {data.transform!r} is not of the form module:function"
+    if data.transform is None and data.transform_args and data.source != "mix":
+        yield f"{at}.transform_args: there is no transform to receive them; set {at}.transform=module:function"
+
+
+def check_mix(data: DataConfig) -> Iterator[str]:
+    if not data.sources:
+        yield f"data.sources: data.source=mix needs at least one source, {EXAMPLE}"
+    if data.name is not None or data.task is not None:
+        yield "data.name, data.task: each source of a mix has its own; set data.sources.<name>.name or task"
+    for source in mixed_sources(data):
+        yield from check_source(source.data, at=f"data.sources.{source.name}")
 
 
 def check_held_out(data: DataConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.configs.schema_scoring import ScoringConfig
+from rlpipe.configs.sources import mixed_sources
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -52,17 +53,21 @@ def check_adapter(adapter: AdapterConfig) -> Iterator[InputError]:
 
 
 def check_data_files(data: DataConfig) -> Iterator[InputError]:
-    if data.path is not None and data.source in ("jsonl", "parquet") and not absolute(data.path).is_file():
-        yield DataError(f"data.path: there is no file {absolute(data.path)}")
-    if (
-        data.path is not None
-        and data.source == "datasets"
-        and looks_local(data.path)
-        and not absolute(data.path).exists()
-    ):
-        yield DataError(f"data.path: there is no folder {absolute(data.path)}; give a folder or hub id")
+    yield from check_source_files(data)
+    for source in mixed_sources(data):
+        yield from check_source_files(source.data, at=f"data.sources.{source.name}")
     if data.held_out.path is not None and not absolute(data.held_out.path).is_file():
         yield DataError(f"data.held_out.path: there is no file {absolute(data.held_out.path)}")
+
+
+def check_source_files(data: DataConfig, at: str = "data") -> Iterator[InputError]:
+    if data.path is None:
+        return
+    path = absolute(data.path)
+    if data.source in ("jsonl", "parquet") and not path.is_file():
+        yield DataError(f"{at}.path: there is no file {path}")
+    if data.source == "datasets" and looks_local(data.path) and not path.exists():
+        yield DataError(f"{at}.path: there is no folder {path}; give a folder or hub id")
 
 
 def check_reward_files(scoring: ScoringConfig) -> Iterator[InputError]:

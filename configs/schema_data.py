@@ -20,7 +20,14 @@ class HeldOutConfig(Freezable):
 
 @dataclass(kw_only=True)
 class DataConfig(Freezable):
-    source: str = option(MISSING, "Where rows come from.", choices=("jsonl", "parquet", "datasets", "reasoning_gym"))
+    source: str = option(
+        MISSING,
+        "Where rows come from; mix: from all of data.sources.",
+        choices=("jsonl", "parquet", "datasets", "reasoning_gym", "mix"),
+    )
+    sources: dict[str, Any] = option(
+        {}, "Sources of a mix by name, each with a source, a weight (1), and options of data of its own."
+    )
     path: str | None = option(None, "File (jsonl, parquet), or folder or hub id (datasets).")
     name: str | None = option(None, "Configuration of the data set (datasets).")
     split: str = option("train", "Split of the data set (datasets).")

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from rlpipe.configs.options import options
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_model import ModelConfig
 
@@ -101,8 +102,13 @@ def to_yaml(config: Config) -> str:
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two trees of ``to_tree`` and matters for training, as "option: old -> new"."""
+    """What differs between two trees of ``to_tree`` and matters for training, as "option: old -> new".
+
+    Options that are younger than the old tree had their defaults.
+    """
     before, after = dict(training_options(old)), dict(training_options(new))
+    defaults = {option.name: plain(option.default) for option in options()}
+    before = {name: defaults[name] for name in after if name not in before and name in defaults} | before
     names = [*before, *(name for name in after if name not in before)]
     return [
         f"{name}: {show(before, name)} -> {show(after, name)}"

@@ -13,7 +13,9 @@ from rlpipe.configs.contradictions import find_contradictions
 from rlpipe.configs.files import find_missing_files
 from rlpipe.configs.options import describe_range
 from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_option import Freezable
+from rlpipe.configs.sources import OPTION, mixed_sources
 from rlpipe.errors import ConfigError, InputError
 
 
@@ -27,9 +29,20 @@ def validate(config: Config, *, need_files: bool = True) -> None:
 
 
 def find_problems(config: Config, *, need_files: bool) -> Iterator[InputError]:
-    yield from chain(find_out_of_range(config), find_contradictions(config))
+    yield from chain(find_out_of_range(config), find_wrong_sources(config.data), find_contradictions(config))
     if need_files:
         yield from find_missing_files(config)
+
+
+def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
+    """What in the entries of ``data.sources`` is unknown, of the wrong type, or outside its choices or range."""
+    try:
+        sources = mixed_sources(data)
+    except ConfigError as error:
+        yield error
+        return
+    for source in sources:
+        yield from find_out_of_range(source.data, f"{OPTION}.{source.name}.")
 
 
 def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:

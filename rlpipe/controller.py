@@ -26,7 +26,9 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.weights import NotLoaded, Served
 from rlpipe.configs.schema import Config
-from rlpipe.data.prompts import Cursor, Passed, PromptSource
+from rlpipe.data.order import Cursor
+from rlpipe.data.prompts import PromptSource
+from rlpipe.data.row_source import Passed
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
@@ -365,7 +367,7 @@ class Controller:
 
     def _report(self, report: StepReport) -> None:
         if report.step < self._num_steps:
-            report.metrics |= {f"rows/skipped/{kind}": float(n) for kind, n in self._prompts.skip_counts.items()}
+            report.metrics |= self._prompts.metrics
             self._reporter.trained(report)
         else:
             self._reporter.compared(report)

@@ -20,11 +20,11 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from rlpipe import launch
 from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.truth import TruthRenderer
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
@@ -117,16 +117,16 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
     config = run.config
     tokenizer = load_tokenizer(run.model)
-    prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed, truth=_truth(config, tokenizer))
+    prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed, ebft=_compared(config))
     check_context(run)
-    check_reward_columns(run, held_out or [prompts.peek()])
+    check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.generation_needs(run), *launch.learner_needs(config)]
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
         # Before models are loaded, which takes minutes where they are large.
         replay = launch.start_replay(run)
-        accounts = _open_accounts(run, start, replay, num_rows=len(prompts))
+        accounts = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
         parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
         weights = launch.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
@@ -209,7 +209,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
     run = prepare_run(config, rewards)
     tokenizer = load_tokenizer(run.model)
-    _, held_out = open_prompts(config.data, tokenizer, seed=config.seed, truth=_truth(config, tokenizer))
+    _, held_out = open_prompts(config.data, tokenizer, seed=config.seed, ebft=_compared(config))
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
@@ -220,10 +220,9 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
         return _run(_evaluate_once(run, parts, held_out))
 
 
-def _truth(config: Config, tokenizer: Any) -> TruthRenderer | None:
-    """Where rewards compare with it."""
-    ebft = config.algorithm.ebft
-    return TruthRenderer(tokenizer, config.data, ebft) if ebft.reward else None
+def _compared(config: Config) -> EbftConfig | None:
+    """Where rewards compare with a ground truth, the options of that."""
+    return config.algorithm.ebft if config.algorithm.ebft.reward else None
 
 
 def _drain_hook(config: Config, replay: ActorHandle) -> None:
@@ -270,7 +269,7 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     return metrics.result()
 
 
-def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int) -> OpenAccounts:
+def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> OpenAccounts:
     """Has the replay actor open the ledger that belongs to where the run goes on."""
     cluster = run.config.cluster
     accounts: OpenAccounts = get_answer(

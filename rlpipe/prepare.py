@@ -14,7 +14,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
-from rlpipe.data.prompts import Cursor
+from rlpipe.data.order import Cursor
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.folders import held, why_not_writable, write_whole
 from rlpipe.imports import import_object
@@ -189,16 +189,15 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
 
 
 def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
-    """Raises ``DataError`` if a reward function needs a column that the rows do not have."""
-    columns = prompts[0].task.keys()
+    """Raises ``DataError`` if a reward function needs a column that one of the prompts does not have."""
     for name, reward in run.rewards.items():
         if reward.path == FEATURE_PATH:
             continue  # rows without ground truth are skipped
         function = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
-        missing = missing_columns(function, reward.kwargs, columns)
-        if missing:
-            there = ", ".join(columns) or "none"
-            raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
+        for columns in (prompt.task.keys() for prompt in prompts):
+            if missing := missing_columns(function, reward.kwargs, columns):
+                there = ", ".join(columns) or "none"
+                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
 
 
 def check_context(run: Run) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from replay_cases import group, open_store, score
 
 from rlpipe.configs.schema import ReplayConfig
-from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.data.order import Cursor
+from rlpipe.data.row_source import Passed
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.ledger import GroupState, Ledger
 from rlpipe.replay.rerolls import Rerolls

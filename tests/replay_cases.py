@@ -10,7 +10,7 @@ from rlpipe.configs.schema import ReplayConfig
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_scoring import RewardConfig
-from rlpipe.data.prompts import Cursor
+from rlpipe.data.order import Cursor
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.database import NAME
 from rlpipe.replay.ledger import Ledger

@@ -103,6 +103,7 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
     eras = list(_eras(ledger))
     trees = [tree for _, _, tree in eras]
     one_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
+    has_epochs = one_data and trees[0]["data"].get("source") != "mix"
     limits = [
         [
             first,
@@ -121,7 +122,7 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
         ledger.checkpoint_step,
         has_ended(ledger),
         max(tree["replay"]["refill_attempts"] for tree in trees),
-        one_data,
+        has_epochs,
         json.dumps(limits),
     )
 

@@ -8,7 +8,8 @@ from rlpipe.replay.ledger import COMPARED
 
 TABLES = """
 WITH RECURSIVE
-run(epoch, position, num_rows, checkpoint_step, finished, refill_attempts, one_data) AS (VALUES (?, ?, ?, ?, ?, ?, ?)),
+run(epoch, position, num_rows, checkpoint_step, finished, refill_attempts, has_epochs) AS (
+    VALUES (?, ?, ?, ?, ?, ?, ?)),
 limits(first, beyond, groups_per_step, max_staleness, reuse_groups, one_sum) AS (
     SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]'),
     json_extract(value, '$[3]'), json_extract(value, '$[4]'), json_extract(value, '$[5]') FROM json_each(?)),
@@ -64,7 +65,7 @@ CHECKS = (
     Check(
         "no prompt has two places in an epoch",
         """SELECT 'prompt ' || prompt_id || ' in epoch ' || entries.epoch || ', positions ' || min(entries.position)
-            || ' and ' || max(entries.position) FROM entries, run WHERE one_data
+            || ' and ' || max(entries.position) FROM entries, run WHERE has_epochs
             GROUP BY entries.epoch, prompt_id HAVING count(*) > 1 AND min(entries.position) < max(entries.position)""",
     ),
     Check(

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.data.order import Cursor
+from rlpipe.data.row_source import Passed
 from rlpipe.errors import LedgerError
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.database import Database

@@ -9,7 +9,8 @@ from rlpipe.configs.schema import ReplayConfig
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_scoring import RewardConfig
-from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.data.order import Cursor
+from rlpipe.data.row_source import Passed
 from rlpipe.replay.assemble import assemble_step, has_signal
 from rlpipe.replay.buffer import Admitted, ReplayBuffer
 from rlpipe.replay.ledger import NO_VARIANCE, GroupState, Ledger, StepGroups

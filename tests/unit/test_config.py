@@ -14,6 +14,7 @@ from rlpipe.configs.groups import config_folder, describe_choice, list_groups
 from rlpipe.configs.options import SYNONYMS, nearest_name, options
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_scoring import RewardConfig
+from rlpipe.configs.sources import mixed_sources
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.errors import ConfigError, DataError
 
@@ -268,6 +269,24 @@ def test_changes_that_matter_for_training_are_listed() -> None:
     found = changed_options(to_tree(old), to_tree(changed))
     assert "algorithm.loss.clip_high: 0.2 -> 0.3" in found
     assert 'scoring.rewards.right.path: "mine:right" -> absent' in found
+
+
+def test_options_that_are_younger_than_a_run_had_their_defaults() -> None:
+    old = to_tree(load_config(BASE))
+    for name in ("sources", "shuffle", "train_on_eos"):
+        del old["data"][name]
+    assert changed_options(old, to_tree(load_config(BASE))) == []
+    changed = to_tree(load_config([*BASE, "data.shuffle=false"]))
+    assert changed_options(old, changed) == ["data.shuffle: true -> false"]
+
+
+def test_sources_of_a_mix_are_added_and_changed_one_by_one() -> None:
+    mix = ["model.path=org/policy", "data=mix", "data.sources.math={source: jsonl, path: a.jsonl}"]
+    base = [*mix, "data.sources.code={source: jsonl, path: b.jsonl}", "data.sources.code.weight=3"]
+    config = load_config(base, need_files=False)
+    assert [(source.name, source.weight) for source in mixed_sources(config.data)] == [("code", 3.0), ("math", 1.0)]
+    other = load_config([*base, "data.sources.code.weight=4"], need_files=False)
+    assert changed_options(to_tree(config), to_tree(other)) == ["data.sources.code.weight: 3 -> 4"]
 
 
 def test_length_of_a_run_matters_where_the_learning_rate_depends_on_it() -> None:

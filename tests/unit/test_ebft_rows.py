@@ -17,7 +17,6 @@ from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
 from rlpipe.data.rows import Row, Rows, UnusableRow
 from rlpipe.data.sources import open_rows
 from rlpipe.data.transforms import apply_transform
-from rlpipe.data.truth import TruthRenderer
 from rlpipe.errors import DataError
 from rlpipe.tiny import CHAT_TEMPLATE, make_tokenizer
 from rlpipe.types import ChatMessages, Prompt
@@ -287,7 +286,7 @@ def test_unknown_arguments_are_refused(tmp_path: Path, name: str, arguments: dic
 
 
 def opened(data: DataConfig) -> PromptSource:
-    return open_prompts(data, TOKENIZER, seed=0, truth=TruthRenderer(TOKENIZER, data, EbftConfig()))[0]
+    return open_prompts(data, TOKENIZER, seed=0, ebft=EbftConfig())[0]
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -348,7 +347,7 @@ def test_rows_of_tables_are_read_as_rows_of_json(tmp_path: Path) -> None:
 def test_every_turn_is_a_prompt_and_those_that_cannot_be_are_skipped(tmp_path: Path) -> None:
     greeting = [assistant("Hi!"), user("2+2?"), assistant("4")]
     source = opened(config(tmp_path, "all_turns", [{"messages": m} for m in (CHAT, [user("hi")], greeting)]))
-    assert len(source) == 5
+    assert source.num_rows == 5
     prompts = source.take(3)
     assert [prompt.prompt_id for prompt in prompts] == [0, 1, 4]
     assert [truth_text(prompt) for prompt in prompts] == ["4<|end|>", "6<|end|>", "4<|end|>"]
@@ -377,7 +376,7 @@ def test_templates_that_open_and_hide_reasoning_get_it_in_the_truth(tmp_path: Pa
     tokenizer = make_tokenizer()
     tokenizer.chat_template = HIDES_REASONING
     data = config(tmp_path, "reasoning", [{"messages": THINKING}])
-    source, _ = open_prompts(data, tokenizer, seed=0, truth=TruthRenderer(tokenizer, data, EbftConfig()))
+    source, _ = open_prompts(data, tokenizer, seed=0, ebft=EbftConfig())
     prompt = source.next()
     assert prompt_text(prompt) == "<|user|>1+1?<|end|><|assistant|>2<|end|><|user|>2+2?<|end|><|assistant|><think>"
     assert truth_text(prompt) == f"{THOUGHT.removeprefix('<think>')}<|end|>"
@@ -405,4 +404,4 @@ def test_the_same_rows_serve_sft_and_strided_ebft(tmp_path: Path, name: str, com
     row = {"input": "in", "output": "out"} if name == "input_output" else {"messages": messages}
     data = config(tmp_path, name, [row], completion_column="ground_truth")
     source, _ = open_sft_rows(data, TOKENIZER, seed=0, max_tokens=200)
-    assert [TOKENIZER.decode(rollout.completion_ids) for rollout in source.take(len(source))] == completions
+    assert [TOKENIZER.decode(rollout.completion_ids) for rollout in source.take(len(completions))] == completions

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replay_cases import REWARD, group, open_store
 
 from rlpipe.configs.schema import ReplayConfig
-from rlpipe.data.prompts import Cursor
+from rlpipe.data.order import Cursor
 from rlpipe.health import EngineState, Fleet
 from rlpipe.replay.admission import Admission
 from rlpipe.replay.buffer import Admitted

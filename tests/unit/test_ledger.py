@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from replay_cases import admit, admitted, bring, group, open_store
 
-from rlpipe.data.prompts import Cursor, Passed
+from rlpipe.data.order import Cursor
+from rlpipe.data.row_source import Passed
 from rlpipe.errors import LedgerError
 from rlpipe.replay.database import NAME, damage
 from rlpipe.replay.ledger import COMPARED, GroupState, Ledger, StepGroups

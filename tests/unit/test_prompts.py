@@ -11,7 +11,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlpipe.configs.schema_data import DataConfig, HeldOutConfig
-from rlpipe.data.prompts import MAX_LOGGED_SKIPS, Cursor, open_prompts, open_sft_rows
+from rlpipe.data.order import Cursor
+from rlpipe.data.prompts import open_prompts, open_sft_rows
+from rlpipe.data.row_source import MAX_LOGGED_SKIPS
 from rlpipe.data.rows import SkipKind
 from rlpipe.errors import DataError
 from rlpipe.tiny import make_tokenizer

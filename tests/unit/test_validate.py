@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_data import HeldOutConfig
 from rlpipe.configs.schema_model import WeightScaleRule
 from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
 from rlpipe.configs.validate import require_rewards, validate
@@ -410,3 +412,50 @@ def test_reinforcement_learning_needs_a_reward() -> None:
     require_rewards(config_with({}), rewards=[len])
     require_rewards(config_with({"scoring.rewards": reward()}))
     require_rewards(config_with({"algorithm.kind": "sft"}))
+
+
+MIX = {"data.source": "mix", "data.task": None}
+SUMS = {"source": "reasoning_gym", "task": "basic_arithmetic"}
+
+
+def test_a_mix_of_sources_is_valid() -> None:
+    validate(config_with({**MIX, "data.sources": {"a": SUMS, "b": {**SUMS, "weight": 0.5, "shuffle": False}}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.sources": {}}, "data.sources: data.source=mix needs at least one source, such as data.sources.math="),
+        ({"data.path": "rows.jsonl"}, "data.path: data.source=mix reads no path; set data.path=null"),
+        ({"data.task": "chain_sum"}, "data.name, data.task: each source of a mix has its own"),
+        ({"data.source": "reasoning_gym", "data.task": "chain_sum"}, "data.sources: .* set data.source=mix"),
+        ({"data.sources": {"a": 3}}, "data.sources.a: 3 is no dictionary of options; write such as"),
+        ({"data.sources": {"a": {"task": "chain_sum"}}}, "data.sources.a.source is missing"),
+        ({"data.sources": {"a": {**SUMS, "weight": 0}}}, "data.sources.a.weight: 0 is no number above 0"),
+        ({"data.sources": {"a": {**SUMS, "weight": -1.5}}}, "data.sources.a.weight: -1.5 is no number"),
+        ({"data.sources": {"a": {**SUMS, "weight": True}}}, "data.sources.a.weight: True is no number"),
+        ({"data.sources": {"a": {**SUMS, "weight": float("nan")}}}, "data.sources.a.weight: nan is no number"),
+        ({"data.sources": {"a": {**SUMS, "wieght": 2}}}, "data.sources.a: no such key 'wieght'; did you mean weight?"),
+        ({"data.sources": {"a": {**SUMS, "qqq": 2}}}, "data.sources.a: no such key 'qqq'; a source has a weight, and"),
+        ({"data.sources": {"a": {**SUMS, "held_out": {"size": 2}}}}, "set data.held_out"),
+        ({"data.sources": {"a": {**SUMS, "shuffle": "often"}}}, "data.sources.a.shuffle: 'often' is not true or false"),
+        ({"data.sources": {"a": {**SUMS, "loss_mask": "rolls"}}}, "data.sources.a.loss_mask: 'rolls' is not one of"),
+        ({"data.sources": {"a": {"source": "mix"}}}, "data.sources.a.source=mix: a mix is no part of another"),
+        ({"data.sources": {"a": {"source": "jsnl"}}}, "data.sources.a.source: 'jsnl' is not .* did you mean jsonl"),
+        (
+            {"data.sources": {"a": {"source": "jsonl"}}},
+            "data.sources.a.path: .* as in data.sources.a.path=",
+        ),
+        ({"data.sources": {"a": {"source": "reasoning_gym"}}}, "data.sources.a.task: .* needs the name of a task"),
+        ({"data.sources": {"a": {**SUMS, "transform": "mine"}}}, "data.sources.a.transform: 'mine' is not of the form"),
+        ({"data.held_out": HeldOutConfig(split="test")}, "data.held_out.split: data.source=mix has no splits"),
+    ],
+)
+def test_what_is_wrong_with_a_mix_is_named(changes: dict[str, Any], message: str) -> None:
+    problem = problem_of(**{**MIX, "data.sources": {"a": SUMS}, **changes})
+    assert re.search(message, str(problem)), str(problem)
+
+
+def test_missing_files_of_a_mix_are_named() -> None:
+    problem = problem_of(**MIX, **{"data.sources": {"a": {"source": "jsonl", "path": "none.jsonl"}}})
+    assert "data.sources.a.path: there is no file" in str(problem)

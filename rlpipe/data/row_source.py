@@ -1,0 +1,200 @@
+"""Endless, resumable sources of rendered rows: one source's, or those of a mix."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rlpipe.data.mixture import Mixture
+from rlpipe.data.order import Cursor, Order
+from rlpipe.data.rows import Place, Row, Rows, SkipKind, SkippedRow, UnusableRow
+from rlpipe.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Render = Callable[[Row, Place], Item]
+"""Raises ``UnusableRow`` for a row to skip."""
+
+MAX_LOGGED_SKIPS = 50
+"""Skipped rows that a source logs one by one; all are counted."""
+SOURCE_COLUMN = "data_source"
+"""The column of a mix's rows with the name of their source, unless they have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A row that a source passed over, because it can't be used."""
+
+    at: Cursor
+    prompt_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[Item]):
+    """What a source is made of; in a mix, one of several, with a name and a weight."""
+
+    rows: Rows
+    order: Order
+    render: Render[Item]
+    name: str = ""
+    """Empty where there is no mix."""
+    weight: float = 1.0
+
+    def read(self, row: int, place: Place) -> Item:
+        """The rendered row; raises ``UnusableRow`` to skip it."""
+        columns = self.rows[row]
+        return self.render({SOURCE_COLUMN: self.name, **columns} if self.name else columns, place)
+
+
+class RowSource(Generic[Item]):
+    """Rendered rows without end, in an order that the place alone determines.
+
+    The rows of one part come epoch by epoch; those of several named ones, each in epochs of its own, as ``Mixture``
+    spreads them. A row that can't be rendered is skipped and kept in ``skipped`` with the reason. ``next`` raises
+    ``DataError`` if no row of a part is left. After ``seek(cursor)`` the source yields again what it yielded when
+    ``cursor`` was its own.
+    """
+
+    def __init__(self, parts: Sequence[Part[Item]]) -> None:
+        self._parts = parts
+        self._mixture = Mixture([part.weight for part in parts]) if parts[0].name else None
+        self._skipped: list[dict[int, SkippedRow]] = [{} for _ in parts]
+        self._num_skipped = 0
+        self._cursor = Cursor()
+        self.last = Cursor()
+        """Where the item stands that ``next`` gave last."""
+        self.passed_over: list[Passed] = []
+        """The rows that it passed over on the way there."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of an epoch, skipped ones included; None for a mix, which has no epochs."""
+        return self._parts[0].order.num_rows if self._mixture is None else None
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return self.next()
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._cursor
+
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """Every row skipped so far, once."""
+        return [row for rows in self._skipped for row in rows.values()]
+
+    @property
+    def skip_counts(self) -> dict[str, int]:
+        """Rows skipped so far, by ``SkipKind``."""
+        counts = Counter(row.kind for row in self.skipped)
+        return {kind.value: counts[kind] for kind in SkipKind}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Rows skipped so far; of a mix, also how many rows were taken of each source, and its epoch."""
+        metrics = {f"rows/skipped/{kind}": float(count) for kind, count in self.skip_counts.items()}
+        if self._mixture is None:
+            return metrics
+        counts = self._mixture.counts(self._cursor.position)
+        for part, count, skipped in zip(self._parts, counts, self._skipped, strict=True):
+            metrics[f"rows/taken/{part.name}"] = float(count)
+            metrics[f"rows/skipped/{part.name}"] = float(len(skipped))
+            metrics[f"epoch/{part.name}"] = float(part.order.behind(count).epoch)
+        return metrics
+
+    def seek(self, cursor: Cursor) -> None:
+        """Goes to ``cursor``; raises ``DataError`` if the source was never there."""
+        if self._mixture is None:
+            self._parts[0].order.row(cursor)
+        elif cursor.epoch != 0 or cursor.position < 0:
+            raise DataError(f"a mix of sources has no epochs, so {cursor} is not of this data")
+        self._cursor = cursor
+
+    def next(self) -> Item:
+        self.passed_over = []
+        while True:
+            index, row, epoch = self._take()
+            try:
+                return self._read(index, row, epoch)
+            except UnusableRow as problem:
+                reason = f"{problem.kind}: {problem.reason}"
+                self.passed_over.append(Passed(self.last, self._prompt_id(index, row), reason))
+
+    def peek(self) -> Item:
+        """The next item, which stays the next."""
+        cursor = self.cursor
+        item = self.next()
+        self.seek(cursor)
+        return item
+
+    def take(self, count: int) -> list[Item]:
+        """The next ``count`` items."""
+        return [self.next() for _ in range(count)]
+
+    def examples(self) -> list[Item]:
+        """The first item of each part; raises ``DataError`` if a part has none."""
+        return [self._first(index) for index in range(len(self._parts))]
+
+    def _first(self, index: int) -> Item:
+        order, count = self._parts[index].order, 0
+        while True:
+            cursor = order.behind(count)
+            row = order.row(cursor)
+            assert row is not None, "a row stands behind any number of them"
+            try:
+                return self._read(index, row, cursor.epoch)
+            except UnusableRow:
+                count += 1
+
+    def _take(self) -> tuple[int, int, int]:
+        """The part of the next row, its index there, and the part's epoch; steps behind it."""
+        index, at = 0, self._cursor
+        if self._mixture is not None:
+            index, count = self._mixture.draw(self._cursor.position)
+            at = self._parts[index].order.behind(count)
+        row = self._parts[index].order.row(at)
+        if row is None:
+            self._cursor = at = Cursor(epoch=at.epoch + 1)
+            row = self._parts[index].order.row(at)
+            assert row is not None, "an epoch has at least one row"
+        self.last = self._cursor
+        self._cursor = Cursor(self.last.epoch, self.last.position + 1)
+        return index, row, at.epoch
+
+    def _read(self, index: int, row: int, epoch: int) -> Item:
+        """The rendered row; raises ``UnusableRow`` if it is skipped."""
+        part, known = self._parts[index], self._skipped[index].get(row)
+        if known is not None:
+            raise UnusableRow(known.reason, known.kind)
+        location = part.rows.location(row)
+        try:
+            return part.read(row, Place(self._prompt_id(index, row), epoch, location))
+        except UnusableRow as problem:
+            self._skip(index, SkippedRow(row, location, problem.kind, problem.reason))
+            raise
+
+    def _prompt_id(self, index: int, row: int) -> int:
+        """Of a row in one part its index; unique over all parts, whatever their lengths."""
+        return row * len(self._parts) + index
+
+    def _skip(self, index: int, skipped: SkippedRow) -> None:
+        part, rows = self._parts[index], self._skipped[index]
+        rows[skipped.row] = skipped
+        self._num_skipped += 1
+        if self._num_skipped <= MAX_LOGGED_SKIPS:
+            level = logging.INFO if skipped.kind is SkipKind.HELD_OUT else logging.WARNING
+            logger.log(level, "%s is skipped: %s", skipped.location, skipped.reason)
+        if self._num_skipped == MAX_LOGGED_SKIPS:
+            logger.warning("further skipped rows of %s are counted, not logged", part.rows.name)
+        if len(rows) == part.order.num_rows:
+            first = next(iter(rows.values()))
+            reason = f"{first.location} because {first.reason}"
+            raise DataError(f"{part.rows.name}: all {len(rows)} rows for training are skipped, {reason}")
