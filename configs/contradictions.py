@@ -131,6 +131,8 @@ def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
             yield f"{at}.task: {source} knows no tasks; set {at}.source=reasoning_gym, or remove task and task_args"
     if data.source not in ("datasets", "mix") and data.name is not None:
         yield f"{at}.name: {source} has no configurations; set {at}.name=null, or {at}.source=datasets"
+    if data.streaming and data.source == "reasoning_gym":
+        yield f"{at}.streaming: {source} makes its rows on the spot; set {at}.streaming=false"
     if data.transform is not None and ":" not in data.transform:
         yield f"{at}.transform: {data.transform!r} is not of the form module:function"
     if data.transform is None and data.transform_args and data.source != "mix":
@@ -161,6 +163,14 @@ def check_held_out(data: DataConfig) -> Iterator[str]:
         yield f"data.held_out.split: data.source={data.source} has no splits; set data.held_out.size or path instead"
     if held_out.split is not None and held_out.split == data.split:
         yield f"data.held_out.split: {held_out.split} is trained on (data.split); name another split"
+    streams = [f"data.sources.{source.name}" for source in mixed_sources(data) if source.data.streaming]
+    if data.streaming and data.source != "mix":
+        streams = ["data"]
+    if held_out.size > 0 and streams:
+        yield (
+            f"data.held_out.size: {streams[0]}.streaming=true does not know the rows at the start; set "
+            "data.held_out.path or split instead"
+        )
     rows = data.task_args.get("size")
     if isinstance(rows, int) and 0 < rows <= held_out.size:
         yield f"data.held_out.size: {held_out.size} of data.task_args.size={rows} leaves no training row; set it lower"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlpipe.configs.paths import data_files
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
@@ -64,8 +65,11 @@ def check_source_files(data: DataConfig, at: str = "data") -> Iterator[InputErro
     if data.path is None:
         return
     path = absolute(data.path)
-    if data.source in ("jsonl", "parquet") and not path.is_file():
-        yield DataError(f"{at}.path: there is no file {path}")
+    if data.source in ("jsonl", "parquet"):
+        try:
+            data_files(data.path, data.source, f"{at}.path")
+        except DataError as error:
+            yield error
     if data.source == "datasets" and looks_local(data.path) and not path.exists():
         yield DataError(f"{at}.path: there is no folder {path}; give a folder or hub id")
 

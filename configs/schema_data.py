@@ -28,7 +28,9 @@ class DataConfig(Freezable):
     sources: dict[str, Any] = option(
         {}, "Sources of a mix by name, each with a source, a weight (1), and options of data of its own."
     )
-    path: str | None = option(None, "File (jsonl, parquet), or folder or hub id (datasets).")
+    path: str | None = option(
+        None, "File, folder of files, or pattern such as rows/*.jsonl (jsonl, parquet); folder or hub id (datasets)."
+    )
     name: str | None = option(None, "Configuration of the data set (datasets).")
     split: str = option("train", "Split of the data set (datasets).")
     task: str | None = option(None, "Name of the task (reasoning_gym).")
@@ -59,4 +61,6 @@ class DataConfig(Freezable):
     )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
     shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")
+    streaming: bool = option(False, "Read rows as they come, instead of opening all at the start.")
+    shuffle_rows: int = option(10_000, "With streaming, so many rows in a row are permuted, and in memory.", minimum=1)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -15,10 +16,11 @@ from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.sources import MixedSource, mixed_sources
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.mixture import Mixture
-from rlpipe.data.order import PermutedOrder
+from rlpipe.data.order import Order, PermutedOrder
 from rlpipe.data.row_source import Part, Render, RowSource
-from rlpipe.data.rows import Place, Row, Rows, SkipKind, UnusableRow
-from rlpipe.data.sources import CheckColumns, open_held_out_rows, open_rows
+from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, SkipKind, UnusableRow
+from rlpipe.data.sources import open_held_out_rows, open_rows, open_stream
+from rlpipe.data.stream import BlockOrder, StreamRows
 from rlpipe.data.transforms import apply_transform
 from rlpipe.data.truth import TruthRenderer
 from rlpipe.errors import DataError
@@ -116,13 +118,14 @@ class _Split:
         self._prompts_of = prompts_of
         sources = mixed_sources(data) if data.source == "mix" else [MixedSource(name="", weight=1.0, data=data)]
         self._sources = [
-            _Source.open(source, number, seed, prompts_of, tokenizer) for number, source in enumerate(sources)
+            _Source.open(source, number, seed, prompts_of(source.data)[0], tokenizer)
+            for number, source in enumerate(sources)
         ]
         self._held: list[tuple[_Source, list[int]]] = []
         """Held-out rows by source."""
         self.held_out: list[Prompt] = []
         if data.held_out.path is not None or data.held_out.split is not None:
-            held = _Source.open_held_out(data, prompts_of, tokenizer)
+            held = _Source.open_held_out(data, prompts_of(data)[0], tokenizer)
             self._hold_out(held, held.indices.tolist(), len(held.indices))
         elif data.held_out.size:
             self._split_off(data.held_out.size)
@@ -151,11 +154,11 @@ class _Split:
         """Of several sources, as many rows of each as the first ``size`` places of the mix have."""
         shares = Mixture([source.weight for source in self._sources]).counts(size)
         for source, share in zip(self._sources, shares, strict=True):
-            order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices)
-            rows = self._hold_out(source, order.tolist(), share) if share else []
+            order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices).tolist()
+            rows = self._hold_out(source, order, share) if share else []
             source.indices = np.setdiff1d(source.indices, rows)
             if not len(source.indices):
-                whole = f"{len(source.rows)} rows of {source.rows.name}"
+                whole = f"{len(order)} rows of {source.rows.name}"
                 raise DataError(f"data.held_out.size: {share} of {whole} leave none to train on")
 
     def _hold_out(self, source: _Source, order: Iterable[int], count: int) -> list[int]:
@@ -174,34 +177,31 @@ class _Source:
     """Empty where there is no mix."""
     weight: float
     data: DataConfig
-    rows: Rows
+    rows: AnyRows
     indices: NDArray[np.int64]
-    """Of the rows that are trained on."""
+    """Of the rows that are trained on, unless they are a stream's."""
+    stream: StreamRows | None = None
     number: int = 0
 
     @classmethod
     def open(
-        cls,
-        source: MixedSource,
-        number: int,
-        seed: int,
-        prompts_of: PromptsOf,
-        tokenizer: PreTrainedTokenizerBase,
+        cls, source: MixedSource, number: int, seed: int, check: CheckColumns, tokenizer: PreTrainedTokenizerBase
     ) -> _Source:
         data = source.data
-        check = prompts_of(data)[0] if data.transform is None else None  # a transform makes the columns that are needed
+        make = partial(cls, name=source.name, weight=source.weight, data=data, number=number)
+        known = _known(data, check)
         try:
-            rows = apply_transform(open_rows(data, seed=seed, check=check), data, tokenizer)
+            if data.streaming:
+                stream = open_stream(data, known)
+                return make(rows=apply_transform(stream, data, tokenizer), indices=np.arange(0), stream=stream)
+            rows = apply_transform(open_rows(data, seed=seed, check=known), data, tokenizer)
+            return make(rows=rows, indices=np.arange(len(rows)))
         except DataError as error:
             raise DataError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from None
-        return cls(
-            name=source.name, weight=source.weight, data=data, rows=rows, indices=np.arange(len(rows)), number=number
-        )
 
     @classmethod
-    def open_held_out(cls, data: DataConfig, prompts_of: PromptsOf, tokenizer: PreTrainedTokenizerBase) -> _Source:
-        check = prompts_of(data)[0] if data.transform is None else None
-        rows = apply_transform(open_held_out_rows(data, check), data, tokenizer)
+    def open_held_out(cls, data: DataConfig, check: CheckColumns, tokenizer: PreTrainedTokenizerBase) -> _Source:
+        rows = apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
         return cls(name="", weight=1.0, data=data, rows=rows, indices=np.arange(len(rows)))
 
     def seeds(self, seed: int) -> list[int]:
@@ -209,8 +209,18 @@ class _Source:
         return [seed, self.number] if self.name else [seed]
 
     def part(self, render: Render[Item], seed: int) -> Part[Item]:
-        order = PermutedOrder(self.rows.name, self.indices, seeds=self.seeds(seed), shuffle=self.data.shuffle)
-        return Part(rows=self.rows, order=order, render=render, name=self.name, weight=self.weight)
+        return Part(rows=self.rows, order=self._order(seed), render=render, name=self.name, weight=self.weight)
+
+    def _order(self, seed: int) -> Order:
+        seeds, shuffle = self.seeds(seed), self.data.shuffle
+        if self.stream is not None:
+            return BlockOrder(self.stream, seeds=seeds, shuffle=shuffle)
+        return PermutedOrder(self.rows.name, self.indices, seeds=seeds, shuffle=shuffle)
+
+
+def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
+    """A transform makes the columns that are needed, which nobody knows before it."""
+    return check if data.transform is None else None
 
 
 def _render_held_out(source: _Source, order: Iterable[int], count: int, render: Render[Item]) -> list[tuple[Item, int]]:

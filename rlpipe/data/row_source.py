@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from rlpipe.data.mixture import Mixture
 from rlpipe.data.order import Cursor, Order
-from rlpipe.data.rows import Place, Row, Rows, SkipKind, SkippedRow, UnusableRow
+from rlpipe.data.rows import AnyRows, Place, Row, SkipKind, SkippedRow, UnusableRow
 from rlpipe.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,10 @@ Render = Callable[[Row, Place], Item]
 
 MAX_LOGGED_SKIPS = 50
 """Skipped rows that a source logs one by one; all are counted."""
+MAX_KEPT_SKIPS = 200_000
+"""Skipped rows of a part that are remembered; those behind them are counted in each epoch."""
+MAX_FIRST_SKIPS = 10_000
+"""So many skipped rows without a usable one are enough to give up a part whose length is unknown."""
 SOURCE_COLUMN = "data_source"
 """The column of a mix's rows with the name of their source, unless they have one."""
 
@@ -38,7 +42,7 @@ class Passed:
 class Part(Generic[Item]):
     """What a source is made of; in a mix, one of several, with a name and a weight."""
 
-    rows: Rows
+    rows: AnyRows
     order: Order
     render: Render[Item]
     name: str = ""
@@ -64,7 +68,9 @@ class RowSource(Generic[Item]):
         self._parts = parts
         self._mixture = Mixture([part.weight for part in parts]) if parts[0].name else None
         self._skipped: list[dict[int, SkippedRow]] = [{} for _ in parts]
-        self._num_skipped = 0
+        self._counts: list[Counter[SkipKind]] = [Counter() for _ in parts]
+        self._usable: set[int] = set()
+        """Parts of which a row could be used."""
         self._cursor = Cursor()
         self.last = Cursor()
         """Where the item stands that ``next`` gave last."""
@@ -88,14 +94,13 @@ class RowSource(Generic[Item]):
 
     @property
     def skipped(self) -> list[SkippedRow]:
-        """Every row skipped so far, once."""
+        """Every row skipped so far, once; of each part the first ``MAX_KEPT_SKIPS``."""
         return [row for rows in self._skipped for row in rows.values()]
 
     @property
     def skip_counts(self) -> dict[str, int]:
         """Rows skipped so far, by ``SkipKind``."""
-        counts = Counter(row.kind for row in self.skipped)
-        return {kind.value: counts[kind] for kind in SkipKind}
+        return {kind.value: sum(counts[kind] for counts in self._counts) for kind in SkipKind}
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -104,9 +109,9 @@ class RowSource(Generic[Item]):
         if self._mixture is None:
             return metrics
         counts = self._mixture.counts(self._cursor.position)
-        for part, count, skipped in zip(self._parts, counts, self._skipped, strict=True):
+        for part, count, skipped in zip(self._parts, counts, self._counts, strict=True):
             metrics[f"rows/taken/{part.name}"] = float(count)
-            metrics[f"rows/skipped/{part.name}"] = float(len(skipped))
+            metrics[f"rows/skipped/{part.name}"] = float(skipped.total())
             metrics[f"epoch/{part.name}"] = float(part.order.behind(count).epoch)
         return metrics
 
@@ -173,28 +178,38 @@ class RowSource(Generic[Item]):
         """The rendered row; raises ``UnusableRow`` if it is skipped."""
         part, known = self._parts[index], self._skipped[index].get(row)
         if known is not None:
+            self._check_some_left(index)
             raise UnusableRow(known.reason, known.kind)
         location = part.rows.location(row)
         try:
-            return part.read(row, Place(self._prompt_id(index, row), epoch, location))
+            item = part.read(row, Place(self._prompt_id(index, row), epoch, location))
         except UnusableRow as problem:
             self._skip(index, SkippedRow(row, location, problem.kind, problem.reason))
             raise
+        self._usable.add(index)
+        return item
 
     def _prompt_id(self, index: int, row: int) -> int:
         """Of a row in one part its index; unique over all parts, whatever their lengths."""
         return row * len(self._parts) + index
 
     def _skip(self, index: int, skipped: SkippedRow) -> None:
-        part, rows = self._parts[index], self._skipped[index]
-        rows[skipped.row] = skipped
-        self._num_skipped += 1
-        if self._num_skipped <= MAX_LOGGED_SKIPS:
+        if len(self._skipped[index]) < MAX_KEPT_SKIPS:
+            self._skipped[index][skipped.row] = skipped
+        self._counts[index][skipped.kind] += 1
+        number = sum(counts.total() for counts in self._counts)
+        if number <= MAX_LOGGED_SKIPS:
             level = logging.INFO if skipped.kind is SkipKind.HELD_OUT else logging.WARNING
             logger.log(level, "%s is skipped: %s", skipped.location, skipped.reason)
-        if self._num_skipped == MAX_LOGGED_SKIPS:
-            logger.warning("further skipped rows of %s are counted, not logged", part.rows.name)
-        if len(rows) == part.order.num_rows:
-            first = next(iter(rows.values()))
+        if number == MAX_LOGGED_SKIPS:
+            logger.warning("further skipped rows of %s are counted, not logged", self._parts[index].rows.name)
+        self._check_some_left(index)
+
+    def _check_some_left(self, index: int) -> None:
+        """Raises ``DataError`` if no row of a part can be used, as far as it has been read."""
+        part, number = self._parts[index], self._counts[index].total()
+        if index not in self._usable and number >= (part.order.num_rows or MAX_FIRST_SKIPS):
+            first = next(iter(self._skipped[index].values()))
+            which = f"all {number}" if part.order.num_rows else f"the first {number}"
             reason = f"{first.location} because {first.reason}"
-            raise DataError(f"{part.rows.name}: all {len(rows)} rows for training are skipped, {reason}")
+            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,18 +13,28 @@ from rlpipe.errors import DataError
 Row = Mapping[str, Any]
 
 
-class Rows(Protocol):
-    """A finite sequence of rows that can be read in any order."""
+class AnyRows(Protocol):
+    """Rows by number."""
 
     name: str
     """What messages call the source, such as its file."""
-
-    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row: ...
 
     def location(self, index: int) -> str:
         """Where a user finds the row."""
+
+
+class Rows(AnyRows, Protocol):
+    """A finite sequence of rows that can be read in any order."""
+
+    def __len__(self) -> int: ...
+
+
+class CheckColumns(Protocol):
+    """Raises ``DataError`` if the columns, found at the location, lack one that is needed; ``nulls`` are null there."""
+
+    def __call__(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,3 +78,14 @@ def require_columns(columns: Collection[str], needed: Sequence[str], location: s
         there = ", ".join(columns) or "none"
         noun = "column" if len(missing) == 1 else "columns"
         raise DataError(f"{location}: no {noun} {' and '.join(missing)}; columns there: {there}; set {options}")
+
+
+def parse_object(line: bytes, location: str) -> dict[str, Any]:
+    """The row in a line of JSON; raises ``DataError``."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{location}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{location}: a JSON object with the row's columns was expected, found {type(row).__name__}")
+    return row

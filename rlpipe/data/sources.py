@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from rlpipe.configs.paths import data_files
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.rows import Row, Rows
+from rlpipe.data.readers import DatasetReader, JsonlReader, ParquetReader, is_compressed, open_lines
+from rlpipe.data.rows import CheckColumns, Row, Rows, parse_object
+from rlpipe.data.stream import Reader, StreamRows
 from rlpipe.errors import DataError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow
-
-
-class CheckColumns(Protocol):
-    """Raises ``DataError`` if the columns, found at the location, lack one that is needed; ``nulls`` are null there."""
-
-    def __call__(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None: ...
 
 
 def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None) -> Rows:
@@ -36,10 +35,8 @@ def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None)
     """
     rows: Rows
     match data.source:
-        case "jsonl":
-            rows = JsonlRows(_existing_file(data, "data.path"), check)
-        case "parquet":
-            rows = _open_parquet(_existing_file(data, "data.path"), check)
+        case "jsonl" | "parquet":
+            rows = _open_files(data, "data.path", check)
         case "datasets":
             rows = _open_dataset(data, check)
         case "reasoning_gym":
@@ -51,51 +48,106 @@ def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None)
     return rows
 
 
+def open_stream(data: DataConfig, check: CheckColumns | None = None) -> StreamRows:
+    """The rows that ``data`` names, read as they come; raises ``DataError`` as ``open_rows``, but for the first row."""
+    reader: Reader
+    match data.source:
+        case "jsonl":
+            reader = JsonlReader(str(data.path), data_files(data.path, data.source, "data.path"))
+        case "parquet":
+            reader = ParquetReader(str(data.path), data_files(data.path, data.source, "data.path"), check)
+        case "datasets":
+            reader = DatasetReader(f"{data.path} ({data.split})", _load_stream(data))
+        case _:
+            raise DataError(f"data.streaming: source {data.source} can't be read as it comes")
+    return StreamRows(reader, block_size=data.shuffle_rows, check=check)
+
+
 def open_held_out_rows(data: DataConfig, check: CheckColumns | None = None) -> Rows:
     """The rows of ``data.held_out.split``, or of ``data.held_out.path``: JSONL unless it ends in ``.parquet``."""
     if data.held_out.split is not None:
-        return _open_dataset(dataclasses.replace(data, split=data.held_out.split), check)
+        split = dataclasses.replace(data, split=data.held_out.split)
+        return _read_whole(_load_stream(split), split, check) if data.streaming else _open_dataset(split, check)
     source = "parquet" if str(data.held_out.path).endswith(".parquet") else "jsonl"
-    file = dataclasses.replace(data, source=source, path=data.held_out.path)
-    path = _existing_file(file, "data.held_out.path")
-    rows: Rows = _open_parquet(path, check) if source == "parquet" else JsonlRows(path, check)
+    rows = _open_files(dataclasses.replace(data, source=source, path=data.held_out.path), "data.held_out.path", check)
     if not len(rows):
         raise DataError(f"{rows.name} has no rows")
     return rows
 
 
+def _read_whole(stream: datasets.IterableDataset, data: DataConfig, check: CheckColumns | None) -> Rows:
+    """The rows of a data set that is streamed, all of them in memory."""
+    rows, name = list(stream), f"{data.path} ({data.split})"
+    if not rows:
+        raise DataError(f"{name} has no rows")
+    if check is not None:
+        check(rows[0].keys(), name)
+    return TableRows(name, len(rows), rows.__getitem__)
+
+
 class JsonlRows:
-    """A file with one JSON object on each line; blank lines are no rows. Every line is checked once, none is kept."""
+    """A file with one JSON object on each line; blank lines are no rows.
+
+    Every line is checked once, and none is kept, but for those of a compressed file, which are all.
+    """
 
     def __init__(self, path: Path, check: CheckColumns | None = None) -> None:
         self.name = str(path)
         self._path = path.absolute()
+        self._content = open_lines(path).read() if is_compressed(path) else None
         self._offsets, self._line_numbers = np.array(self._scan(check), np.int64).reshape(-1, 2).T
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Row:
-        with open(self._path, "rb") as file:
+        with self._open() as file:
             file.seek(self._offsets[index])
             return json.loads(file.readline())
 
     def location(self, index: int) -> str:
         return f"{self.name}, line {self._line_numbers[index]}"
 
+    def _open(self) -> BinaryIO:
+        return open(self._path, "rb") if self._content is None else io.BytesIO(self._content)
+
     def _scan(self, check: CheckColumns | None) -> list[tuple[int, int]]:
         """Byte offset and number, from 1, of every line that holds a row."""
         places, offset = [], 0
-        with open(self._path, "rb") as file:
+        with self._open() as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    row = _parse_object(line, f"{self.name}, line {number}")
+                    row = parse_object(line, f"{self.name}, line {number}")
                     if check is not None:
                         nulls = [name for name, value in row.items() if value is None]
                         check(row.keys(), f"{self.name}, line {number}", nulls)
                     places.append((offset, number))
                 offset += len(line)
         return places
+
+
+class JoinedRows:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, name: str, files: Sequence[Rows]) -> None:
+        self.name = name
+        self._files = files
+        self._ends = np.cumsum([len(rows) for rows in files])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        rows, row = self._find(index)
+        return rows[row]
+
+    def location(self, index: int) -> str:
+        rows, row = self._find(index)
+        return rows.location(row)
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return self._files[file], int(index - self._ends[file] + len(self._files[file]))
 
 
 class TableRows:
@@ -145,23 +197,10 @@ class ReasoningGymRows:
         return f"{self.name}, row {index + 1}"
 
 
-def _existing_file(data: DataConfig, option: str) -> Path:
-    if data.path is None:
-        raise DataError(f"{option} is not set; source {data.source} needs a file")
-    path = Path(data.path).expanduser()
-    if not path.is_file():
-        raise DataError(f"{option}: there is no file {path.absolute()}")
-    return path
-
-
-def _parse_object(line: bytes, location: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{location}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{location}: a JSON object with the row's columns was expected, found {type(row).__name__}")
-    return row
+def _open_files(data: DataConfig, option: str, check: CheckColumns | None) -> Rows:
+    files = data_files(data.path, data.source, option)
+    opened: list[Rows] = [JsonlRows(p, check) if data.source == "jsonl" else _open_parquet(p, check) for p in files]
+    return opened[0] if len(opened) == 1 else JoinedRows(str(data.path), opened)
 
 
 def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
@@ -178,7 +217,23 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
 
 
 def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
-    from datasets import Dataset, DatasetDict
+    found = _load_split(data)
+    name = f"{data.path} ({data.split})"
+    if check is not None:
+        _check_table(found.data.table, name, check)
+    return TableRows(name, len(found), found.__getitem__)
+
+
+def _load_stream(data: DataConfig) -> datasets.IterableDataset:
+    from datasets import Dataset
+
+    found = _load_split(data)
+    return found.to_iterable_dataset() if isinstance(found, Dataset) else found
+
+
+def _load_split(data: DataConfig) -> Any:
+    """A ``Dataset``; with ``data.streaming`` an ``IterableDataset``, unless it was saved in memory-mapped files."""
+    from datasets import DatasetDict
     from datasets.exceptions import DatasetsError
 
     if data.path is None:
@@ -194,11 +249,7 @@ def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
             option = "data.held_out.split" if data.split == data.held_out.split else "data.split"
             raise DataError(f"{option}: {data.path!r} has no split {data.split!r}, but {', '.join(found)}")
         found = found[data.split]
-    assert isinstance(found, Dataset)
-    name = f"{data.path} ({data.split})"
-    if check is not None:
-        _check_table(found.data.table, name, check)
-    return TableRows(name, len(found), found.__getitem__)
+    return found
 
 
 def _check_table(table: pyarrow.Table, name: str, check: CheckColumns) -> None:
@@ -221,13 +272,13 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         return load_from_disk(str(folder))
     if folder.exists():
-        return load_dataset(str(folder), data.name, split=data.split)
+        return load_dataset(str(folder), data.name, split=data.split, streaming=data.streaming)
     if not hub_has(path, kind="dataset", option="data.path", error=DataError) and not HF_HUB_OFFLINE:
         raise DataError(
             f"data.path: {path!r} is no folder here, and the hub can't be reached; "
             "HF_HUB_OFFLINE=1 uses the copy in the cache"
         )
-    return load_dataset(path, data.name, split=data.split)
+    return load_dataset(path, data.name, split=data.split, streaming=data.streaming)
 
 
 def _create_task(task: str, arguments: dict[str, Any]) -> Any:

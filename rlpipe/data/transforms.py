@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.rows import Row, Rows, UnusableRow
+from rlpipe.data.rows import AnyRows, Row, Rows, UnusableRow
 from rlpipe.errors import DataError, InputError
 from rlpipe.imports import USER_CODE_ERRORS, describe_error, import_object
 
@@ -46,13 +46,14 @@ class TransformedRows:
     unusable.
     """
 
-    def __init__(self, rows: Rows, map_row: MapFunction, remove: Collection[str] | str) -> None:
+    def __init__(self, rows: AnyRows, map_row: MapFunction, remove: Collection[str] | str) -> None:
         self.name = rows.name
         self._rows = rows
         self._map_row = map_row
         self._remove = remove
 
     def __len__(self) -> int:
+        assert isinstance(self._rows, Sized), "nobody asks how long a stream is"
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
@@ -150,7 +151,15 @@ def _call(function: MapFunction, row: dict[str, Any], location: str) -> Mapping[
     return new
 
 
-def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
+@overload
+def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Rows: ...
+
+
+@overload
+def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> AnyRows: ...
+
+
+def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> AnyRows:
     """``rows`` behind ``data.transform``, or as they are without one.
 
     The transform is called as ``transform(cfg)`` and returns ``map_fn`` or ``(map_fn, {"remove_columns": [...]})``;
@@ -177,8 +186,15 @@ def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizer
         raise DataError(f"data.transform {data.transform!r}: only {known} are known, not {', '.join(unknown)}")
     if "tokenizer" in inspect.signature(map_row).parameters:
         map_row = partial(map_row, tokenizer=tokenizer)
-    transformed = ExpandedRows if options.get("batched") else TransformedRows
-    return transformed(rows, map_row, _removed_columns(options.get("remove_columns")))
+    remove = _removed_columns(options.get("remove_columns"))
+    if not options.get("batched"):
+        return TransformedRows(rows, map_row, remove)
+    if not isinstance(rows, Sized):
+        raise DataError(
+            f"data.transform {data.transform!r} is batched, and counts at the start what it makes of all rows, which a "
+            "stream does not have: set data.streaming=false, or make the rows beforehand"
+        )
+    return ExpandedRows(cast(Rows, rows), map_row, remove)
 
 
 def _removed_columns(value: Any) -> Collection[str] | str:

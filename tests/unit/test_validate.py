@@ -456,6 +456,17 @@ def test_what_is_wrong_with_a_mix_is_named(changes: dict[str, Any], message: str
     assert re.search(message, str(problem)), str(problem)
 
 
+def test_streams_hold_out_no_rows_of_their_own() -> None:
+    rows = {"data.source": "jsonl", "data.task": None, "data.path": "rows.jsonl", "data.streaming": True}
+    problem = problem_of(**rows, **{"data.held_out": HeldOutConfig(size=2)})
+    assert str(problem).startswith("data.held_out.size: data.streaming=true does not know the rows at the start; set")
+    sources = {"a": SUMS, "b": {"source": "jsonl", "path": "rows.jsonl", "streaming": True}}
+    problem = problem_of(**MIX, **{"data.sources": sources, "data.held_out": HeldOutConfig(size=2)})
+    assert str(problem).startswith("data.held_out.size: data.sources.b.streaming=true does not know the rows")
+    problem = problem_of(**{"data.streaming": True})
+    assert str(problem).startswith("data.streaming: data.source=reasoning_gym makes its rows on the spot")
+
+
 def test_missing_files_of_a_mix_are_named() -> None:
     problem = problem_of(**MIX, **{"data.sources": {"a": {"source": "jsonl", "path": "none.jsonl"}}})
     assert "data.sources.a.path: there is no file" in str(problem)
