@@ -1,0 +1,56 @@
+"""A run on a mix of sources that is resumed trains the rows that an uninterrupted one does, in the same order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_cases import largest_difference, make_config, read_adapter, trained_steps
+
+import rlpipe
+from rlpipe.replay.audit import audit
+from rlpipe.replay.database import NAME
+from rlpipe.replay.location import reading
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def write(path: Path, name: str, count: int) -> Path:
+    rows = [{"prompt": f"{name}{number}+1=", "completion": str(number + 1)} for number in range(count)]
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, {"prompt": None, "completion": None}]))
+    return path
+
+
+def trained_rows(output: Path) -> list[tuple[int, int, int]]:
+    """Place, prompt and step of every group that was trained."""
+    with reading(output / NAME) as ledger:
+        assert audit(ledger).problems == []
+        return ledger.rows("SELECT position, prompt_id, step FROM groups WHERE state = 'TRAINED' ORDER BY position")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_mix_goes_on_where_it_was(local_ray: None, tiny_policy: Path, tmp_path: Path, algorithm: str) -> None:
+    small, large = write(tmp_path / "small.jsonl", "", 3), write(tmp_path / "large.jsonl", "1", 40)
+    mix = [
+        f"algorithm={algorithm}",
+        "data.source=mix",
+        "data.path=null",
+        f"data.sources.small={{source: jsonl, path: {small}, weight: 2}}",
+        f"data.sources.large={{source: jsonl, path: {large}, streaming: true, shuffle_rows: 7}}",
+        "algorithm.num_steps=4",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=3",
+    ]
+    outputs = tmp_path / "whole", tmp_path / "resumed"
+    rlpipe.train(make_config(tiny_policy, small, outputs[0], *mix))
+    checkpoint = outputs[0] / "checkpoints" / "step_000002"
+    rlpipe.train(make_config(tiny_policy, small, outputs[1], *mix, f"resume={checkpoint}"))
+    if algorithm == "grpo":
+        assert trained_rows(outputs[1]) == trained_rows(outputs[0])
+    whole, resumed = (trained_steps(output) for output in outputs)
+    assert len(resumed) == 2
+    for name in ("num_tokens", "rows/taken/small", "rows/taken/large", "epoch/small"):
+        if name == "num_tokens" or algorithm == "sft":  # the prompts of RL are taken ahead of the steps
+            assert [step[name] for step in resumed] == [step[name] for step in whole[2:]], name
+    assert largest_difference(*(read_adapter(output / "policy") for output in outputs)) < 1e-5
