@@ -324,7 +324,7 @@ def test_what_sft_trains_does_not_change_the_truth(tmp_path: Path, jinja: str) -
     truths = []
     for changed in ({}, *({name: value} for name, value in options.items()), options):
         data = config(tmp_path, "first_turn", [{"messages": CHAT}], **changed)
-        source, _ = open_prompts(data, tokenizer, seed=0, truth=TruthRenderer(tokenizer, data, EbftConfig()))
+        source, _ = open_prompts(data, tokenizer, seed=0, ebft=EbftConfig())
         truth = source.next().truth
         assert truth is not None
         truths.append([str(tokenizer.decode(truth.token_ids[start:end])) for start, end in truth.turns()])
