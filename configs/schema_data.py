@@ -44,6 +44,8 @@ class DataConfig(Freezable):
     tools: list[Any] = option([], "Tool schemas for the chat template.")
     completion_column: str = option("completion", "Column with the answer, for plain SFT rows.")
     messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
+    images_column: str = option("images", "Column with a prompt's or a conversation's images: one, or a list.")
+    images_folder: str | None = option(None, "Where relative paths of images begin; null: the folder of data.path.")
     text_column: str | None = option(None, "Column with raw text, of which every token is trained (SFT, ebft_strided).")
     loss_mask: str = option(
         "roles", "Which tokens of conversations are trained (SFT): by their roles, or all.", choices=("roles", "all")

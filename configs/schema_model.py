@@ -41,12 +41,18 @@ class ModelConfig(Freezable):
     path: str = option(MISSING, "A folder or a hub id of a transformers causal language model.")
     revision: str | None = option(None, "Hub revision.")
     tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
+    processor_kwargs: dict[str, Any] = option(
+        {}, "Further arguments of the processor's from_pretrained, such as min_pixels (models that take images)."
+    )
     chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
     dtype: str = option("bfloat16", "Type of weights and activations.", choices=("float32", "bfloat16", "float16"))
     attention: str = option(
         "sdpa",
         "transformers' attention implementation.",
         choices=("sdpa", "eager", "flex_attention", "flash_attention_2"),
+    )
+    images: bool = option(
+        False, "Load what takes images also where there is a class for text alone (Llama 3.2 Vision, Qwen3.5)."
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")

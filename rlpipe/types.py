@@ -6,7 +6,7 @@ Shapes: T tokens of one rollout, P tokens of its prompt, N packed tokens of a mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -29,6 +29,25 @@ ALIGNMENT, DIVERSITY = "alignment", "diversity"
 """EBFT's two rewards, of which the second is a mean over a rollout's pairs with its siblings."""
 
 ChatMessages = list[dict[str, Any]]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PlacedImage:
+    """An image within a token sequence."""
+
+    place: int
+    """The first of the tokens that stand for it."""
+    num_tokens: int
+    content: bytes
+    """Encoded, as in a file: PNG, JPEG and so on."""
+
+    def moved(self, distance: int) -> PlacedImage:
+        """Where its sequence begins ``distance`` tokens later."""
+        return replace(self, place=self.place + distance)
+
+
+Images = tuple[PlacedImage, ...]
+"""By their places."""
 
 
 class RolloutStatus(StrEnum):
@@ -71,10 +90,20 @@ class Prompt:
     """What comes behind the policy's first turn, its second one, and so on, each up to where the policy goes on."""
     truth: Truth | None = None
     """What the policy should have written, where rewards compare with it."""
+    images: Images = ()
+    folded_ids: IntArray | None = None  # [F]
+    """The tokens with a single placeholder for each image, as vLLM takes them; None without images."""
 
     @property
     def is_chat(self) -> bool:
         return not isinstance(self.prompt, str)
+
+    def followed_by(self, token_ids: IntArray) -> Prompt:
+        """The prompt of a later turn, for which ``token_ids`` ``[T]`` begin with those of this one."""
+        folded = self.folded_ids
+        if folded is not None:
+            folded = np.concatenate([folded, token_ids[len(self.token_ids) :]])
+        return replace(self, token_ids=token_ids, folded_ids=folded, turns=())
 
     def with_truth(self) -> tuple[IntArray, BoolArray]:
         """The tokens of the prompt and the ground truth behind it, and which of them the policy should have written."""
@@ -112,6 +141,7 @@ class Rollout:
     reward: float | None = None
     status: RolloutStatus = RolloutStatus.COMPLETED
     finish_reason: str = "stop"
+    images: Images = ()
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -202,6 +232,8 @@ class MicroBatch:
     policy_versions: IntArray  # [N]
     group_ids: IntArray  # [S]
     ref_logprobs: FloatArray | None = None  # [N]
+    images: Images = ()
+    """Placed among the N tokens."""
 
     @property
     def num_tokens(self) -> int:

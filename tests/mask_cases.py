@@ -35,7 +35,8 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 def assert_marks(tokenizer: PreTrainedTokenizerBase, messages: ChatMessages, expected: str, **options: Any) -> None:
     """``expected`` is the rendered text with ``«...»`` around what counts, which are tokens of their own."""
     data = DataConfig(source="jsonl", **options)
-    token_ids, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages)
+    encoded, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages)
+    token_ids = encoded.token_ids
     parts = [(tokenizer(piece, add_special_tokens=False)["input_ids"], counts) for piece, counts in pieces(expected)]
     assert tokenizer.decode(token_ids) == re.sub("[«»]", "", expected)
     assert token_ids.tolist() == [token for ids, _ in parts for token in ids]

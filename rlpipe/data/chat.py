@@ -11,7 +11,9 @@ import numpy as np
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.formats import SupervisedForm
+from rlpipe.data.images import count_images, take_images
 from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate
 from rlpipe.errors import DataError, ModelError
@@ -65,12 +67,17 @@ def _read_template(file: Path) -> str:
 
 
 class PromptRenderer:
-    """Renders rows to prompts: text as a user turn if ``data.chat``, messages always through the chat template."""
+    """Renders rows to prompts: text as a user turn if ``data.chat``, messages always through the chat template.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    Rows with images need the model's ``processor``.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, processor: ImageProcessor | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._data = data
-        self._template = ChatTemplate(tokenizer, data)
+        self._template = ChatTemplate(tokenizer, data, processor)
         if data.chat:
             self._template.require()
 
@@ -90,16 +97,32 @@ class PromptRenderer:
 
     def render_value(self, value: Any, task: Mapping[str, Any], place: Place) -> Prompt:
         """The prompt that ``value``, a text or chat messages, makes."""
+        images = task.get(self._data.images_column)
         if isinstance(value, str) and not self._data.chat:
-            prompt: str | ChatMessages = value
-            token_ids = np.array(self._tokenizer(value)["input_ids"], np.int32)
-        else:
-            prompt = self._template.with_system_prompt(self._template.messages(value))
-            if not prompt:
-                raise UnusableRow("the prompt is empty")
-            token_ids = self._template.token_ids(self._template.prompt_text(prompt))
-        check_prompt_length(len(token_ids), self._data.max_prompt_tokens)
-        return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=prompt, task=task)
+            if images:
+                raise DataError(f"{place.location}: rows with images need data.chat=true")
+            encoded = Encoded(token_ids=np.array(self._tokenizer(value)["input_ids"], np.int32))
+            return self._prompt(value, encoded, task, place)
+        messages, contents = take_images(self._template.messages(value), images, images_folder(self._data))
+        messages = self._template.with_system_prompt(messages)
+        if not messages:
+            raise UnusableRow("the prompt is empty")
+        if contents:
+            task = {**task, self._data.images_column: contents}
+        encoded = self._template.encode(self._template.prompt_text(messages), contents)
+        return self._prompt(messages, encoded, task, place)
+
+    def _prompt(self, prompt: str | ChatMessages, encoded: Encoded, task: Mapping[str, Any], place: Place) -> Prompt:
+        check_prompt_length(len(encoded.token_ids), self._data.max_prompt_tokens)
+        return Prompt(
+            prompt_id=place.row,
+            epoch=place.epoch,
+            token_ids=encoded.token_ids,
+            prompt=prompt,
+            task=task,
+            images=encoded.images,
+            folded_ids=encoded.folded_ids,
+        )
 
 
 class SequenceRenderer:
@@ -111,12 +134,19 @@ class SequenceRenderer:
     a window does, another one in each epoch.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        max_tokens: int,
+        processor: ImageProcessor | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._data = data
         self._max_tokens = max_tokens
-        self._template = ChatTemplate(tokenizer, data)
-        self._prompts = PromptRenderer(tokenizer, data)
+        self._template = ChatTemplate(tokenizer, data, processor)
+        self._prompts = PromptRenderer(tokenizer, data, processor)
         self._mask = ConversationMask(self._template, data)
         answers = data.source == "reasoning_gym" and data.transform is None
         self._completion_column = "answer" if answers else data.completion_column
@@ -140,10 +170,11 @@ class SequenceRenderer:
         if self._data.messages_column not in row:
             task = {name: value for name, value in row.items() if name != self._data.prompt_column}
             return self._prompts.render_value(present(row, self._data.prompt_column), task, place)
-        messages = self._template.messages(present(row, self._data.messages_column))
+        messages, contents = self._take(self._template.messages(present(row, self._data.messages_column)), row)
         roles = [message["role"] for message in messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         task = {name: value for name, value in row.items() if name != self._data.messages_column}
+        task[self._data.images_column] = contents[: count_images(messages[:end])]
         return self._prompts.render_value(messages[:end], task, place)
 
     def render(self, row: Row, place: Place) -> Rollout:
@@ -155,10 +186,10 @@ class SequenceRenderer:
         self.check(row.keys(), place.location)
         try:
             row = row if self._data.text_column is not None else self._form.normal(row)
-            token_ids, loss_mask = self.tokens(row) if self._data.text_column is None else self._all_tokens(row)
+            encoded, loss_mask = self.encode(row) if self._data.text_column is None else self._all_tokens(row)
         except DataError as error:
             raise DataError(f"{place.location}: {error}") from None
-        status = RolloutStatus.COMPLETED
+        token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
         if self._data.text_column is None:
             check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
         elif len(token_ids) > self._max_tokens:
@@ -169,7 +200,10 @@ class SequenceRenderer:
         if len(token_ids) > self._max_tokens:
             reason = f"{len(token_ids)} tokens, more than learner.max_tokens_per_microbatch={self._max_tokens}"
             raise UnusableRow(reason, SkipKind.TOO_LONG)
-        used = {self._data.messages_column, self._data.prompt_column, self._completion_column, self._data.text_column}
+        used = {
+            *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
+            *(self._completion_column, self._data.text_column),
+        }
         return Rollout(
             status=status,
             group_id=place.row,
@@ -181,19 +215,24 @@ class SequenceRenderer:
             logprobs=np.zeros(len(token_ids), np.float32),
             policy_versions=np.full(len(token_ids), NO_VERSION, np.int32),
             advantages=loss_mask.astype(np.float32),
+            images=encoded.images,
         )
 
-    def tokens(self, row: Row) -> tuple[IntArray, BoolArray]:
-        """The tokens ``[T]`` of a row with a completion or a conversation, and which of them count ``[T]``."""
+    def encode(self, row: Row) -> tuple[Encoded, BoolArray]:
+        """The T tokens of a row with a completion or a conversation, and which of them count ``[T]``."""
         if self._data.messages_column in row:
-            messages = self._template.messages(present(row, self._data.messages_column))
-            return self._mask.tokens(self._template.with_system_prompt(messages))
+            messages, images = self._take(self._template.messages(present(row, self._data.messages_column)), row)
+            return self._mask.tokens(self._template.with_system_prompt(messages), images)
         prompt, completion = present(row, self._data.prompt_column), present(row, self._completion_column)
         if not self._data.chat and isinstance(prompt, str) and isinstance(completion, str):
             return self._plain_tokens(prompt, completion)
         messages = self._template.with_system_prompt(self._template.messages(prompt))
         answer = self._template.messages(completion, role="assistant")
-        return self._mask.tokens([*messages, *answer], first_message=len(messages))
+        together, images = self._take([*messages, *answer], row)
+        return self._mask.tokens(together, images, first_message=len(messages))
+
+    def _take(self, messages: ChatMessages, row: Row) -> tuple[ChatMessages, list[bytes]]:
+        return take_images(messages, row.get(self._data.images_column), images_folder(self._data))
 
     def _text(self, row: Row) -> str:
         text = present(row, str(self._data.text_column))
@@ -205,13 +244,13 @@ class SequenceRenderer:
         end = self._tokenizer.eos_token_id
         return np.array([*self._tokenizer(text)["input_ids"], *([] if end is None else [end])], np.int32)
 
-    def _all_tokens(self, row: Row) -> tuple[IntArray, BoolArray]:
+    def _all_tokens(self, row: Row) -> tuple[Encoded, BoolArray]:
         token_ids = self._text_tokens(self._text(row))
         if len(token_ids) < 2:
             raise UnusableRow("the text is empty")
-        return token_ids, np.arange(len(token_ids)) > 0
+        return Encoded(token_ids=token_ids), np.arange(len(token_ids)) > 0
 
-    def _plain_tokens(self, prompt: str, completion: str) -> tuple[IntArray, BoolArray]:
+    def _plain_tokens(self, prompt: str, completion: str) -> tuple[Encoded, BoolArray]:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer {self._tokenizer.name_or_path!r} has no end token; plain SFT rows need one")
         prompt_ids = self._tokenizer(prompt)["input_ids"]
@@ -221,7 +260,15 @@ class SequenceRenderer:
         ]
         token_ids = np.array([*prompt_ids, *completion_ids], np.int32)
         loss_mask = np.arange(len(token_ids)) >= max(len(prompt_ids), 1)  # the first token has no predecessor
-        return token_ids, loss_mask
+        return Encoded(token_ids=token_ids), loss_mask
+
+
+def images_folder(data: DataConfig) -> Path:
+    """Where relative paths of images begin."""
+    if data.images_folder is not None:
+        return Path(data.images_folder).expanduser()
+    source = Path(data.path or "").expanduser()
+    return source if source.is_dir() else source.parent
 
 
 def present(row: Row, column: str) -> Any:

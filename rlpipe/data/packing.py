@@ -218,6 +218,11 @@ def _join(rollouts: list[Rollout]) -> MicroBatch:
         policy_versions=np.concatenate([rollout.policy_versions for rollout in rollouts]),
         group_ids=np.array([rollout.group_id for rollout in rollouts], np.int32),
         ref_logprobs=np.concatenate(references) if references else None,
+        images=tuple(
+            image.moved(start)
+            for rollout, start in zip(rollouts, np.cumsum([0, *lengths[:-1]]).tolist(), strict=True)
+            for image in rollout.images
+        ),
     )
 
 
@@ -250,16 +255,24 @@ def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
     starts = micro_batch.sequence_starts
     places = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in sequences])
     reference = micro_batch.ref_logprobs
+    lengths = [int(starts[index + 1] - starts[index]) for index in sequences]
+    offsets = np.cumsum([0, *lengths])
     return MicroBatch(
         token_ids=micro_batch.token_ids[places],
         position_ids=micro_batch.position_ids[places],
-        sequence_starts=np.cumsum([0, *(starts[index + 1] - starts[index] for index in sequences)]).astype(np.int32),
+        sequence_starts=offsets.astype(np.int32),
         loss_mask=micro_batch.loss_mask[places],
         logprobs=micro_batch.logprobs[places],
         advantages=micro_batch.advantages[places],
         policy_versions=micro_batch.policy_versions[places],
         group_ids=micro_batch.group_ids[list(sequences)],
         ref_logprobs=None if reference is None else reference[places],
+        images=tuple(
+            image.moved(int(offset - starts[index]))
+            for index, offset in zip(sequences, offsets[:-1], strict=True)
+            for image in micro_batch.images
+            if starts[index] <= image.place < starts[index + 1]
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from rlpipe.configs.sources import MixedSource, mixed_sources
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.mixture import Mixture
 from rlpipe.data.order import Order, PermutedOrder
+from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.row_source import Part, Render, RowSource
 from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, SkipKind, UnusableRow
 from rlpipe.data.sources import open_held_out_rows, open_rows, open_stream
@@ -39,7 +40,12 @@ SequenceSource = RowSource[Rollout]
 
 
 def open_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, ebft: EbftConfig | None = None
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    ebft: EbftConfig | None = None,
+    processor: ImageProcessor | None = None,
 ) -> tuple[PromptSource, list[Prompt]]:
     """The source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
 
@@ -49,7 +55,7 @@ def open_prompts(
     """
 
     def renderer_of(data: DataConfig) -> tuple[CheckColumns, Render[Prompt]]:
-        renderer = PromptRenderer(tokenizer, data)
+        renderer = PromptRenderer(tokenizer, data, processor)
         if ebft is None:
             return renderer.check, renderer.render
         truth = TruthRenderer(tokenizer, data, ebft)
@@ -71,7 +77,12 @@ def open_prompts(
 
 
 def open_sft_rows(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_tokens: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    max_tokens: int,
+    processor: ImageProcessor | None = None,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """The source of SFT sequences of at most ``max_tokens`` tokens, and the held-out ones.
 
@@ -80,7 +91,7 @@ def open_sft_rows(
     """
 
     def renderer_of(data: DataConfig) -> SequenceRenderer:
-        return SequenceRenderer(tokenizer, data, max_tokens=max_tokens)
+        return SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
 
     def prompts_of(data: DataConfig) -> tuple[CheckColumns, Render[Prompt]]:
         renderer = renderer_of(data)
@@ -129,11 +140,11 @@ class _Split:
             self._hold_out(held, held.indices.tolist(), len(held.indices))
         elif data.held_out.size:
             self._split_off(data.held_out.size)
-        self._keys = {prompt.token_ids.tobytes() for prompt in self.held_out}
+        self._keys = {_key(prompt) for prompt in self.held_out}
 
     def keep_out(self, prompt: Prompt) -> None:
         """Raises ``UnusableRow`` if the prompt is a held-out one."""
-        if prompt.token_ids.tobytes() in self._keys:
+        if _key(prompt) in self._keys:
             raise UnusableRow("its prompt is held out for evaluation", SkipKind.HELD_OUT)
 
     def render_held_out(self, render_of: Callable[[DataConfig], Render[Item]]) -> list[Item]:
@@ -216,6 +227,10 @@ class _Source:
         if self.stream is not None:
             return BlockOrder(self.stream, seeds=seeds, shuffle=shuffle)
         return PermutedOrder(self.rows.name, self.indices, seeds=seeds, shuffle=shuffle)
+
+
+def _key(prompt: Prompt) -> tuple[bytes, ...]:
+    return (prompt.token_ids.tobytes(), *(image.content for image in prompt.images))
 
 
 def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from jinja2 import TemplateError
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.messages import chat_messages
+from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError
 from rlpipe.imports import describe_error
@@ -23,6 +26,8 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
 """What a template, or the tokenizer around it, raises on messages that it can't render."""
 
+PROBE_WORD = "Kestrel"
+
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
@@ -30,8 +35,11 @@ Span = tuple[int, int]
 class ChatTemplate:
     """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, processor: ImageProcessor | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self._processor = processor
         self._system_prompt = data.system_prompt
         self._options: dict[str, Any] = dict(data.chat_template_kwargs)
         self._tools = list(data.tools) or None
@@ -58,13 +66,36 @@ class ChatTemplate:
     def text(self, messages: ChatMessages, *, add_generation_prompt: bool = False, resume: bool = False) -> str:
         """The rendered conversation; with ``resume`` its last turn stays open. Raises ``UnusableRow``."""
         self.require()
+        return self._render(
+            [self._as_taken(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=resume,
+        )
+
+    @cached_property
+    def takes_texts(self) -> bool:
+        """Whether a message's content may be a text; else it has to be a list of parts."""
+        try:
+            return PROBE_WORD in self._render([{"role": "user", "content": PROBE_WORD}])
+        except UnusableRow:
+            return True
+
+    def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
+        """With its content as the template renders it: parts of text alone are one text, and the other way round."""
+        content = message.get("content")
+        if isinstance(content, list) and self.takes_texts and all(part["type"] == "text" for part in content):
+            return {**message, "content": "".join(part["text"] for part in content)}
+        if isinstance(content, str) and not self.takes_texts:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return message
+
+    def _render(self, messages: ChatMessages, **options: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=self._tools,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=resume,
+                **options,
                 **self._options,
             )
         except RENDER_ERRORS as error:
@@ -89,7 +120,7 @@ class ChatTemplate:
 
         try:
             rendered: Any = render_jinja_template(
-                [messages],
+                [[self._as_taken(message) for message in messages]],
                 tools=self._tools,
                 chat_template=self.tokenizer.get_chat_template(tools=self._tools),
                 return_assistant_tokens_mask=True,
@@ -99,6 +130,14 @@ class ChatTemplate:
             raise UnusableRow(f"the chat template raised {describe_error(error)}") from error
         texts, spans = rendered
         return texts[0], spans[0]
+
+    def encode(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
+        """Rendered text as tokens, with those of its images. Raises ``UnusableRow`` and ``InputError``."""
+        if not images:
+            return Encoded(token_ids=self.token_ids(text))
+        if self._processor is None:
+            raise UnusableRow("it has images, which nothing here can take")
+        return self._processor.encode(text, images)
 
     def token_ids(self, text: str) -> IntArray:
         """Tokens of rendered text; its special tokens are in the text already."""

@@ -12,6 +12,7 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.data.chat import SequenceRenderer
 from rlpipe.data.rows import UnusableRow
+from rlpipe.errors import DataError
 from rlpipe.types import Prompt, Truth
 
 if TYPE_CHECKING:
@@ -46,15 +47,17 @@ class TruthRenderer:
     def render(self, prompt: Prompt) -> Truth:
         """Raises ``UnusableRow`` if the row has no ground truth that can be rendered."""
         row = {self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
-        token_ids, loss_mask = self._renderer.tokens(row)
+        encoded, loss_mask = self._renderer.encode(row)
         first = int(np.argmax(loss_mask))
-        return Truth(token_ids=token_ids[first:], is_assistant=loss_mask[first:])
+        return Truth(token_ids=encoded.token_ids[first:], is_assistant=loss_mask[first:])
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """The prompt with its ground truth, its further turns, and the longest answer that is worth generating.
 
         Raises as ``render``.
         """
+        if prompt.images:
+            raise DataError("rows with images can't be compared with ground truths (algorithm=ebft)")
         truth = self.render(prompt)
         spans = truth.turns()
         limit = None

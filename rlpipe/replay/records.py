@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from rlpipe.types import Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
+from rlpipe.types import PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
 
 COMPRESSION = 1
 """zlib's fastest; higher levels take three times as long for a tenth less."""
@@ -26,6 +26,11 @@ def pack_arrays(group: RolloutGroup) -> bytes:
         arrays[name] = np.concatenate([getattr(rollout, name) for rollout in group])
     if group.prompt.truth is not None:
         arrays |= {"truth": group.prompt.truth.token_ids, "truth_mask": group.prompt.truth.is_assistant}
+    for index, image in enumerate(group.prompt.images):
+        arrays[f"image_{index}"] = np.frombuffer(image.content, np.uint8)
+    if group.prompt.images:
+        places = [(image.place, image.num_tokens) for image in group.prompt.images]
+        arrays["image_places"] = np.array(places, np.int32)  # [I, 2]
     return zlib.compress(save(arrays), COMPRESSION)
 
 
@@ -64,6 +69,10 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         prompt=record["prompt"],
         task=task or {},
         truth=Truth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
+        images=tuple(
+            PlacedImage(place=place, num_tokens=num_tokens, content=arrays[f"image_{index}"].tobytes())
+            for index, (place, num_tokens) in enumerate(arrays.get("image_places", np.zeros(0)).tolist())
+        ),
     )
     ends = np.cumsum(arrays["lengths"])
     parts = {name: np.split(arrays[name], ends[:-1]) for name in TOKEN_ARRAYS if len(ends)}
@@ -82,6 +91,7 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 status=RolloutStatus(entry["status"]),
                 finish_reason=entry["finish_reason"],
                 advantages=None if advantage is None else np.full(length, advantage, np.float32),
+                images=prompt.images,
                 **{name: parts[name][index] for name in TOKEN_ARRAYS},
             )
         )

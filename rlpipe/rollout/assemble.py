@@ -44,6 +44,7 @@ def build_rollout(request: GroupRequest, sample_index: int, sample: Sample) -> R
         policy_versions=policy_versions,
         status=_STATUS.get(sample.finish_reason, RolloutStatus.ABORTED),
         finish_reason=sample.finish_reason,
+        images=request.prompt.images,
     )
 
 

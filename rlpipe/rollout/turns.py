@@ -138,7 +138,7 @@ class _Conversation:
         said = np.concatenate([self.group.rollouts[index].token_ids, request.prompt.turns[turn - 1]])
         return replace(
             request,
-            prompt=replace(request.prompt, token_ids=said, turns=()),
+            prompt=request.prompt.followed_by(said),
             group_size=1,
             seed=(request.seed + SEED_STEP * (turn * request.group_size + index)) % MAX_SEED,
         )

@@ -199,7 +199,8 @@ def test_rows_with_other_roles_are_skipped_where_the_template_writes_them_as_the
         assert_marks(tokenizer, [first, {"role": role, "content": "no"}, second], "")
     data = DataConfig(source="jsonl")
     messages = [{"role": role, "content": "no"}, first, second]
-    token_ids, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages, first_message=2)
+    encoded, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages, first_message=2)
+    token_ids = encoded.token_ids
     assert tokenizer.decode(token_ids[mask]) == "yo<|end|>"
 
 

@@ -153,7 +153,8 @@ def test_images_never_count(family: str) -> None:
     answer: Any = image if family != "qwen3" else "the cat"
     template = template_of(own)
     data = DataConfig(source="jsonl", roles_to_train=["user", "assistant"])
-    token_ids, mask = ConversationMask(template, data).tokens(turns(image, answer))
+    encoded, mask = ConversationMask(template, data).tokens(turns(image, answer))
+    token_ids = encoded.token_ids
     is_image = token_ids == template.tokenizer.convert_tokens_to_ids(own.image)
     assert is_image.any()
     assert not mask[is_image].any()

@@ -38,7 +38,8 @@ def template_of(jinja: str) -> ChatTemplate:
 def marked(jinja: str, messages: ChatMessages, first_message: int = 0) -> list[str]:
     """The runs of marked tokens, as text."""
     template = template_of(jinja)
-    token_ids, mask = ConversationMask(template, DATA).tokens(messages, first_message=first_message)
+    encoded, mask = ConversationMask(template, DATA).tokens(messages, first_message=first_message)
+    token_ids = encoded.token_ids
     borders = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     runs = zip(borders[::2], borders[1::2], strict=True)
     return [str(template.tokenizer.decode(token_ids[start:end])) for start, end in runs]
@@ -91,7 +92,8 @@ def test_merged_tokens_are_marked_as_their_text_is(jinja: str, trim_offsets: boo
     tokenizer.chat_template = jinja
     template = ChatTemplate(tokenizer, DATA)
     messages = [{"role": "user", "content": "who sat on the mat?"}, {"role": "assistant", "content": answer}]
-    token_ids, mask = ConversationMask(template, DATA).tokens(messages)
+    encoded, mask = ConversationMask(template, DATA).tokens(messages)
+    token_ids = encoded.token_ids
     assert tokenizer.decode(token_ids[mask]) == f"{answer}<|end|>"
     start = int(np.argmax(mask))
     assert mask[start:].all()

@@ -15,10 +15,12 @@ from rlpipe.data.masks.generation import mark_generation
 from rlpipe.data.masks.loss_mask import LossMask
 from rlpipe.data.masks.probe import ASSISTANT, Probe
 from rlpipe.data.masks.resolve import resolve_mask, taken_for_assistant
+from rlpipe.data.images import count_images
 from rlpipe.data.messages import assistant_turns
+from rlpipe.data.processor import Encoded
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.template import ChatTemplate
-from rlpipe.types import BoolArray, ChatMessages, IntArray
+from rlpipe.types import BoolArray, ChatMessages
 
 logger = logging.getLogger(__name__)
 
@@ -53,26 +55,31 @@ class ConversationMask:
     def _taken_for_assistant(self) -> set[str]:
         return taken_for_assistant(self.rules.boundaries, Probe(self._template))
 
-    def tokens(self, messages: ChatMessages, *, first_message: int = 0) -> tuple[IntArray, BoolArray]:
-        """The conversation's tokens ``[T]``, and which of them count ``[T]``: by roles, none before ``first_message``.
+    def tokens(
+        self, messages: ChatMessages, images: Sequence[bytes] = (), *, first_message: int = 0
+    ) -> tuple[Encoded, BoolArray]:
+        """The conversation's T tokens, and which of them count ``[T]``: by roles, none before ``first_message``.
 
         Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if one of the
         assistant's turns can't be found again, as its markers merge with what stands beside them.
         """
-        if self._by_generation:
+        if self._by_generation and not images:
             token_ids, mask = mark_generation(self._template, messages, first_message)
+            encoded = Encoded(token_ids=token_ids)
         else:
-            token_ids = self._template.token_ids(self._template.text(messages))
-            mask = self._mark(token_ids, messages, first_message)
+            encoded = self._template.encode(self._template.text(messages), images)
+            mask = self._mark(encoded, messages, first_message)
         mask[:1] = False  # the first token has no predecessor
         if not mask.any():
             raise UnusableRow(f"no token of a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
-        return token_ids, mask
+        return encoded, mask
 
-    def _mark(self, token_ids: IntArray, messages: ChatMessages, first_message: int) -> BoolArray:
-        rules = self.rules
+    def _mark(self, encoded: Encoded, messages: ChatMessages, first_message: int) -> BoolArray:
+        rules, token_ids = self.rules, encoded.token_ids
         turns = find_turns(token_ids, rules.boundaries)
         mask = rules.mark_turns(token_ids, turns)
+        for image in encoded.images:
+            mask[image.place : image.place + image.num_tokens] = False
         if rules.counts_all:
             return mask
         taken = self._taken_for_assistant & {message["role"] for message in messages[first_message:]}
@@ -89,14 +96,16 @@ class ConversationMask:
                 "what stands beside them, or the chat template leaves turns out"
             )
         if first_message:
-            mask[: self._num_prompt_tokens(token_ids, messages, first_message, answers)] = False
+            mask[: self._num_prompt_tokens(encoded, messages, first_message, answers)] = False
         return mask
 
     def _num_prompt_tokens(
-        self, token_ids: IntArray, messages: ChatMessages, first_message: int, answers: Sequence[Turn]
+        self, encoded: Encoded, messages: ChatMessages, first_message: int, answers: Sequence[Turn]
     ) -> int:
         """Of the prompt as the policy gets it, which may open its reasoning; else up to the marker of its turn."""
-        prompt = self._template.token_ids(self._template.prompt_text(messages[:first_message]))
+        token_ids = encoded.token_ids
+        images = [image.content for image in encoded.images[: count_images(messages[:first_message])]]
+        prompt = self._template.encode(self._template.prompt_text(messages[:first_message]), images).token_ids
         if np.array_equal(token_ids[: len(prompt)], prompt):
             return len(prompt)
         earlier = len(assistant_turns(messages[:first_message]))

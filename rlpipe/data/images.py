@@ -1,0 +1,176 @@
+"""Takes the images out of a row's messages and its column of images, as encoded bytes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from rlpipe.data.rows import UnusableRow
+from rlpipe.imports import describe_error
+from rlpipe.types import ChatMessages
+
+TEXT, IMAGE = "text", "image"
+MARK = "<image>"
+"""Where an image of the column stands within a text, as LLaVA's rows have it."""
+IMAGE_TYPES = {IMAGE, "image_url"}
+IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+"""Of a part that has its own image; it may be under any of these."""
+
+
+def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[ChatMessages, list[bytes]]:
+    """The messages with a bare ``{"type": "image"}`` for each image, and the images in that order.
+
+    A part without an image of its own, or ``<image>`` within a text, stands for the next one of the ``column``, which
+    holds one image or a list. Where neither is in the messages, the column's stand before the first text of the user.
+    Raises ``UnusableRow`` if images are missing or left over, or if one can't be read; relative paths begin at
+    ``folder``.
+    """
+    given = _as_list(column)
+    if not given and not any(isinstance(message.get("content"), list | tuple) for message in messages):
+        return messages, []
+    spread = [_with_parts(message, has_marks=bool(given)) for message in messages]
+    if given and not any(_is_image(part) for message in spread for part in _parts(message)):
+        spread = _led_by(spread, len(given))
+    waiting, found = iter(given), []
+    for message in spread:
+        for part in _parts(message):
+            if _is_image(part):
+                found.append(read_image(_own_image(part) or next(waiting, None), folder, len(found) + 1))
+    if left := len(list(waiting)):
+        raise UnusableRow(f"it has {len(given)} images, of which {left} have no place in its messages")
+    return [_bare(message) for message in spread], found
+
+
+def count_images(messages: ChatMessages) -> int:
+    return sum(_is_image(part) for message in messages for part in _parts(message))
+
+
+def read_image(value: Any, folder: Path, number: int) -> bytes:
+    """The encoded image of a path, bytes, a ``data:`` address, an image of PIL, or a dict with bytes or a path.
+
+    Raises ``UnusableRow`` if it is none of these or can't be read.
+    """
+    if value is None:
+        raise UnusableRow(f"there is no image {number} for its messages")
+    try:
+        return _read(value, folder)
+    except (OSError, ValueError) as error:
+        raise UnusableRow(f"image {number} can't be read ({describe_error(error)})") from None
+
+
+def open_image(content: bytes) -> Any:
+    """PIL's image, in RGB."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
+
+
+def as_png(image: Any) -> bytes:
+    """An image of PIL, encoded."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _read(value: Any, folder: Path) -> bytes:
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        inner = [value[key] for key in IMAGE_KEYS if value.get(key) is not None]
+        if not inner:
+            raise ValueError(f"no bytes and no path in {dict(value)!r:.80}")
+        return _read(inner[0], folder)
+    if isinstance(value, str | Path):
+        return _read_address(str(value), folder)
+    if hasattr(value, "save"):
+        return as_png(value)
+    raise ValueError(f"a {type(value).__name__} is no image, path or bytes")
+
+
+def _read_address(address: str, folder: Path) -> bytes:
+    scheme, _, encoded = address.partition(",")
+    if scheme.startswith("data:"):
+        try:
+            return base64.b64decode(encoded, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"its data address is not base64: {error}") from None
+    if address.startswith(("http://", "https://")):
+        raise ValueError(f"{address:.80} is on the net: download the images, and give their paths")
+    if address.startswith("file://"):
+        address = unquote(urlsplit(address).path)
+    return (folder / Path(address).expanduser()).read_bytes()
+
+
+def _as_list(column: Any) -> list[Any]:
+    if column is None:
+        return []
+    return list(column) if isinstance(column, list | tuple) else [column]
+
+
+def _with_parts(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:
+    """A text with marks, if these are meant, as parts; parts without the keys that a table fills up with None."""
+    content = message.get("content")
+    if isinstance(content, str) and has_marks and MARK in content:
+        return {**message, "content": list(_split(content))}
+    if isinstance(content, list | tuple):
+        return {**message, "content": [part for given in content for part in _checked(given, has_marks)]}
+    return dict(message)
+
+
+def _split(text: str) -> Iterator[dict[str, Any]]:
+    for index, piece in enumerate(text.split(MARK)):
+        if index:
+            yield {"type": IMAGE}
+        if piece:
+            yield {"type": TEXT, TEXT: piece}
+
+
+def _checked(part: Any, has_marks: bool) -> Iterator[dict[str, Any]]:
+    if isinstance(part, str):
+        part = {"type": TEXT, TEXT: part}
+    if not isinstance(part, Mapping):
+        raise UnusableRow(f"a part of a message must be a dict with a type, found {part!r:.80}")
+    known = {key: value for key, value in part.items() if value is not None}
+    kind = known.get("type")
+    if kind == TEXT and isinstance(known.get(TEXT), str):
+        yield from _split(known[TEXT]) if has_marks and MARK in known[TEXT] else [known]
+    elif kind in IMAGE_TYPES:
+        yield known
+    else:
+        raise UnusableRow(f"a part of a message must be a text or an image, found {dict(part)!r:.80}")
+
+
+def _led_by(messages: ChatMessages, count: int) -> ChatMessages:
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise UnusableRow("it has images, but no message of the user that they could stand in")
+    user = messages[first]
+    content = user["content"]
+    parts = list(content) if isinstance(content, list) else [{"type": TEXT, TEXT: content}]
+    led = {**user, "content": [*({"type": IMAGE} for _ in range(count)), *parts]}
+    return [*messages[:first], led, *messages[first + 1 :]]
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in IMAGE_TYPES
+
+
+def _own_image(part: Mapping[str, Any]) -> Any:
+    return next((part[key] for key in IMAGE_KEYS if key in part), None)
+
+
+def _bare(message: dict[str, Any]) -> dict[str, Any]:
+    if not _parts(message):
+        return message
+    return {**message, "content": [{"type": IMAGE} if _is_image(part) else part for part in _parts(message)]}

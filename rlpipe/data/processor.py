@@ -1,0 +1,141 @@
+"""A model's processor: the tokens that stand for images, and the pixels that the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.images import as_png, open_image
+from rlpipe.data.rows import UnusableRow
+from rlpipe.errors import ModelError
+from rlpipe.imports import describe_error
+from rlpipe.types import Images, IntArray, PlacedImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
+"""What processors make of the text, which is not that of the caller here."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Encoded:
+    """A rendered text as tokens."""
+
+    token_ids: IntArray  # [T]
+    folded_ids: IntArray | None = None  # [F]
+    """With a single placeholder for each image; None without images."""
+    images: Images = ()
+
+
+class ImageProcessor:
+    """transformers' processor of a model, which is loaded when the first image comes."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+
+    def encode(self, text: str, images: Sequence[bytes]) -> Encoded:
+        """A rendered text with one placeholder for each of at least one image.
+
+        Raises ``ModelError`` if the model has no processor, and ``UnusableRow`` if that can't take these images.
+        """
+        processor = self.hf_processor
+        try:
+            made = processor(
+                text=[text],
+                images=[[open_image(image) for image in images]],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+            )
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise UnusableRow(f"the model's processor can't take its images ({describe_error(error)})") from error
+        token_ids = np.array(made["input_ids"][0], np.int32)
+        spans = _find_spans(made, token_ids, self._image_id)
+        if len(spans) != len(images):
+            raise UnusableRow(f"the chat template has {len(spans)} placeholders for its {len(images)} images")
+        return Encoded(
+            token_ids=token_ids,
+            folded_ids=np.array(processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32),
+            images=tuple(
+                PlacedImage(place=start, num_tokens=stop - start, content=image)
+                for (start, stop), image in zip(spans, images, strict=True)
+            ),
+        )
+
+    def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
+        """What the model takes of the images of some rows, each of which has one, beside its tokens."""
+        processor = self.hf_processor
+        made = processor(
+            text=[processor.image_token * len(row) for row in rows],
+            images=[[open_image(image) for image in row] for row in rows],
+            return_tensors="pt",
+            padding=True,
+        )
+        return {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+
+    @cached_property
+    def blank(self) -> Encoded:
+        """A small image alone."""
+        from PIL import Image
+
+        side = 2 * 28  # at least as high and wide as two patches of any processor here
+        return self.encode(self.hf_processor.image_token, [as_png(Image.new("RGB", (side, side)))])
+
+    @cached_property
+    def hf_processor(self) -> Any:
+        """transformers'. Raises ``ModelError``."""
+        from transformers import AutoProcessor, ProcessorMixin
+
+        options = {
+            "revision": self._model.revision,
+            "trust_remote_code": self._model.trust_remote_code,
+            **self._model.processor_kwargs,
+        }
+        path = str(Path(self._model.path).expanduser())
+        try:
+            try:
+                processor = AutoProcessor.from_pretrained(path, **options)
+            except ImportError:
+                processor = _without_videos(path, options)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+            raise ModelError(
+                f"model.path={self._model.path}: its processor can't be loaded with model.processor_kwargs "
+                f"({describe_error(error)})"
+            ) from None
+        if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
+            raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
+        return processor
+
+    @cached_property
+    def _image_id(self) -> int:
+        """The placeholder's."""
+        processor = self.hf_processor
+        return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
+
+
+def _find_spans(made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int, int]]:
+    """The first token of each image, and the one behind its last."""
+    if "text_replacement_offsets" not in made:  # of models that look at images from the side: one token each
+        return [(place, place + 1) for place in np.flatnonzero(token_ids == image_id).tolist()]
+    starts, ends = np.array(made["offset_mapping"][0]).reshape(-1, 2).T
+    spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
+    return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
+
+
+def _without_videos(path: str, options: dict[str, Any]) -> Any:
+    """The processor of a model that takes videos, too, for which torchvision would be needed."""
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    sources = {name: options[name] for name in ("revision", "trust_remote_code")}
+    known = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, **sources))]
+    parts = [name for name in known.get_attributes() if name != "video_processor"]
+    image_only = type(known.__name__, (known,), {"get_attributes": classmethod(lambda _: parts)})
+    return image_only.from_pretrained(path, **options)
