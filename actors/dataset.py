@@ -15,6 +15,7 @@ from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.order import Cursor
 from rlpipe.data.packing import pack_step
+from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.prompts import SequenceSource, open_sft_rows
 from rlpipe.imports import enter_folder
 from rlpipe.replay.ledger import Event
@@ -77,7 +78,13 @@ class DatasetActor(BatchActor):
             setup = self._setup
             enter_folder(setup.folder)
             tokenizer = load_tokenizer(setup.model)
-            self._source, held_out = open_sft_rows(setup.data, tokenizer, seed=setup.seed, max_tokens=self._max_tokens)
+            self._source, held_out = open_sft_rows(
+                setup.data,
+                tokenizer,
+                seed=setup.seed,
+                max_tokens=self._max_tokens,
+                processor=ImageProcessor(setup.model),
+            )
             if held_out:
                 ranks = setup.learner.num_ranks
                 self._held_out = pack_step(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)

@@ -152,7 +152,7 @@ def time_trainer(shape: Shape, model: ModelConfig, device: torch.device, steps: 
     base = AutoModelForCausalLM.from_pretrained(
         model.path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention
     )
-    adapted = get_peft_model(base, lora_config(model.adapter))
+    adapted = get_peft_model(base, lora_config(model.adapter, base))
     if model.gradient_checkpointing:
         adapted.enable_input_require_grads()
     clock = Clock(device)

@@ -118,7 +118,7 @@ def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
         model.set_attn_implementation(NAME)
         scorer = TokenScorer(model, compute_dtype=COMPUTE, layout=Layout.SHARED)
         if case.kind == "lora":
-            scorer.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK)))
+            scorer.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK), model))
     compute_buffers(scorer, torch.device("cpu"))
     return scorer.train()
 

@@ -15,7 +15,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from rlpipe.configs.schema_model import ModelConfig
 
@@ -28,7 +31,7 @@ def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:
 def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """With its weights; ``options`` are further arguments of ``from_pretrained``, whose errors are raised."""
     described = describe_model(path, config)
-    model: PreTrainedModel = find_class(described).from_pretrained(
+    model: PreTrainedModel = find_class(described, images=config.images).from_pretrained(
         path,
         config=described,
         revision=config.revision,
@@ -40,15 +43,23 @@ def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: An
     return model
 
 
-def outline_model(described: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def outline_model(
+    described: PreTrainedConfig, *, images: bool = False, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model without weights, on the meta device."""
     with torch.device("meta"):
-        model: PreTrainedModel = find_class(described).from_config(described, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = find_class(described, images=images).from_config(
+            described, trust_remote_code=trust_remote_code
+        )
     return model
 
 
 def hollow_model(
-    described: PreTrainedConfig, own_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+    described: PreTrainedConfig,
+    own_class: type[PreTrainedModel] | None = None,
+    *,
+    images: bool = False,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model on the CPU with its buffers, but each parameter one zero that is repeated, which takes no memory.
 
@@ -58,7 +69,7 @@ def hollow_model(
         if own_class is not None:
             model: PreTrainedModel = own_class(deepcopy(described))
         else:
-            model = find_class(described).from_config(described, trust_remote_code=trust_remote_code)
+            model = find_class(described, images=images).from_config(described, trust_remote_code=trust_remote_code)
     cast(nn.Module, model).to(described.dtype or torch.float32)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -71,8 +82,13 @@ def hollow(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
-def find_class(described: PreTrainedConfig) -> Any:
-    """transformers' class for models of text, or where there is none for images and text; a model's own code says."""
+def find_class(described: PreTrainedConfig, *, images: bool) -> Any:
+    """transformers' class for models of text, or where there is none, or ``images`` are asked for, for both.
+
+    A model's own code says itself.
+    """
     own_code = getattr(described, "auto_map", None) is not None
+    if images and type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not own_code:
+        return AutoModelForImageTextToText
     text = own_code or type(described) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if text else AutoModelForImageTextToText

@@ -24,6 +24,7 @@ from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.prompts import open_prompts
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
@@ -117,7 +118,9 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
     config = run.config
     tokenizer = load_tokenizer(run.model)
-    prompts, held_out = open_prompts(config.data, tokenizer, seed=config.seed, ebft=_compared(config))
+    prompts, held_out = open_prompts(
+        config.data, tokenizer, seed=config.seed, ebft=_compared(config), processor=ImageProcessor(run.model)
+    )
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
@@ -209,7 +212,9 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
     run = prepare_run(config, rewards)
     tokenizer = load_tokenizer(run.model)
-    _, held_out = open_prompts(config.data, tokenizer, seed=config.seed, ebft=_compared(config))
+    _, held_out = open_prompts(
+        config.data, tokenizer, seed=config.seed, ebft=_compared(config), processor=ImageProcessor(run.model)
+    )
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)

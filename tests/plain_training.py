@@ -25,7 +25,7 @@ def load_plain(path: Path, adapter: AdapterConfig) -> nn.Module:
         return model
     if adapter.kind == "qlora":
         to_nf4_and_back(model)
-    return get_peft_model(model, lora_config(adapter))
+    return get_peft_model(model, lora_config(adapter, model))
 
 
 def rollout_loss(model: nn.Module, rollout: Rollout, entropy_coef: float = 0.0) -> Tensor:

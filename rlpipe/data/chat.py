@@ -174,7 +174,8 @@ class SequenceRenderer:
         roles = [message["role"] for message in messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         task = {name: value for name, value in row.items() if name != self._data.messages_column}
-        task[self._data.images_column] = contents[: count_images(messages[:end])]
+        if contents:
+            task[self._data.images_column] = contents[: count_images(messages[:end])]
         return self._prompts.render_value(messages[:end], task, place)
 
     def render(self, row: Row, place: Place) -> Rollout:

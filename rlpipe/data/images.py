@@ -36,7 +36,8 @@ def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[Chat
     spread = [_with_parts(message, has_marks=bool(given)) for message in messages]
     if given and not any(_is_image(part) for message in spread for part in _parts(message)):
         spread = _led_by(spread, len(given))
-    waiting, found = iter(given), []
+    waiting = iter(given)
+    found: list[bytes] = []
     for message in spread:
         for part in _parts(message):
             if _is_image(part):

@@ -6,11 +6,14 @@ Shapes: N packed tokens of a micro batch, S sequences in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rlpipe.data.processor import Encoded
 from rlpipe.errors import ConfigError
 from rlpipe.types import NO_GROUP, NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
 
@@ -288,4 +291,27 @@ def empty_micro_batch(*, with_reference: bool) -> MicroBatch:
         policy_versions=np.full(2, NO_VERSION, np.int32),
         group_ids=np.array([NO_GROUP], np.int32),
         ref_logprobs=np.zeros(2, np.float32) if with_reference else None,
+    )
+
+
+def with_blank(micro_batch: MicroBatch, blank: Encoded) -> MicroBatch:
+    """The micro batch with one sequence more, an image without loss."""
+    length = len(blank.token_ids)
+    none = np.zeros(length, np.float32)
+
+    def added(values: NDArray[Any], new: Any) -> NDArray[Any]:
+        return np.concatenate([values, np.asarray(new, values.dtype)])
+
+    return replace(
+        micro_batch,
+        token_ids=added(micro_batch.token_ids, blank.token_ids),
+        position_ids=added(micro_batch.position_ids, np.arange(length)),
+        sequence_starts=added(micro_batch.sequence_starts, [micro_batch.num_tokens + length]),
+        loss_mask=added(micro_batch.loss_mask, none),
+        logprobs=added(micro_batch.logprobs, none),
+        advantages=added(micro_batch.advantages, none),
+        policy_versions=added(micro_batch.policy_versions, np.full(length, NO_VERSION)),
+        group_ids=added(micro_batch.group_ids, [NO_GROUP]),
+        ref_logprobs=None if micro_batch.ref_logprobs is None else added(micro_batch.ref_logprobs, none),
+        images=tuple(image.moved(micro_batch.num_tokens) for image in blank.images),
     )

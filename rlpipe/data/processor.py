@@ -91,7 +91,7 @@ class ImageProcessor:
     @cached_property
     def hf_processor(self) -> Any:
         """transformers'. Raises ``ModelError``."""
-        from transformers import AutoProcessor, ProcessorMixin
+        from transformers import ProcessorMixin
 
         options = {
             "revision": self._model.revision,
@@ -100,10 +100,7 @@ class ImageProcessor:
         }
         path = str(Path(self._model.path).expanduser())
         try:
-            try:
-                processor = AutoProcessor.from_pretrained(path, **options)
-            except ImportError:
-                processor = _without_videos(path, options)
+            processor = _find_class(path, options).from_pretrained(path, **options)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             raise ModelError(
                 f"model.path={self._model.path}: its processor can't be loaded with model.processor_kwargs "
@@ -129,13 +126,17 @@ def _find_spans(made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
 
 
-def _without_videos(path: str, options: dict[str, Any]) -> Any:
-    """The processor of a model that takes videos, too, for which torchvision would be needed."""
-    from transformers import AutoConfig
+def _find_class(path: str, options: dict[str, Any]) -> Any:
+    """transformers' class; where it takes videos, too, and torchvision is not there, one for images alone."""
+    from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.utils import is_torchvision_available
 
-    sources = {name: options[name] for name in ("revision", "trust_remote_code")}
-    known = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, **sources))]
-    parts = [name for name in known.get_attributes() if name != "video_processor"]
-    image_only = type(known.__name__, (known,), {"get_attributes": classmethod(lambda _: parts)})
-    return image_only.from_pretrained(path, **options)
+    if is_torchvision_available():
+        return AutoProcessor
+    source = {name: options[name] for name in ("revision", "trust_remote_code")}
+    known: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path, **source)), None)
+    if known is None or "video_processor" not in (parts := known.get_attributes()):
+        return AutoProcessor
+    parts = [name for name in parts if name != "video_processor"]
+    return type(known.__name__, (known,), {"get_attributes": classmethod(lambda _: parts)})

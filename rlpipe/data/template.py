@@ -89,7 +89,7 @@ class ChatTemplate:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 
-    def _render(self, messages: ChatMessages, **options: bool) -> str:
+    def _render(self, messages: ChatMessages, **options: Any) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,

@@ -6,6 +6,8 @@ and runs on the plain causal kernels. Shapes: h heads, of which g are for keys a
 
 from __future__ import annotations
 
+from inspect import signature
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -31,8 +33,16 @@ def find_layout(model: PreTrainedModel, implementation: str) -> Layout:
     chunked = getattr(config, "attention_chunk_size", None) is not None
     if not model.is_backend_compatible() or not layers <= MASKED_LAYERS:
         return Layout.APART
+    if model.base_model is not model and "cross_attention_mask" in signature(model.base_model.forward).parameters:
+        return Layout.ALONE  # tokens in front of a sequence's first image look at all images of the pass
     replaceable = implementation == "sdpa" and layers <= REPLACED_LAYERS and not chunked
     return Layout.SHARED if replaceable else Layout.POSITIONS
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Has the language model's attention run by plans; a vision tower keeps its own."""
+    own = getattr(model.config, "text_config", None) is not None
+    model.set_attn_implementation({"text_config": NAME} if own else NAME)
 
 
 def use_masks(model: PreTrainedModel, implementation: str) -> None:
@@ -96,9 +106,11 @@ def packed_attention(
     assert attention_plan is not None, f"{type(module).__name__} does not hand its arguments on to attention"
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [M, h or g, d]
     outputs = []
-    for block in attention_plan.blocks:
+    for block, groups in zip(attention_plan.blocks, attention_plan.groups or cycle([None]), strict=False):
         q, k, v = (row.index_select(0, block.view(-1)).unflatten(0, block.shape).transpose(1, 2) for row in rows)
         mask = _window_mask(block.shape[1], sliding_window, q.device)
+        if groups is not None:
+            mask = _with_groups(mask, groups)
         output = scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )  # [S, h, L, d]
@@ -112,6 +124,15 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     if window is None or window >= length:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def _with_groups(mask: Tensor | None, groups: Tensor) -> Tensor:
+    """With what tokens of the same group see of each other ``[S, 1, L, L]``; groups ``[S, L]`` count from 1."""
+    length = groups.shape[1]
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=groups.device).tril()
+    together = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
+    return (mask | together)[:, None]
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -11,7 +11,8 @@ from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.data.packing import empty_micro_batch, split_padded
+from rlpipe.data.packing import empty_micro_batch, split_padded, with_blank
+from rlpipe.errors import ModelError
 from rlpipe.learner.inputs import LearnerInputs, prepare
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
@@ -61,14 +62,32 @@ class PackedRows:
         """Nothing depends on it."""
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
-        return [prepare(self._policy, micro) for micro in self._cut(list(mini_batch.micro_batches))]
+        micro_batches = self._cut(list(mini_batch.micro_batches))
+        if self._policy.has_vision and self._policy.sharding.num_ranks > 1:
+            micro_batches = self._with_images(micro_batches)
+        return [prepare(self._policy, micro) for micro in micro_batches]
+
+    def _with_images(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Where a micro batch of another rank has images, all have: every rank must run the same modules."""
+        have = torch.tensor([bool(micro.images) for micro in micro_batches], dtype=torch.int64)
+        needed = self._policy.sharding.reduce(have, Reduce.MAX).tolist()
+        if self._policy.scorer.layout is Layout.ALONE and any(
+            need and not micro.images and micro.loss_mask.any()
+            for need, micro in zip(needed, micro_batches, strict=True)
+        ):
+            raise ModelError("this model can't be trained on several ranks on rows of which only some have images")
+        return [
+            with_blank(micro, self._policy.vision.processor.blank) if need and not micro.images else micro
+            for need, micro in zip(needed, micro_batches, strict=True)
+        ]
 
     def _cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Where sequences are filled up, in parts that keep to the token budget so."""
-        if self._policy.scorer.layout is not Layout.APART or not micro_batches:
+        """Where sequences are filled up, in parts that keep to the token budget so; or one by one."""
+        layout = self._policy.scorer.layout
+        if layout not in (Layout.APART, Layout.ALONE) or not micro_batches:
             return micro_batches
         with_reference = micro_batches[0].ref_logprobs is not None
-        max_tokens = self._config.max_tokens_per_microbatch
+        max_tokens = self._config.max_tokens_per_microbatch if layout is Layout.APART else 1
         parts = [part for micro in micro_batches for part in split_padded(micro, max_tokens)]
         most = int(self._policy.sharding.reduce(torch.tensor(len(parts)), Reduce.MAX))
         return parts + [empty_micro_batch(with_reference=with_reference)] * (most - len(parts))

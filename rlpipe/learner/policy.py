@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,6 +28,7 @@ from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.learner.scorer import TokenScorer
 from rlpipe.learner.sharding import Sharding
 from rlpipe.learner.single import SingleRank
+from rlpipe.learner.vision import Vision
 from rlpipe.learner.weight_scales import normalize_weight_scales
 from rlpipe.learner.workload import Workload
 from rlpipe.models import describe_model, hollow_model, open_model
@@ -80,7 +82,18 @@ class Policy:
 
     def plan(self, micro_batch: MicroBatch) -> Row:
         """The row that the micro batch is run as."""
+        if micro_batch.images:
+            return self.vision.plan(micro_batch, self.scorer.layout, self.device)
         return plan_row(micro_batch, layout=self.scorer.layout, device=self.device)
+
+    @property
+    def has_vision(self) -> bool:
+        return has_vision(self.scorer.causal_model)
+
+    @cached_property
+    def vision(self) -> Vision:
+        """What makes the model's inputs of images."""
+        return Vision(self.scorer.causal_model, self.config)
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, with_entropy: bool = False, chunk_tokens: int = 1024
@@ -146,7 +159,9 @@ def outline_policy(model: ModelConfig) -> Policy:
     """A policy whose adapter a checkpoint can be read into, on the CPU; the base is hollow, and can't be run."""
     source = find_source(model.path, "model.path", revision=model.revision)
     try:
-        base = hollow_model(describe_model(source, model), trust_remote_code=model.trust_remote_code)
+        base = hollow_model(
+            describe_model(source, model), images=model.images, trust_remote_code=model.trust_remote_code
+        )
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelError(f"model.path={model.path} can't be loaded: {describe_error(error)}") from None
     scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=Layout.SHARED)
@@ -185,7 +200,7 @@ def load_scorer(config: ModelConfig, device: torch.device | str, *, frozen: bool
     drifts = normalize_weight_scales(model, config.normalize_weight_scales)
     layout = attention.find_layout(model, config.attention)
     if layout is Layout.SHARED:
-        model.set_attn_implementation(attention.NAME)
+        attention.use_packed_attention(model)
     return TokenScorer(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
 
 
@@ -235,7 +250,7 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                adapted = get_peft_model(model, lora_config(config))
+                adapted = get_peft_model(model, lora_config(config, model))
     except ModelError:
         raise
     except (OSError, ValueError) as error:
@@ -249,8 +264,10 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
     return adapted
 
 
-def lora_config(config: AdapterConfig) -> LoraConfig:
+def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
+    """PEFT's; unless a regex names the modules, none of a vision tower is among them, which engines don't adapt."""
     targets = config.target_modules
+    by_regex = isinstance(targets, str) and targets != "all-linear"
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=config.r,
@@ -258,7 +275,21 @@ def lora_config(config: AdapterConfig) -> LoraConfig:
         lora_dropout=config.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         target_parameters=list(config.target_parameters) or None,
+        exclude_modules=None if by_regex else outside_language(model),
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
     )
+
+
+def outside_language(model: PreTrainedModel) -> str | None:
+    """A regex of the modules outside of the language model; None where there is nothing else."""
+    if not has_vision(model):
+        return None
+    decoder = model.get_decoder()
+    (name,) = (name for name, module in model.named_modules() if module is decoder)
+    return rf"(?!{re.escape(name)}\.|.*lm_head).*"
+
+
+def has_vision(model: PreTrainedModel) -> bool:
+    return getattr(model.config, "vision_config", None) is not None

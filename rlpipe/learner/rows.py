@@ -7,6 +7,7 @@ sequence of a block.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlpipe.kernels.strided_mask import StridedMask
-from rlpipe.types import MicroBatch
+from rlpipe.types import Images, MicroBatch, PlacedImage
 
 Indices = NDArray[np.int64]
 
@@ -31,6 +32,10 @@ class Layout(Enum):
     SHARED = "in one row, common prompts once, kept apart by the plan of its attention"
     POSITIONS = "in one row, kept apart by position ids that restart"
     APART = "each in a row of its own, filled up at the end"
+    ALONE = "each in a pass of its own"
+
+
+PLANNED = {Layout.SHARED, Layout.APART}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,6 +49,8 @@ class AttentionPlan:
 
     blocks: list[Tensor]  # each [S, L], into the row
     selected: Tensor  # [M], into the sum of S * L
+    groups: list[Tensor | None] | None = None  # [S, L] of each block
+    """Tokens with the same number above 0 see each other, also ahead; None where there are none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,7 +58,7 @@ class Row:
     """One row for the backbone, and where in it the loss tokens of the micro batch are predicted."""
 
     token_ids: Tensor  # [M]
-    position_ids: Tensor  # [M]
+    position_ids: Tensor  # [M], or [P, M] where tokens have several
     predictors: Tensor  # [K], the token of the row that predicts each loss token
     loss_tokens: Tensor  # [K], the loss tokens' places in the micro batch
     targets: Tensor  # [K], their token ids
@@ -59,6 +66,12 @@ class Row:
     """Of ``Layout.SHARED``; of ``APART``, it says in a single block which tokens each row has."""
     mask: StridedMask | None = None
     """Of EBFT's strided rows, which have no plan."""
+    sequences: Sequence[Indices] = ()
+    """Where in the row the tokens of each sequence lie, on the host."""
+    images: Images = ()
+    """By their places in the row."""
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model is given of the images, by the names of its arguments."""
 
 
 @dataclass(slots=True)
@@ -68,27 +81,30 @@ class _RowBuilder:
     sources: list[Indices] = field(default_factory=list)  # pieces of the micro batch, in the row's order
     sequences: list[Indices] = field(default_factory=list)  # of each sequence, its tokens' places in the row
     num_tokens: int = 0
-    prompts: dict[bytes, Indices] = field(default_factory=dict)
+    prompts: dict[tuple[bytes, ...], Indices] = field(default_factory=dict)
+    images: list[PlacedImage] = field(default_factory=list)
 
-    def append(self, start: int, stop: int) -> Indices:
+    def append(self, start: int, stop: int, images: Images = ()) -> Indices:
         """Adds a piece of the micro batch, and says where in the row it came to lie."""
         places = np.arange(self.num_tokens, self.num_tokens + stop - start)
         self.sources.append(np.arange(start, stop))
+        self.images += [image.moved(self.num_tokens - start) for image in _within(images, start, stop)]
         self.num_tokens += stop - start
         return places
 
-    def append_prompt(self, token_ids: Indices, start: int, stop: int) -> Indices:
-        key = token_ids[start:stop].tobytes()
+    def append_prompt(self, token_ids: Indices, start: int, stop: int, images: Images) -> Indices:
+        key = (token_ids[start:stop].tobytes(), *(image.content for image in _within(images, start, stop)))
         if key not in self.prompts:
-            self.prompts[key] = self.append(start, stop)
+            self.prompts[key] = self.append(start, stop, images)
         return self.prompts[key]
 
 
 def plan_row(micro_batch: MicroBatch, *, layout: Layout, device: torch.device) -> Row:
     """Drops of each sequence what follows the token that predicts its last loss token, and sequences without any.
 
-    In ``Layout.SHARED``, siblings whose tokens up to their first loss token are equal have those run once. A micro
-    batch without loss tokens becomes a row of one token, for ranks that run it only because others have work.
+    In ``Layout.SHARED``, siblings whose tokens up to their first loss token are equal, with their images, have those
+    run once. A micro batch without loss tokens becomes a row of one token, for ranks that run it only because others
+    have work; where it has images, so has its row.
     """
     loss_tokens = np.flatnonzero(micro_batch.loss_mask)
     builder = _RowBuilder()
@@ -99,14 +115,20 @@ def plan_row(micro_batch: MicroBatch, *, layout: Layout, device: torch.device) -
         if begin == end:
             continue
         start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])
+        if layout is Layout.ALONE:  # where what comes first may look at an image that comes last
+            last = int(starts[index + 1])
         if layout is Layout.SHARED:
-            prompt = builder.append_prompt(micro_batch.token_ids, start, first)
-            places = np.concatenate([prompt, builder.append(first, last)])
+            prompt = builder.append_prompt(micro_batch.token_ids, start, first, micro_batch.images)
+            places = np.concatenate([prompt, builder.append(first, last, micro_batch.images)])
         else:
-            places = builder.append(start, last)
+            places = builder.append(start, last, micro_batch.images)
         builder.sequences.append(places)
         predictors.append(places[loss_tokens[begin:end] - 1 - start])
-    if not predictors:
+    if micro_batch.images and not builder.images:
+        image = micro_batch.images[0]
+        start = int(starts[np.searchsorted(starts, image.place, side="right") - 1])
+        builder.sequences.append(builder.append(start, image.place + image.num_tokens, (image,)))
+    elif not predictors:
         builder.sequences.append(builder.append(0, 1))
     return _to_row(micro_batch, builder, predictors, loss_tokens, layout, device)
 
@@ -130,8 +152,14 @@ def _to_row(
         predictors=tensor(np.concatenate(predictors) if predictors else np.zeros(0, np.int64)),
         loss_tokens=tensor(loss_tokens),
         targets=tensor(micro_batch.token_ids[loss_tokens]),
-        attention=None if layout is Layout.POSITIONS else _plan_attention(builder, layout, device),
+        attention=_plan_attention(builder, layout, device) if layout in PLANNED else None,
+        sequences=builder.sequences,
+        images=tuple(builder.images),
     )
+
+
+def _within(images: Images, start: int, stop: int) -> Images:
+    return tuple(image for image in images if start <= image.place < stop)
 
 
 def _plan_attention(builder: _RowBuilder, layout: Layout, device: torch.device) -> AttentionPlan:

@@ -85,11 +85,16 @@ class TokenScorer(nn.Module):
         if self.layout is Layout.APART:
             assert row.attention is not None
             (block,) = row.attention.blocks  # [S, L]
-            return self._of_row(row, self.run_backbone(row.token_ids[block]))
-        arguments: dict[str, Any] = {"attention_plan": row.attention} if row.attention is not None else {}
+            apart = dict(row.vision)
+            if row.position_ids.ndim == 2:
+                apart["position_ids"] = row.position_ids[:, block]
+            return self._of_row(row, self.run_backbone(row.token_ids[block], **apart))
+        arguments: dict[str, Any] = dict(row.vision)
+        if row.attention is not None:
+            arguments["attention_plan"] = row.attention
         if row.mask is not None:
             arguments["attention_mask"] = mask_for(self.causal_model, row.mask)
-        states = self.run_backbone(row.token_ids[None], position_ids=row.position_ids[None], **arguments)
+        states = self.run_backbone(row.token_ids[None], position_ids=row.position_ids.unsqueeze(-2), **arguments)
         return self._of_row(row, states)
 
     def run_backbone(self, token_ids: Tensor, **arguments: Any) -> Tensor:

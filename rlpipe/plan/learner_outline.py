@@ -112,7 +112,7 @@ def nf4_bytes(num_elements: int) -> int:
 
 def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
     try:
-        causal = outline_model(described, trust_remote_code=model.trust_remote_code)
+        causal = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
     if causal.base_model is causal or causal.get_output_embeddings() is None:
@@ -124,7 +124,7 @@ def _set_attention(causal: PreTrainedModel, implementation: str) -> Layout:
     """Kernels of a GPU are outlined by torch's own, which keep as much."""
     layout = attention.find_layout(causal, "eager" if implementation == "eager" else "sdpa")
     if layout is Layout.SHARED:
-        causal.set_attn_implementation(attention.NAME)
+        attention.use_packed_attention(causal)
     elif implementation == "eager":
         causal.set_attn_implementation("eager")
     return layout
@@ -134,7 +134,7 @@ def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the run itself says it
-            adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config)))
+            adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config, causal)))
     except (OSError, ValueError) as error:
         raise ModelError(f"model.adapter can't be outlined: {describe_error(error)}") from None
     for parameter in adapted.parameters():
@@ -144,11 +144,11 @@ def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     return adapted
 
 
-def _lora_config(config: AdapterConfig) -> LoraConfig:
+def _lora_config(config: AdapterConfig, causal: PreTrainedModel) -> LoraConfig:
     """That of ``adapter.path`` where it is a folder that is there."""
     folder = Path(config.path).expanduser() if config.path is not None else None
     if folder is None or not folder.exists():
-        return lora_config(config)
+        return lora_config(config, causal)
     found = LoraConfig.from_pretrained(str(folder))
     if not isinstance(found, LoraConfig):
         raise ConfigError(f"model.adapter.path={config.path} holds no LoRA adapter; give another folder, or null")

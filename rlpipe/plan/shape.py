@@ -53,7 +53,7 @@ class ModelShape:
 def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
     """Of the model's outline, which has no weights; raises ``ModelError`` if transformers can't build it."""
     try:
-        outline = outline_model(described, trust_remote_code=model.trust_remote_code)
+        outline = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
     text: Any = described.get_text_config()

@@ -144,7 +144,9 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
         return [target.rsplit(".", 1)[-1] for target in targets]
     from rlpipe.models import describe_model, outline_model
 
-    outline = outline_model(describe_model(model.path, model), trust_remote_code=model.trust_remote_code)
+    outline = outline_model(
+        describe_model(model.path, model), images=model.images, trust_remote_code=model.trust_remote_code
+    )
     linear = {name.rsplit(".", 1)[-1] for name, layer in outline.named_modules() if isinstance(layer, torch.nn.Linear)}
     return sorted(linear - {"lm_head"})
 

@@ -10,12 +10,12 @@ from itertools import groupby
 import numpy as np
 
 from rlpipe.configs.schema_data import DataConfig
+from rlpipe.data.images import count_images
 from rlpipe.data.masks.boundaries import Turn, find_turns
 from rlpipe.data.masks.generation import mark_generation
 from rlpipe.data.masks.loss_mask import LossMask
 from rlpipe.data.masks.probe import ASSISTANT, Probe
 from rlpipe.data.masks.resolve import resolve_mask, taken_for_assistant
-from rlpipe.data.images import count_images
 from rlpipe.data.messages import assistant_turns
 from rlpipe.data.processor import Encoded
 from rlpipe.data.rows import UnusableRow

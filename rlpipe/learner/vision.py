@@ -1,0 +1,136 @@
+"""Gives a packed row what its model takes of images: pixels, positions in the picture, and what may see what.
+
+Shapes: M tokens of the row, I images, S sequences and L tokens of the longest one of a block.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.processor import ImageProcessor
+from rlpipe.errors import ModelError
+from rlpipe.learner.rows import AttentionPlan, Layout, Row, plan_row
+from rlpipe.types import Images, MicroBatch
+
+WHOLE_IMAGES = {"gemma3"}
+"""Models in which the tokens of an image see each other, also ahead; of others their config says it."""
+READS_BOTH_WAYS = {"paligemma"}
+"""Models that see all of a prompt from each of its tokens."""
+
+
+class Vision:
+    """What a model with a vision tower is given beside the tokens of its rows."""
+
+    def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
+        self.processor = ImageProcessor(config)
+        self._base: Any = model.base_model
+        self._config = model.config
+        self._arguments = set(inspect.signature(self._base.forward).parameters)
+        self._name = f"model.path={config.path}"
+
+    def plan(self, micro_batch: MicroBatch, layout: Layout, device: torch.device) -> Row:
+        """The row of a micro batch with images. Raises ``ModelError`` where the model can't take them."""
+        if "pixel_values" not in self._arguments:
+            raise ModelError(f"{self._name} was loaded for text alone, but rows have images: set model.images=true")
+        if self._config.model_type in READS_BOTH_WAYS:
+            raise ModelError(f"{self._name}: models of the type {self._config.model_type} can't be trained on images")
+        row = plan_row(micro_batch, layout=layout, device=device)
+        images = self._in_order(row, layout)
+        made = self.processor.pixels([[image.content for image in images]])
+        is_image = row.token_ids == self._image_id  # [M]
+        extra = {name: value.to(device) for name, value in made.items() if name in self._arguments}
+        row = replace(row, images=images)
+        if hasattr(self._base, "get_rope_index"):
+            row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
+        if "cross_attention_mask" in self._arguments:
+            extra["cross_attention_mask"] = self._cross_attention(row, extra["aspect_ratio_mask"])
+        if self._sees_whole_images:
+            row = self._let_see(row, is_image, layout)
+            if layout is not Layout.SHARED:
+                extra[self._type_argument] = _per_row(is_image.long(), row, layout)
+        return replace(row, vision=extra)
+
+    @property
+    def _image_id(self) -> int:
+        """Of the tokens that take the features of images."""
+        names = ("image_token_id", "image_token_index")
+        return int(next(value for name in names if (value := getattr(self._config, name, None)) is not None))
+
+    @property
+    def _sees_whole_images(self) -> bool:
+        text = self._config.get_text_config()
+        by_config = getattr(text, "use_bidirectional_attention", None) == "vision"
+        return by_config or self._config.model_type in WHOLE_IMAGES
+
+    @property
+    def _type_argument(self) -> str:
+        return "mm_token_type_ids" if "mm_token_type_ids" in self._arguments else "token_type_ids"
+
+    def _in_order(self, row: Row, layout: Layout) -> Images:
+        """As the model comes across them."""
+        if layout is not Layout.APART:
+            return row.images
+        assert row.attention is not None
+        selected = row.attention.selected.tolist()
+        return tuple(sorted(row.images, key=lambda image: selected[image.place]))
+
+    def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: Layout) -> Tensor:
+        """Those of text, and time, height and width ``[4, M]``; only the latter for rows that are apart ``[3, M]``."""
+        places_of = {image.place: index for index, image in enumerate(row.images)}
+        spatial = row.position_ids.expand(3, -1).clone()
+        for sequence in row.sequences:
+            own = [places_of[place] for place in sequence.tolist() if place in places_of]
+            if not own:
+                continue
+            places = torch.from_numpy(sequence).to(spatial.device)
+            positions, _ = self._base.get_rope_index(
+                input_ids=row.token_ids[places][None],
+                mm_token_type_ids=is_image[places][None].int(),
+                image_grid_thw=extra["image_grid_thw"][own],
+            )
+            spatial[:, places] = positions[:, 0]
+        return spatial if layout is Layout.APART else torch.cat([row.position_ids[None], spatial])
+
+    def _cross_attention(self, row: Row, tiles: Tensor) -> Tensor:
+        """Which tiles each token looks at ``[1, M, I, tiles]``, of which an image has ``tiles`` ``[1, I, tiles]``."""
+        from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+        places_of = {image.place: index for index, image in enumerate(row.images)}
+        seen = tiles.new_zeros(1, len(row.token_ids), *tiles.shape[1:])
+        for sequence in row.sequences:
+            places = torch.from_numpy(sequence).to(seen.device)
+            own = [places_of[place] for place in sequence.tolist() if place in places_of]
+            spans = get_cross_attention_token_mask(row.token_ids[places].tolist(), self._image_id)
+            for index, (start, stop) in zip(own, spans, strict=True):
+                stop = len(places) if stop == -1 else stop
+                seen[0, places[start:stop], index] = tiles[0, index]
+        return seen
+
+    def _let_see(self, row: Row, is_image: Tensor, layout: Layout) -> Row:
+        """Has the attention of ours let the tokens of an image see each other."""
+        if layout is not Layout.SHARED or row.attention is None:
+            return row
+        starts = is_image & ~torch.cat([is_image.new_zeros(1), is_image[:-1]])
+        groups = torch.where(is_image, starts.cumsum(0), 0)  # [M]
+        return replace(row, attention=with_groups(row.attention, groups))
+
+
+def with_groups(plan: AttentionPlan, groups: Tensor) -> AttentionPlan:
+    """Tokens of the row with the same group ``[M]`` above 0 see each other, in each sequence."""
+    own = [groups[block] for block in plan.blocks]
+    return replace(plan, groups=[group if bool(group.any()) else None for group in own])
+
+
+def _per_row(values: Tensor, row: Row, layout: Layout) -> Tensor:
+    """Of each token of the row ``[M]``, as the model has them ``[1, M]`` or ``[S, L]``."""
+    if layout is not Layout.APART:
+        return values[None]
+    assert row.attention is not None
+    return values[row.attention.blocks[0]]

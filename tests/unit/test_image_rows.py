@@ -1,0 +1,78 @@
+"""Rows with images, from the row to the log-probs of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_cases import IMAGE_FAMILIES, rows
+from transformers import AutoModelForImageTextToText
+
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.data.chat import SequenceRenderer, load_tokenizer
+from rlpipe.data.images import open_image
+from rlpipe.data.packing import pack_step, split_padded
+from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.rows import Place
+from rlpipe.learner.policy import load_policy
+from rlpipe.learner.rows import Layout
+from rlpipe.types import Rollout
+
+CPU = torch.device("cpu")
+DATA = DataConfig(source="jsonl")
+
+
+@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = IMAGE_FAMILIES[request.param].write(tmp_path_factory.mktemp("model"))
+    return ModelConfig(path=str(folder), dtype="float32", images=True, adapter=AdapterConfig(kind="none"))
+
+
+def render(model: ModelConfig) -> list[Rollout]:
+    renderer = SequenceRenderer(load_tokenizer(model), DATA, max_tokens=512, processor=ImageProcessor(model))
+    return [
+        renderer.render(row, Place(row=index, epoch=0, location=f"row {index}")) for index, row in enumerate(rows())
+    ]
+
+
+@torch.no_grad()
+def alone(model: ModelConfig, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """A row's tokens, and the log-probs of all but the first, by transformers alone."""
+    policy = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
+    processor, tokenizer = ImageProcessor(model).hf_processor, load_tokenizer(model)
+    images = {"images": [[open_image(image) for image in row["images"]]]} if "images" in row else {}
+    made = processor(
+        text=[tokenizer.apply_chat_template(row["messages"], tokenize=False)],
+        return_tensors="pt",
+        add_special_tokens=False,
+        return_mm_token_type_ids=True,
+        **images,
+    )
+    logits = policy(**made).logits[0, :-1]
+    token_ids = made["input_ids"][0]
+    return token_ids.numpy(), logits.log_softmax(-1).gather(1, token_ids[1:, None]).squeeze(1).numpy()
+
+
+def packed(model: ModelConfig, rollouts: list[Rollout]) -> np.ndarray:
+    """Log-probs of all loss tokens, of one micro batch."""
+    (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=4096)
+    (micro_batch,) = batch.mini_batches[0].micro_batches
+    policy = load_policy(model, LearnerConfig(), CPU)
+    parts = split_padded(micro_batch, 1) if policy.scorer.layout is Layout.ALONE else [micro_batch]
+    parts.sort(key=lambda part: int(part.group_ids[0]))
+    with policy.inference():
+        return np.concatenate([policy.logprobs(part, temperature=1.0)[0].numpy()[part.loss_mask] for part in parts])
+
+
+def test_packed_rows_are_scored_as_each_alone(model: ModelConfig) -> None:
+    rollouts = render(model)
+    expected = []
+    for rollout, row in zip(rollouts, rows(), strict=True):
+        token_ids, logprobs = alone(model, row)
+        np.testing.assert_array_equal(rollout.token_ids, token_ids)
+        expected.append(logprobs[rollout.loss_mask[1:]])
+    np.testing.assert_allclose(packed(model, rollouts), np.concatenate(expected), atol=2e-5)
