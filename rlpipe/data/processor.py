@@ -117,6 +117,25 @@ class ImageProcessor:
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
 
+def feature_token_id(config: Any) -> int | None:
+    """Of the tokens that take the features of images, by transformers' config of the model; None where it has none."""
+    names = ("image_token_id", "image_token_index")
+    return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def seen_tiles(token_ids: Tensor, image_id: int | None, tiles: Tensor) -> Tensor:
+    """Which tiles each token looks at ``[T, I, tiles]``, where images have ``tiles`` ``[I, tiles]`` (Llama 3.2 Vision).
+
+    As in transformers' processor of the model.
+    """
+    from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+    seen = tiles.new_zeros(len(token_ids), *tiles.shape)
+    for index, (start, stop) in enumerate(get_cross_attention_token_mask(token_ids.tolist(), image_id)):
+        seen[start : len(token_ids) if stop == -1 else stop, index] = tiles[index]
+    return seen
+
+
 def _find_spans(made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int, int]]:
     """The first token of each image, and the one behind its last."""
     if "text_replacement_offsets" not in made:  # of models that look at images from the side: one token each

@@ -116,7 +116,8 @@ def plan_row(micro_batch: MicroBatch, *, layout: Layout, device: torch.device) -
             continue
         start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])
         if layout is Layout.ALONE:  # where what comes first may look at an image that comes last
-            last = int(starts[index + 1])
+            ends = [image.place + image.num_tokens for image in micro_batch.images if image.place < starts[index + 1]]
+            last = max([last, *ends])
         if layout is Layout.SHARED:
             prompt = builder.append_prompt(micro_batch.token_ids, start, first, micro_batch.images)
             places = np.concatenate([prompt, builder.append(first, last, micro_batch.images)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.processor import ImageProcessor, feature_token_id, seen_tiles
 from rlpipe.errors import ModelError
 from rlpipe.learner.rows import AttentionPlan, Layout, Row, plan_row
 from rlpipe.types import Images, MicroBatch
@@ -32,6 +32,7 @@ class Vision:
         self.processor = ImageProcessor(config)
         self._base: Any = model.base_model
         self._config = model.config
+        self._image_id = feature_token_id(model.config)
         self._arguments = set(inspect.signature(self._base.forward).parameters)
         self._name = f"model.path={config.path}"
 
@@ -44,24 +45,21 @@ class Vision:
         row = plan_row(micro_batch, layout=layout, device=device)
         images = self._in_order(row, layout)
         made = self.processor.pixels([[image.content for image in images]])
-        is_image = row.token_ids == self._image_id  # [M]
+        is_image = row.token_ids.eq(-1 if self._image_id is None else self._image_id)  # [M]
         extra = {name: value.to(device) for name, value in made.items() if name in self._arguments}
         row = replace(row, images=images)
         if hasattr(self._base, "get_rope_index"):
             row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
         if "cross_attention_mask" in self._arguments:
-            extra["cross_attention_mask"] = self._cross_attention(row, extra["aspect_ratio_mask"])
+            assert layout is Layout.ALONE
+            extra["cross_attention_mask"] = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])[
+                None
+            ]
         if self._sees_whole_images:
             row = self._let_see(row, is_image, layout)
             if layout is not Layout.SHARED:
                 extra[self._type_argument] = _per_row(is_image.long(), row, layout)
         return replace(row, vision=extra)
-
-    @property
-    def _image_id(self) -> int:
-        """Of the tokens that take the features of images."""
-        names = ("image_token_id", "image_token_index")
-        return int(next(value for name in names if (value := getattr(self._config, name, None)) is not None))
 
     @property
     def _sees_whole_images(self) -> bool:
@@ -97,21 +95,6 @@ class Vision:
             )
             spatial[:, places] = positions[:, 0]
         return spatial if layout is Layout.APART else torch.cat([row.position_ids[None], spatial])
-
-    def _cross_attention(self, row: Row, tiles: Tensor) -> Tensor:
-        """Which tiles each token looks at ``[1, M, I, tiles]``, of which an image has ``tiles`` ``[1, I, tiles]``."""
-        from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
-
-        places_of = {image.place: index for index, image in enumerate(row.images)}
-        seen = tiles.new_zeros(1, len(row.token_ids), *tiles.shape[1:])
-        for sequence in row.sequences:
-            places = torch.from_numpy(sequence).to(seen.device)
-            own = [places_of[place] for place in sequence.tolist() if place in places_of]
-            spans = get_cross_attention_token_mask(row.token_ids[places].tolist(), self._image_id)
-            for index, (start, stop) in zip(own, spans, strict=True):
-                stop = len(places) if stop == -1 else stop
-                seen[0, places[start:stop], index] = tiles[0, index]
-        return seen
 
     def _let_see(self, row: Row, is_image: Tensor, layout: Layout) -> Row:
         """Has the attention of ours let the tokens of an image see each other."""

@@ -20,7 +20,7 @@ class Sample:
     logprobs: Sequence[float]  # [C], of the distribution that each token was drawn from
     policy_versions: Sequence[int]  # [C], that drew each token
     finish_reason: str
-    """stop (an end token or a stop string), length, or what else ended it."""
+    """stop (an end token or a stop string), length, image (a token that stands for one), or what else ended it."""
 
 
 def build_rollout(request: GroupRequest, sample_index: int, sample: Sample) -> Rollout:
@@ -62,6 +62,11 @@ def failed_group(request: GroupRequest, failure: str) -> RolloutGroup:
 def too_long(length: int, limit: int) -> str:
     """Why a prompt of ``length`` tokens can't be sampled."""
     return f"the prompt is too long: its {length} tokens leave no room in {limit} (rollout.max_model_len)"
+
+
+def without_image(drawn: Sequence[int], image_id: int | None, finish_reason: str) -> str:
+    """The reason, or ``image`` where the policy drew the token of an image, which it can't show: there it must end."""
+    return "image" if drawn and drawn[-1] == image_id else finish_reason
 
 
 def sample_seed(seed: int, sample_index: int = 0) -> int:

@@ -18,11 +18,13 @@ from transformers.pytorch_utils import Conv1D
 from rlpipe.configs.schema_model import ModelConfig, serves_adapter
 from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.conversion import Unit, plan_units, to_files, untied_state
+from rlpipe.data.processor import feature_token_id
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models import open_model
 from rlpipe.nf4 import to_nf4_and_back
-from rlpipe.rollout.assemble import Sample, build_group, failed_group, too_long
+from rlpipe.rollout.assemble import Sample, build_group, failed_group, too_long, without_image
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_threads
+from rlpipe.rollout.hf_images import ImageInputs
 from rlpipe.rollout.hf_sampling import Ending, Sampler
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsKind, WeightsManifest
 from rlpipe.weights import (
@@ -71,7 +73,9 @@ class HfEngine:
         self._num_tokens, self._busy_s = 0, 0.0
 
         self._base, self._tokenizer = _open_model(model)
+        self._images = ImageInputs(self._base, model)
         self._end_ids = _end_token_ids(self._base, self._tokenizer.eos_token_id)
+        self._image_id = feature_token_id(self._base.config)
         self._base.generation_config = GenerationConfig()
         self._linear_modules = [
             name for name, layer in self._base.named_modules() if isinstance(layer, nn.Linear | Conv1D)
@@ -185,7 +189,7 @@ class HfEngine:
                 for _ in range(r.group_size)
             ],
             num_prompt=width,
-            end_ids={*self._end_ids, *sampling.stop_token_ids},
+            end_ids={*self._end_ids, *sampling.stop_token_ids, self._image_id},
             stop=sampling.stop,
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
         )
@@ -197,6 +201,7 @@ class HfEngine:
             output = self._policy.generate(
                 input_ids=token_ids.to(device),
                 attention_mask=mask.to(device),
+                **self._images.arguments(requests, token_ids.to(device)),
                 generation_config=config,
                 logits_processor=[sampler],
                 stopping_criteria=[ending],
@@ -207,7 +212,7 @@ class HfEngine:
                 token_ids=drawn[row][:length],
                 logprobs=logprobs[row][:length],
                 policy_versions=[self._version] * length,
-                finish_reason=reason,
+                finish_reason=without_image(drawn[row][:length], self._image_id, reason),
             )
             for row, (length, reason) in enumerate(zip(ending.lengths, ending.reasons, strict=True))
         ]
@@ -304,7 +309,11 @@ def _end_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> set[int
 
 
 def _alike(request: GroupRequest, other: GroupRequest) -> bool:
-    return (request.use_adapter, request.sampling) == (other.use_adapter, other.sampling)
+    return _kind(request) == _kind(other)
+
+
+def _kind(request: GroupRequest) -> tuple[Any, ...]:
+    return request.use_adapter, request.sampling, len(request.prompt.images)
 
 
 def _check_options(rollout: RolloutConfig) -> None:

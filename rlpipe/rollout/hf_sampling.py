@@ -83,7 +83,7 @@ class Ending(StoppingCriteria):
         max_tokens: Sequence[int],
         *,
         num_prompt: int,
-        end_ids: Collection[int],
+        end_ids: Collection[int | None],
         stop: Sequence[str],
         decode: Callable[[list[int]], str],
     ) -> None:

@@ -14,12 +14,23 @@ import torch
 from rlpipe.configs.schema import WeightsConfig
 from rlpipe.configs.schema_model import ModelConfig, serves_adapter
 from rlpipe.configs.schema_rollout import RolloutConfig
+from rlpipe.data.images import open_image
+from rlpipe.data.processor import feature_token_id
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
-from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed, too_long
+from rlpipe.rollout.assemble import Sample, build_group, failed_group, sample_seed, too_long, without_image
 from rlpipe.rollout.engine import num_threads
 from rlpipe.rollout.vllm_options import describe_refusal, engine_args, sampling_args
 from rlpipe.rollout.vllm_transfer import meeting
-from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, Transfer, WeightsKind, WeightsManifest
+from rlpipe.types import (
+    Buckets,
+    EngineHealth,
+    GroupRequest,
+    Prompt,
+    RolloutGroup,
+    Transfer,
+    WeightsKind,
+    WeightsManifest,
+)
 from rlpipe.weights import BASE_DIGEST, adapter_bucket, digest_of_sums, merge_sums, pack_adapter
 
 # isort: split
@@ -82,6 +93,7 @@ class VllmEngine:
         self._llm = _open_llm(engine_args(model, rollout, weights, max_prompt_tokens), rollout)
         client: Any = self._llm.engine_core
         self._core = client.engine_core
+        self._image_id = feature_token_id(self._llm.vllm_config.model_config.hf_config)
         self._llm.set_weight_version(str(self._version))
         self._llm.collective_rpc("prepare_serving")
         if self._kind is WeightsKind.LORA and model.adapter.path is not None:
@@ -135,6 +147,8 @@ class VllmEngine:
             digest = self._load_full(buckets)
         else:
             digest = self._receive_full(manifest.transfer)
+        if self._kind is WeightsKind.FULL:
+            self._llm.reset_encoder_cache()  # what the weights before made of images
         self._version, self._digest, self._holding = manifest.version, digest, False
         self._llm.set_weight_version(str(manifest.version))
         if self._in_flight:
@@ -184,6 +198,8 @@ class VllmEngine:
         request_id = str(self._num_requests)
         greedy = request.temperature == 0
         sampling = self._sampling if request.sampling is None else sampling_args(request.sampling)
+        if self._image_id is not None:
+            sampling = {**sampling, "stop_token_ids": [*sampling["stop_token_ids"], self._image_id]}
         adapter, salt = (self._adapter, self._cache_salt) if request.use_adapter else (None, _BASE_SALT)
         params = SamplingParams(
             # The siblings of a greedy sample are all the same.
@@ -194,12 +210,26 @@ class VllmEngine:
             skip_clone=True,
             **sampling,
         )
-        prompt = tokens_input(request.prompt.token_ids.tolist(), cache_salt=salt)
-        self._llm.add_request(request_id, prompt, params, lora_request=adapter)
+        self._llm.add_request(request_id, self._input(request.prompt, salt), params, lora_request=adapter)
         adapter_id = adapter.lora_int_id if adapter else None
         self._running[request_id] = _Running(request, received_s, self._version, adapter_id)
         self._num_requests += 1
         self._num_sequences += request.group_size
+
+    def _input(self, prompt: Prompt, salt: str) -> Any:
+        """As vLLM takes it; raises ``ConfigError`` where it makes other tokens of the images."""
+        token_ids = prompt.token_ids.tolist()
+        if prompt.folded_ids is None:
+            return tokens_input(token_ids, cache_salt=salt)
+        images = [open_image(image.content) for image in prompt.images]
+        raw: Any = {"prompt_token_ids": prompt.folded_ids.tolist(), "multi_modal_data": {"image": images}}
+        (made,) = self._llm.renderer.render_cmpl([raw], prompt_extras={"cache_salt": salt})
+        if list(made["prompt_token_ids"]) != token_ids:
+            raise ConfigError(
+                f"vllm makes {len(made['prompt_token_ids'])} tokens of a prompt with images that has {len(token_ids)}, "
+                "or others; rollout.engine=hf samples with the model's own processor"
+            )
+        return made
 
     def _advance(self) -> None:
         self._ready += [self._finish(output) for output in self._llm.step() if isinstance(output, RequestOutput)]
@@ -209,10 +239,20 @@ class VllmEngine:
         request = running.request
         self._num_sequences -= request.group_size
         self._drop_unused(running.adapter_id)
-        samples = [_sample(completion, self._policy_versions(completion, running)) for completion in output.outputs]
+        samples = [self._sample(completion, running) for completion in output.outputs]
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
         samples *= request.group_size // len(samples)
         return build_group(request, samples, time.perf_counter() - running.received_s)
+
+    def _sample(self, completion: CompletionOutput, running: _Running) -> Sample:
+        assert isinstance(completion.logprobs, FlatLogprobs), "requests ask for flat log-probabilities"
+        reason = completion.finish_reason or "abort"
+        return Sample(
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs.logprobs,
+            policy_versions=self._policy_versions(completion, running),
+            finish_reason=without_image(completion.token_ids, self._image_id, reason),
+        )
 
     def _policy_versions(self, completion: CompletionOutput, running: _Running) -> list[int]:
         if not self._in_flight:
@@ -295,16 +335,6 @@ class VllmEngine:
         is_used = any(running.adapter_id == adapter_id for running in self._running.values())
         if adapter_id is not None and not is_current and not is_used:
             self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
-
-
-def _sample(completion: CompletionOutput, policy_versions: list[int]) -> Sample:
-    assert isinstance(completion.logprobs, FlatLogprobs), "requests ask for flat log-probabilities"
-    return Sample(
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs.logprobs,
-        policy_versions=policy_versions,
-        finish_reason=completion.finish_reason or "abort",
-    )
 
 
 def _open_llm(args: dict[str, Any], rollout: RolloutConfig) -> LLMEngine:

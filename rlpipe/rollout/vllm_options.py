@@ -40,6 +40,7 @@ _OWN_ENGINE_ARGS = {
     "revision": "model.revision",
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
+    "mm_processor_kwargs": "model.processor_kwargs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "max_model_len": "rollout.max_model_len",
     "enable_lora": "model.adapter.kind",
@@ -75,6 +76,7 @@ def engine_args(
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
+        "mm_processor_kwargs": dict(model.processor_kwargs) or None,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "max_model_len": max_model_len,
         "logprobs_mode": "processed_logprobs",
@@ -147,7 +149,9 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
     outline = outline_model(
         describe_model(model.path, model), images=model.images, trust_remote_code=model.trust_remote_code
     )
-    linear = {name.rsplit(".", 1)[-1] for name, layer in outline.named_modules() if isinstance(layer, torch.nn.Linear)}
+    has_vision = getattr(outline.config, "vision_config", None) is not None
+    modules = (outline.get_decoder() if has_vision else outline).named_modules()
+    linear = {name.rsplit(".", 1)[-1] for name, layer in modules if isinstance(layer, torch.nn.Linear)}
     return sorted(linear - {"lm_head"})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import rollout_config, sample
 from image_cases import IMAGE_FAMILIES, rows
 from transformers import AutoModelForImageTextToText
 
@@ -20,7 +21,8 @@ from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.rows import Layout
-from rlpipe.types import Rollout
+from rlpipe.rollout.hf_engine import HfEngine
+from rlpipe.types import GroupRequest, Prompt, Rollout
 
 CPU = torch.device("cpu")
 DATA = DataConfig(source="jsonl")
@@ -76,3 +78,24 @@ def test_packed_rows_are_scored_as_each_alone(model: ModelConfig) -> None:
         np.testing.assert_array_equal(rollout.token_ids, token_ids)
         expected.append(logprobs[rollout.loss_mask[1:]])
     np.testing.assert_allclose(packed(model, rollouts), np.concatenate(expected), atol=2e-5)
+
+
+def prompts(model: ModelConfig) -> list[Prompt]:
+    renderer = SequenceRenderer(load_tokenizer(model), DATA, max_tokens=512, processor=ImageProcessor(model))
+    return [
+        renderer.prompt(row, Place(row=index, epoch=0, location=f"row {index}")) for index, row in enumerate(rows())
+    ]
+
+
+def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(model: ModelConfig) -> None:
+    engine = HfEngine("hf", model, rollout_config("hf", sampling={"max_tokens": 6}), max_prompt_tokens=512)
+    requests = [
+        GroupRequest(group_id=prompt.prompt_id, prompt=prompt, group_size=2, max_tokens=6, temperature=1.0, seed=7)
+        for prompt in prompts(model)
+    ]
+    rollouts = [rollout for group in sample(engine, requests) for rollout in group]
+    for rollout in rollouts:
+        rollout.advantages = np.ones(len(rollout.token_ids), np.float32)
+    sampled = np.concatenate([rollout.logprobs[rollout.loss_mask] for rollout in rollouts])
+    assert sum(len(rollout.images) for rollout in rollouts) == 2 * 4
+    np.testing.assert_allclose(packed(model, rollouts), sampled, atol=2e-5)
