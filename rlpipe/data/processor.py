@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
 """What processors make of the text, which is not that of the caller here."""
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -117,13 +121,24 @@ class ImageProcessor:
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
 
+def copy_processor(model: ModelConfig, folder: Path) -> None:
+    """Copies the files of a model's processor, beside those of its tokenizer; nothing where it has none."""
+    from transformers.utils import cached_file
+
+    for name in PROCESSOR_FILES:
+        path = str(Path(model.path).expanduser())
+        found = cached_file(path, name, revision=model.revision, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
 def feature_token_id(config: Any) -> int | None:
     """Of the tokens that take the features of images, by transformers' config of the model; None where it has none."""
     names = ("image_token_id", "image_token_index")
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def seen_tiles(token_ids: Tensor, image_id: int | None, tiles: Tensor) -> Tensor:
+def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
     """Which tiles each token looks at ``[T, I, tiles]``, where images have ``tiles`` ``[I, tiles]`` (Llama 3.2 Vision).
 
     As in transformers' processor of the model.

@@ -16,6 +16,7 @@ from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import mends_weights
 from rlpipe.configs.tree import model_of
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.processor import copy_processor
 from rlpipe.errors import ModelError, RunError
 from rlpipe.folders import whole_folder
 from rlpipe.learner.checkpoint_files import read_extra
@@ -44,6 +45,8 @@ def export_policy(policy: Policy, folder: Path) -> None:
             with whole_folder(folder) as temporary:
                 _write(policy, tensors, temporary)
                 load_tokenizer(policy.config).save_pretrained(temporary)
+                if policy.has_vision:
+                    copy_processor(policy.config, temporary)
         except (OSError, SafetensorError) as error:
             raise RunError(
                 f"the policy can't be written to {folder}: {error}; the same command writes it once there is room"

@@ -42,10 +42,11 @@ class Vision:
             raise ModelError(f"{self._name} was loaded for text alone, but rows have images: set model.images=true")
         if self._config.model_type in READS_BOTH_WAYS:
             raise ModelError(f"{self._name}: models of the type {self._config.model_type} can't be trained on images")
+        assert self._image_id is not None, "a model that takes images has a token for them"
         row = plan_row(micro_batch, layout=layout, device=device)
         images = self._in_order(row, layout)
         made = self.processor.pixels([[image.content for image in images]])
-        is_image = row.token_ids.eq(-1 if self._image_id is None else self._image_id)  # [M]
+        is_image = row.token_ids.eq(self._image_id)  # [M]
         extra = {name: value.to(device) for name, value in made.items() if name in self._arguments}
         row = replace(row, images=images)
         if hasattr(self._base, "get_rope_index"):

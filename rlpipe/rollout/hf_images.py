@@ -22,7 +22,7 @@ class ImageInputs:
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         self._processor = ImageProcessor(config)
-        self._config = model.config
+        self._image_id = feature_token_id(model.config)
         self._arguments = set(inspect.signature(model.forward).parameters)
 
     def arguments(self, requests: Sequence[GroupRequest], token_ids: Tensor) -> dict[str, Tensor]:
@@ -36,12 +36,12 @@ class ImageInputs:
             return {}
         made = self._processor.pixels(rows)
         arguments = {name: value.to(token_ids.device) for name, value in made.items() if name in self._arguments}
-        is_image = token_ids == feature_token_id(self._config)
+        assert self._image_id is not None, "a model that takes images has a token for them"
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in self._arguments:
-                arguments[name] = is_image.long()
+                arguments[name] = token_ids.eq(self._image_id).long()
         if "cross_attention_mask" in self._arguments:
             tiles = zip(token_ids, arguments["aspect_ratio_mask"], strict=True)
-            seen = [seen_tiles(row, feature_token_id(self._config), own) for row, own in tiles]
+            seen = [seen_tiles(row, self._image_id, own) for row, own in tiles]
             arguments["cross_attention_mask"] = torch.stack(seen)
         return arguments

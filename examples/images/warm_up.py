@@ -1,0 +1,27 @@
+"""The cold start of the example: a little supervised training on the same rows, until the policy is right now and then.
+
+Reinforcement learning can only amplify what the policy does already; a model from the hub needs none of this.
+"""
+
+from pathlib import Path
+
+import rlpipe
+
+
+def warm_up(config: rlpipe.Config) -> None:
+    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    output = Path(config.model.path).parent
+    rlpipe.train(
+        rlpipe.load_config(
+            [
+                "name=images_warm_up",
+                f"output={output}",
+                "algorithm.stop_loss=0.35",
+                f"data.path={config.data.path}",
+                f"data.held_out.size={config.data.held_out.size}",
+                "checkpoint=end",
+                "tracking.ray_metrics=false",
+            ],
+            file="examples/images/sft.yaml",
+        )
+    )
