@@ -52,6 +52,7 @@ def find_contradictions(config: Config) -> Iterator[ConfigError]:
 def contradictions(config: Config) -> Iterator[str]:
     yield from check_names(config)
     yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
+    yield from check_processor(config.model)
     yield from check_source(config.data)
     yield from check_masks(config)
     yield from check_held_out(config.data)
@@ -107,6 +108,12 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
         yield "model.attention: flash_attention_2 knows no float32; set model.dtype=bfloat16, or model.attention=sdpa"
     if model.prepare is not None and ":" not in model.prepare:
         yield f"model.prepare: {model.prepare!r} is not of the form module:function"
+
+
+def check_processor(model: ModelConfig) -> Iterator[str]:
+    for name in ("revision", "trust_remote_code"):
+        if name in model.processor_kwargs:
+            yield f"model.processor_kwargs.{name} can't be set: set model.{name} instead"
 
 
 def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:

@@ -22,7 +22,13 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.chat import SequenceRenderer, load_tokenizer
 from rlpipe.data.images import as_png
+from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.rows import Place
+from rlpipe.types import Prompt, Rollout
 
 TEXT = {
     "hidden_size": 64,
@@ -92,6 +98,24 @@ def rows() -> list[dict[str, Any]]:
         {"messages": turns([look, text("the cat")], "mat"), "images": [picture(40, 30, 5)]},
         {"messages": turns("the cat", "the", [look, text("?")])[:3], "images": [picture(16, 16, 6)]},
     ]
+
+
+def render_rows(model: ModelConfig) -> list[Rollout]:
+    renderer = SequenceRenderer(
+        load_tokenizer(model), DataConfig(source="jsonl"), max_tokens=512, processor=ImageProcessor(model)
+    )
+    return [renderer.render(row, place) for row, place in zip(rows(), places(), strict=True)]
+
+
+def render_prompts(model: ModelConfig) -> list[Prompt]:
+    renderer = SequenceRenderer(
+        load_tokenizer(model), DataConfig(source="jsonl"), max_tokens=512, processor=ImageProcessor(model)
+    )
+    return [renderer.prompt(row, place) for row, place in zip(rows(), places(), strict=True)]
+
+
+def places() -> list[Place]:
+    return [Place(row=index, epoch=0, location=f"row {index + 1}") for index in range(len(rows()))]
 
 
 def text(words: str) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,7 @@ class ImageProcessor:
             ) from None
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
+        _check_names(processor, self._model.processor_kwargs)
         return processor
 
     @cached_property
@@ -158,6 +160,17 @@ def _find_spans(made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int
     starts, ends = np.array(made["offset_mapping"][0]).reshape(-1, 2).T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
+
+
+def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
+    """transformers takes any name, and looks at those that it knows."""
+    image_processor = processor.image_processor
+    known = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
+    for name in given:
+        if name not in known and not hasattr(image_processor, name):
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"{type(image_processor).__name__} has no such option"
+            raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor: {hint}")
 
 
 def _find_class(path: str, options: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's multimodal prompts: what it samples has the log-probs that the learner computes, whatever weights it serves."""
+"""vLLM samples prompts with images with the log-probs that the learner computes, whatever weights it serves."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import OpenVllm, load, publish_adapter, publish_full, sample
-from image_cases import IMAGE_FAMILIES, rows
+from image_cases import IMAGE_FAMILIES, render_prompts
 from torch import nn
 
-from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
-from rlpipe.data.chat import SequenceRenderer, load_tokenizer
 from rlpipe.data.packing import pack_step
-from rlpipe.data.processor import ImageProcessor
-from rlpipe.data.rows import Place
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import GroupRequest, Rollout
@@ -38,14 +34,9 @@ def config(folder: Path, kind: str) -> ModelConfig:
 
 
 def sampled(engine: Engine, model: ModelConfig) -> list[Rollout]:
-    renderer = SequenceRenderer(
-        load_tokenizer(model), DataConfig(source="jsonl"), max_tokens=512, processor=ImageProcessor(model)
-    )
-    places = [Place(row=index, epoch=0, location=f"row {index}") for index in range(len(rows()))]
-    prompts = [renderer.prompt(row, place) for row, place in zip(rows(), places, strict=True)]
     requests = [
         GroupRequest(group_id=p.prompt_id, prompt=p, group_size=2, max_tokens=6, temperature=1.0, seed=3)
-        for p in prompts
+        for p in render_prompts(model)
     ]
     rollouts = [rollout for group in sample(engine, requests) for rollout in group]
     for rollout in rollouts:
@@ -81,6 +72,6 @@ def test_vllm_samples_prompts_with_images_as_the_learner_scores_them(
     load(engine, publish(policy.model, 1))
     after = sampled(engine, model)
     assert_scored_alike(policy, after)
-    assert any(
-        not np.array_equal(new.token_ids, old.token_ids) for new, old in zip(after, before, strict=True)
-    ), "the new weights change what is sampled"
+    assert any(not np.array_equal(new.token_ids, old.token_ids) for new, old in zip(after, before, strict=True)), (
+        "the new weights change what is sampled"
+    )

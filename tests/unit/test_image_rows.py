@@ -8,37 +8,27 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import rollout_config, sample
-from image_cases import IMAGE_FAMILIES, rows
+from image_cases import IMAGE_FAMILIES, render_prompts, render_rows, rows
 from transformers import AutoModelForImageTextToText
 
-from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
-from rlpipe.data.chat import SequenceRenderer, load_tokenizer
+from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.images import open_image
 from rlpipe.data.packing import pack_step, split_padded
 from rlpipe.data.processor import ImageProcessor
-from rlpipe.data.rows import Place
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.rows import Layout
 from rlpipe.rollout.hf_engine import HfEngine
-from rlpipe.types import GroupRequest, Prompt, Rollout
+from rlpipe.types import GroupRequest, Rollout
 
 CPU = torch.device("cpu")
-DATA = DataConfig(source="jsonl")
 
 
 @pytest.fixture(scope="module", params=IMAGE_FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     folder = IMAGE_FAMILIES[request.param].write(tmp_path_factory.mktemp("model"))
     return ModelConfig(path=str(folder), dtype="float32", images=True, adapter=AdapterConfig(kind="none"))
-
-
-def render(model: ModelConfig) -> list[Rollout]:
-    renderer = SequenceRenderer(load_tokenizer(model), DATA, max_tokens=512, processor=ImageProcessor(model))
-    return [
-        renderer.render(row, Place(row=index, epoch=0, location=f"row {index}")) for index, row in enumerate(rows())
-    ]
 
 
 @torch.no_grad()
@@ -71,7 +61,7 @@ def packed(model: ModelConfig, rollouts: list[Rollout]) -> np.ndarray:
 
 
 def test_packed_rows_are_scored_as_each_alone(model: ModelConfig) -> None:
-    rollouts = render(model)
+    rollouts = render_rows(model)
     expected = []
     for rollout, row in zip(rollouts, rows(), strict=True):
         token_ids, logprobs = alone(model, row)
@@ -80,18 +70,11 @@ def test_packed_rows_are_scored_as_each_alone(model: ModelConfig) -> None:
     np.testing.assert_allclose(packed(model, rollouts), np.concatenate(expected), atol=2e-5)
 
 
-def prompts(model: ModelConfig) -> list[Prompt]:
-    renderer = SequenceRenderer(load_tokenizer(model), DATA, max_tokens=512, processor=ImageProcessor(model))
-    return [
-        renderer.prompt(row, Place(row=index, epoch=0, location=f"row {index}")) for index, row in enumerate(rows())
-    ]
-
-
 def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(model: ModelConfig) -> None:
     engine = HfEngine("hf", model, rollout_config("hf", sampling={"max_tokens": 6}), max_prompt_tokens=512)
     requests = [
         GroupRequest(group_id=prompt.prompt_id, prompt=prompt, group_size=2, max_tokens=6, temperature=1.0, seed=7)
-        for prompt in prompts(model)
+        for prompt in render_prompts(model)
     ]
     rollouts = [rollout for group in sample(engine, requests) for rollout in group]
     for rollout in rollouts:

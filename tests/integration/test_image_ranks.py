@@ -1,0 +1,67 @@
+"""Rows of which only some have images train alike on one rank and on several, where every rank must run the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from image_cases import IMAGE_FAMILIES, render_rows
+from learner_cases import assert_close, make_learner, parameters_of
+from rank_cases import Ranks
+
+from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.learner.step import Learner
+
+pytestmark = pytest.mark.slow
+NUM_STEPS = 2
+STRATEGIES = ["fsdp2", "zero3"]
+FAMILIES = ["qwen3-vl", "gemma3", "idefics3"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(2)
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return IMAGE_FAMILIES[request.param].write(tmp_path_factory.mktemp("model"))
+
+
+def make(model_folder: Path, strategy: str, num_ranks: int, adapter: str) -> Learner:
+    model = ModelConfig(path=str(model_folder), dtype="float32", adapter=AdapterConfig(kind=adapter, r=4))
+    # A large epsilon: AdamW would turn rounding errors of the gradients that are 0, as those of key biases, into steps.
+    learner = LearnerConfig(strategy=strategy, num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, eps=1e-2))
+    return make_learner(model_folder, adapter=adapter, learner=learner, model=model)
+
+
+def train(model_folder: Path, strategy: str, num_ranks: int, adapter: str, folder: Path) -> None:
+    learner = make(model_folder, strategy, num_ranks, adapter)
+    rank = learner.policy.sharding.rank
+    losses = []
+    for step in range(NUM_STEPS):
+        without, with_image, *_ = render_rows(learner.policy.config)
+        texts = [replace(without, group_id=index + 2) for index in range(3)]
+        batches = pack_step([with_image, *texts], step=step, num_ranks=num_ranks, max_tokens=512)
+        with_images = [bool(m.images) for b in batches for m in b.mini_batches[0].micro_batches]
+        assert sum(with_images) == 1 and len(with_images) == num_ranks
+        losses.append(learner.train_step(batches[rank])["loss"])
+    torch.save((losses, parameters_of(learner)), folder / f"{strategy}{rank}.pt")
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_train_as_one(ranks: Ranks, model_folder: Path, strategy: str, adapter: str, tmp_path: Path) -> None:
+    train(model_folder, "single", 1, adapter, tmp_path)
+    ranks.run(train, model_folder, strategy, 2, adapter, tmp_path)
+    _, expected = torch.load(tmp_path / "single0.pt")
+    for rank in range(2):
+        _, parameters = torch.load(tmp_path / f"{strategy}{rank}.pt")
+        assert_close(parameters, expected, 1e-6)
