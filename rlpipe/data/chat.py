@@ -77,6 +77,7 @@ class PromptRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._data = data
+        self._processor = processor
         self._template = ChatTemplate(tokenizer, data, processor)
         if data.chat:
             self._template.require()
@@ -114,6 +115,8 @@ class PromptRenderer:
 
     def _prompt(self, prompt: str | ChatMessages, encoded: Encoded, task: Mapping[str, Any], place: Place) -> Prompt:
         check_prompt_length(len(encoded.token_ids), self._data.max_prompt_tokens)
+        if self._processor is not None:
+            self._processor.check(encoded)
         return Prompt(
             prompt_id=place.row,
             epoch=place.epoch,
@@ -145,6 +148,7 @@ class SequenceRenderer:
         self._tokenizer = tokenizer
         self._data = data
         self._max_tokens = max_tokens
+        self._processor = processor
         self._template = ChatTemplate(tokenizer, data, processor)
         self._prompts = PromptRenderer(tokenizer, data, processor)
         self._mask = ConversationMask(self._template, data)
@@ -190,6 +194,8 @@ class SequenceRenderer:
             encoded, loss_mask = self.encode(row) if self._data.text_column is None else self._all_tokens(row)
         except DataError as error:
             raise DataError(f"{place.location}: {error}") from None
+        if self._processor is not None:
+            self._processor.check(encoded)
         token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
         if self._data.text_column is None:
             check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)

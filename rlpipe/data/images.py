@@ -18,12 +18,12 @@ TEXT, IMAGE = "text", "image"
 MARK = "<image>"
 """Where an image of the column stands within a text, as LLaVA's rows have it."""
 IMAGE_TYPES = {IMAGE, "image_url"}
-IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 """Of a part that has its own image; it may be under any of these."""
 
 
 def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[ChatMessages, list[bytes]]:
-    """The messages with a bare ``{"type": "image"}`` for each image, and the images in that order.
+    """``chat_messages`` with a bare ``{"type": "image"}`` for each image, and the images in that order.
 
     A part without an image of its own, or ``<image>`` within a text, stands for the next one of the ``column``, which
     holds one image or a list. Where neither is in the messages, the column's stand before the first text of the user.
@@ -31,7 +31,7 @@ def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[Chat
     ``folder``.
     """
     given = _as_list(column)
-    if not given and not any(isinstance(message.get("content"), list | tuple) for message in messages):
+    if not given and not any(isinstance(message.get("content"), list) for message in messages):
         return messages, []
     spread = [_with_parts(message, has_marks=bool(given)) for message in messages]
     if given and not any(_is_image(part) for message in spread for part in _parts(message)):
@@ -115,11 +115,11 @@ def _as_list(column: Any) -> list[Any]:
 
 
 def _with_parts(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:
-    """A text with marks, if these are meant, as parts; parts without the keys that a table fills up with None."""
+    """The message with marks, if these are meant, as parts."""
     content = message.get("content")
     if isinstance(content, str) and has_marks and MARK in content:
         return {**message, "content": list(_split(content))}
-    if isinstance(content, list | tuple):
+    if isinstance(content, list):
         return {**message, "content": [part for given in content for part in _checked(given, has_marks)]}
     return dict(message)
 
@@ -132,19 +132,13 @@ def _split(text: str) -> Iterator[dict[str, Any]]:
             yield {"type": TEXT, TEXT: piece}
 
 
-def _checked(part: Any, has_marks: bool) -> Iterator[dict[str, Any]]:
-    if isinstance(part, str):
-        part = {"type": TEXT, TEXT: part}
-    if not isinstance(part, Mapping):
-        raise UnusableRow(f"a part of a message must be a dict with a type, found {part!r:.80}")
-    known = {key: value for key, value in part.items() if value is not None}
-    kind = known.get("type")
-    if kind == TEXT and isinstance(known.get(TEXT), str):
-        yield from _split(known[TEXT]) if has_marks and MARK in known[TEXT] else [known]
-    elif kind in IMAGE_TYPES:
-        yield known
+def _checked(part: Mapping[str, Any], has_marks: bool) -> Iterator[Mapping[str, Any]]:
+    if part["type"] == TEXT:
+        yield from _split(part[TEXT]) if has_marks and MARK in part[TEXT] else [part]
+    elif part["type"] in IMAGE_TYPES:
+        yield part
     else:
-        raise UnusableRow(f"a part of a message must be a text or an image, found {dict(part)!r:.80}")
+        raise UnusableRow(f"a part of a message is of the type {part['type']!r:.40}; texts and images can be rendered")
 
 
 def _led_by(messages: ChatMessages, count: int) -> ChatMessages:
@@ -168,6 +162,8 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:
+    if "base64" in part:
+        return f"data:image;base64,{part['base64']}"
     return next((part[key] for key in IMAGE_KEYS if key in part), None)
 
 

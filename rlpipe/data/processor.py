@@ -59,7 +59,7 @@ class ImageProcessor:
                 return_offsets_mapping=True,
                 return_text_replacement_offsets=True,
             )
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise UnusableRow(f"the model's processor can't take its images ({describe_error(error)})") from error
         token_ids = np.array(made["input_ids"][0], np.int32)
         spans = _find_spans(made, token_ids, self._image_id)
@@ -73,6 +73,23 @@ class ImageProcessor:
                 for (start, stop), image in zip(spans, images, strict=True)
             ),
         )
+
+    def check(self, encoded: Encoded) -> None:
+        """Raises ``UnusableRow`` if a token stands for an image that is not there, which no model could take."""
+        stands = encoded.token_ids == self._feature_id
+        for image in encoded.images:
+            stands[image.place : image.place + image.num_tokens] = False
+        if stands.any():
+            raise UnusableRow("it has a token that stands for an image, where there is none")
+
+    @cached_property
+    def _feature_id(self) -> int:
+        """-1 for models that take no images."""
+        from transformers import AutoConfig
+
+        options = {"revision": self._model.revision, "trust_remote_code": self._model.trust_remote_code}
+        found = feature_token_id(AutoConfig.from_pretrained(str(Path(self._model.path).expanduser()), **options))
+        return -1 if found is None else found
 
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         """What the model takes of the images of some rows, each of which has one, beside its tokens."""
