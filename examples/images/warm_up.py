@@ -16,7 +16,7 @@ def warm_up(config: rlpipe.Config) -> None:
             [
                 "name=images_warm_up",
                 f"output={output}",
-                "algorithm.stop_loss=0.7",
+                "algorithm.stop_loss=0.4",
                 f"data.path={config.data.path}",
                 f"data.held_out.size={config.data.held_out.size}",
                 "checkpoint=end",

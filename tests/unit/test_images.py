@@ -1,0 +1,201 @@
+"""Images of rows: where they are, what they are given as, and what is said of those that can't be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
+from PIL import Image
+
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.chat import PromptRenderer, SequenceRenderer, load_tokenizer
+from rlpipe.data.images import open_image, read_image, take_images
+from rlpipe.data.messages import chat_messages
+from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.rows import UnusableRow
+from rlpipe.errors import DataError, ModelError
+from rlpipe.tiny import make_tiny_policy
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+LOOK = {"type": "image"}
+HERE = Path()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(path=str(IMAGE_FAMILIES["idefics3"].write(tmp_path_factory.mktemp("model"))))
+
+
+def plain(colour: tuple[int, int, int], kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def take(messages: list[dict[str, Any]], column: Any = None, folder: Path = HERE) -> tuple[Any, list[bytes]]:
+    return take_images(chat_messages(messages), column, folder)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        plain(RED),
+        bytearray(plain(RED)),
+        {"bytes": plain(RED), "path": None},
+        {"bytes": None, "path": "red.png"},
+        "red.png",
+        Path("red.png"),
+        "data:image/png;base64," + base64.b64encode(plain(RED)).decode(),
+        {"url": "data:image/png;base64," + base64.b64encode(plain(RED)).decode()},
+        Image.new("RGB", (8, 6), RED),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_images_are_read_from_paths_bytes_and_objects(given: Any, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(plain(RED))
+    image = open_image(read_image(given, tmp_path, 1))
+    assert (image.size, image.getpixel((3, 3))) == ((8, 6), RED)
+
+
+def test_absolute_paths_and_file_addresses_are_read_from_anywhere(tmp_path: Path) -> None:
+    file = tmp_path / "a picture.png"
+    file.write_bytes(plain(BLUE))
+    for address in (str(file), file.as_uri()):
+        assert read_image(address, Path("/nowhere"), 1) == plain(BLUE)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("absent.png", "image 2 can't be read (FileNotFoundError"),
+        ("https://example.org/cat.png", "is on the net: download the images"),
+        ("data:image/png;base64,!!", "not base64"),
+        ({"bytes": None, "path": None}, "no bytes and no path"),
+        (7, "a int is no image, path or bytes"),
+        (None, "there is no image 2"),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_named(given: Any, problem: str) -> None:
+    with pytest.raises(UnusableRow, match="image 2") as raised:
+        read_image(given, HERE, 2)
+    assert problem in raised.value.reason
+
+
+@pytest.mark.parametrize(
+    ("messages", "column"),
+    [
+        (turns([{"type": "image", "image": plain(RED)}, text("a"), {"type": "image", "image": plain(BLUE)}]), None),
+        (turns([{"type": "image_url", "image_url": {"url": "red.png"}}, text("a"), LOOK]), [plain(BLUE)]),
+        (turns([LOOK, text("a"), LOOK]), [plain(RED), plain(BLUE)]),
+        (turns("<image>a<image>"), ["red.png", plain(BLUE)]),
+        (turns([text("<image>a"), LOOK]), [plain(RED), plain(BLUE)]),
+    ],
+)
+def test_images_stand_where_the_row_says(messages: Any, column: Any, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(plain(RED))
+    taken, images = take(messages, column, tmp_path)
+    assert taken == turns([LOOK, text("a"), LOOK])
+    assert [open_image(image).getpixel((0, 0)) for image in images] == [RED, BLUE]
+
+
+def test_images_without_a_place_lead_the_first_text_of_the_user() -> None:
+    system = {"role": "system", "content": "s"}
+    taken, images = take([system, *turns("a", "b")], plain(RED))
+    assert taken == [system, *turns([LOOK, text("a")], "b")]
+    assert images == [plain(RED)]
+
+
+def test_without_images_a_mark_is_a_text() -> None:
+    messages = turns("what does <image> mean in HTML?", "nothing")
+    assert take(messages) == (messages, [])
+
+
+@pytest.mark.parametrize(
+    ("messages", "column", "problem"),
+    [
+        (turns([LOOK, text("a")]), None, "there is no image 1"),
+        (turns([LOOK, text("a"), LOOK]), [plain(RED)], "there is no image 2"),
+        (turns([LOOK, text("a")]), [plain(RED), plain(BLUE)], "it has 2 images, of which 1 have no place"),
+        (turns([{"type": "video", "video": "a.mp4"}]), None, "of the type 'video'; texts and images can be rendered"),
+        ([{"role": "assistant", "content": "a"}], [plain(RED)], "no message of the user"),
+    ],
+)
+def test_images_and_places_must_agree(messages: Any, column: Any, problem: str) -> None:
+    with pytest.raises(UnusableRow) as raised:
+        take(messages, column)
+    assert problem in raised.value.reason
+
+
+def test_relative_paths_begin_at_the_folder_of_the_data(model: ModelConfig, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for folder, colour in ((tmp_path, RED), (tmp_path / "elsewhere", BLUE)):
+        (folder / "picture.png").write_bytes(plain(colour))
+    row = {"prompt": "colour?", "images": ["picture.png"]}
+    for options, colour in (({}, RED), ({"images_folder": str(tmp_path / "elsewhere")}, BLUE)):
+        data = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"), **options)
+        renderer = PromptRenderer(load_tokenizer(model), data, ImageProcessor(model))
+        prompt = renderer.render(row, places()[0])
+        assert prompt.images[0].content == plain(colour)
+        assert prompt.task["images"] == [plain(colour)], "reward functions get the images"
+        assert prompt.folded_ids is not None
+        assert len(prompt.folded_ids) == len(prompt.token_ids) - prompt.images[0].num_tokens + 1
+
+
+def test_tokens_of_an_image_never_count(model: ModelConfig) -> None:
+    row = {"messages": turns("the cat", [LOOK, text("the mat")]), "images": [picture(40, 40)]}
+    renderer = SequenceRenderer(
+        load_tokenizer(model), DataConfig(source="jsonl"), max_tokens=512, processor=ImageProcessor(model)
+    )
+    rollout = renderer.render(row, places()[0])
+    (image,) = rollout.images
+    span = slice(image.place, image.place + image.num_tokens)
+    assert not rollout.loss_mask[span].any()
+    assert rollout.loss_mask[span.stop :].any()
+    assert image.num_tokens > 4, "it is cut into pieces, each with tokens of its own"
+
+
+def test_a_token_of_an_image_that_is_not_there_makes_a_row_unusable(model: ModelConfig) -> None:
+    renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
+    with pytest.raises(UnusableRow, match="a token that stands for an image"):
+        renderer.render({"prompt": "an <image> in a text"}, places()[0])
+
+
+def test_images_need_the_chat_template(model: ModelConfig) -> None:
+    renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl", chat=False), ImageProcessor(model))
+    with pytest.raises(DataError, match=r"row 1: rows with images need data\.chat=true"):
+        renderer.render({"prompt": "colour?", "images": [picture(8, 8)]}, places()[0])
+
+
+def test_a_file_that_is_no_image_makes_a_row_unusable(model: ModelConfig) -> None:
+    renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
+    with pytest.raises(UnusableRow, match="the model's processor can't take its images"):
+        renderer.render({"prompt": "colour?", "images": [b"no image"]}, places()[0])
+
+
+def test_processor_kwargs_reach_the_processor(model: ModelConfig) -> None:
+    whole = ModelConfig(path=model.path, processor_kwargs={"do_image_splitting": False})
+    lengths = []
+    for config in (model, whole):
+        renderer = SequenceRenderer(
+            load_tokenizer(config), DataConfig(source="jsonl"), max_tokens=512, processor=ImageProcessor(config)
+        )
+        lengths.append(renderer.render(rows()[1], places()[1]).images[0].num_tokens)
+    assert lengths[0] > lengths[1] == 4 + 3
+
+
+def test_an_unknown_processor_option_is_named(model: ModelConfig) -> None:
+    config = ModelConfig(path=model.path, processor_kwargs={"do_image_spliting": False})
+    with pytest.raises(ModelError, match=r"do_image_spliting is unknown .* did you mean do_image_splitting\?"):
+        _ = ImageProcessor(config).hf_processor
+
+
+def test_a_model_of_texts_alone_takes_no_images(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(make_tiny_policy(tmp_path, hidden_size=32, num_layers=1)))
+    renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
+    with pytest.raises(ModelError, match="has no processor of images, but rows have images"):
+        renderer.render({"prompt": "colour?", "images": [picture(8, 8)]}, places()[0])
