@@ -108,9 +108,8 @@ def packed_attention(
     outputs = []
     for block, groups in zip(attention_plan.blocks, attention_plan.groups or cycle([None]), strict=False):
         q, k, v = (row.index_select(0, block.view(-1)).unflatten(0, block.shape).transpose(1, 2) for row in rows)
-        mask = _window_mask(block.shape[1], sliding_window, q.device)
-        if groups is not None:
-            mask = _with_groups(mask, groups)
+        heeded = groups if sliding_window is not None or attention_plan.groups_in_full else None
+        mask = _seen(block.shape[1], sliding_window, heeded, q.device)
         output = scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )  # [S, h, L, d]
@@ -119,20 +118,22 @@ def packed_attention(
     return together.index_select(0, attention_plan.selected)[None], None
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """True where a token is seen ``[L, L]``; None where the window is no narrower than the sequence."""
-    if window is None or window >= length:
+def _seen(length: int, window: int | None, groups: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a token is seen ``[L, L]``, or with groups ``[S, L]``, which count from 1, ``[S, 1, L, L]``.
+
+    None where that is all up to each token.
+    """
+    narrow = window is not None and window < length
+    if groups is None and not narrow:
         return None
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
-
-
-def _with_groups(mask: Tensor | None, groups: Tensor) -> Tensor:
-    """With what tokens of the same group see of each other ``[S, 1, L, L]``; groups ``[S, L]`` count from 1."""
-    length = groups.shape[1]
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=groups.device).tril()
-    together = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
-    return (mask | together)[:, None]
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if groups is not None:
+        together = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
+        seen = (seen | together)[:, None]
+    if narrow:
+        assert window is not None
+        seen = seen & torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    return seen
 
 
 AttentionInterface.register(NAME, packed_attention)

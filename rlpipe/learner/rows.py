@@ -51,6 +51,8 @@ class AttentionPlan:
     selected: Tensor  # [M], into the sum of S * L
     groups: list[Tensor | None] | None = None  # [S, L] of each block
     """Tokens with the same number above 0 see each other, also ahead; None where there are none."""
+    groups_in_full: bool = True
+    """Whether that holds in layers of full attention, too."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

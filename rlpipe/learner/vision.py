@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.processor import ImageProcessor, feature_token_id, seen_tiles
 from rlpipe.errors import ModelError
-from rlpipe.learner.rows import AttentionPlan, Layout, Row, plan_row
+from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.types import Images, MicroBatch
 
 WHOLE_IMAGES = {"gemma3"}
-"""Models in which the tokens of an image see each other, also ahead; of others their config says it."""
+"""Models in whose layers the tokens of an image see each other, also ahead; of others the config says it, but not for
+layers of full attention."""
 READS_BOTH_WAYS = {"paligemma"}
 """Models that see all of a prompt from each of its tokens."""
 
@@ -103,13 +104,13 @@ class Vision:
             return row
         starts = is_image & ~torch.cat([is_image.new_zeros(1), is_image[:-1]])
         groups = torch.where(is_image, starts.cumsum(0), 0)  # [M]
-        return replace(row, attention=with_groups(row.attention, groups))
-
-
-def with_groups(plan: AttentionPlan, groups: Tensor) -> AttentionPlan:
-    """Tokens of the row with the same group ``[M]`` above 0 see each other, in each sequence."""
-    own = [groups[block] for block in plan.blocks]
-    return replace(plan, groups=[group if bool(group.any()) else None for group in own])
+        own = [groups[block] for block in row.attention.blocks]
+        plan = replace(
+            row.attention,
+            groups=[group if bool(group.any()) else None for group in own],
+            groups_in_full=self._config.model_type in WHOLE_IMAGES,
+        )
+        return replace(row, attention=plan)
 
 
 def _per_row(values: Tensor, row: Row, layout: Layout) -> Tensor:

@@ -101,6 +101,21 @@ def test_sft(tiny_policy: Path, tmp_path: Path) -> None:
     assert steps[1]["loss"] < steps[0]["loss"]
 
 
+@pytest.mark.vllm
+def test_images(tmp_path: Path) -> None:
+    """A model with random weights learns to name colours; vLLM, which is given the pictures, then samples the names."""
+    learned = tmp_path / "sft"
+    quiet = ("tracking=quiet", "learner.num_cpus=1", "cluster.schedule_timeout_s=300")
+    assert main(["train", "--config", "examples/images/sft.yaml", *quiet, f"output={learned}"]) == 0
+    summary = json.loads((learned / "summary.json").read_text())
+    assert summary["eval_loss_end"] < 0.3 < summary["eval_loss_start"]
+    options = ("--config", "examples/images/run.yaml", *SMALL_GROUPS, "rollout=vllm", "data.held_out.size=16")
+    steps = run(tmp_path / "rl", learned / "policy", *options)
+    assert all(step["reward"] > 0.5 for step in steps)
+    assert all(step["sampling/logp_difference/max"] < 1e-3 for step in steps[:1])
+    assert engine_of(tmp_path / "rl") == "vllm"
+
+
 def test_ebft_on_prompts_with_answers(tiny_policy: Path, tmp_path: Path) -> None:
     few = ("data.held_out.size=4", "data.held_out.every_steps=1", *SMALL_GROUPS)
     steps = run(tmp_path, tiny_policy, "--config", "examples/ebft/run.yaml", *few)

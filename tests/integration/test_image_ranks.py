@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from image_cases import IMAGE_FAMILIES, render_rows
 from learner_cases import assert_close, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
@@ -20,6 +21,14 @@ from rlpipe.learner.step import Learner
 pytestmark = pytest.mark.slow
 NUM_STEPS = 2
 STRATEGIES = ["fsdp2", "zero3"]
+CHUNKED: dict[str, Any] = {
+    "strategy": "single",
+    "offload": "chunked",
+    "max_tokens_per_microbatch": 512,
+    "chunked": ChunkedConfig(
+        chunk_mib=0.06, num_persistent=1, num_slots=8, num_swapped=1, num_checkpointed=0, num_offloaded=1
+    ),
+}
 FAMILIES = ["qwen3-vl", "gemma3", "idefics3"]
 
 
@@ -36,9 +45,10 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 def make(model_folder: Path, strategy: str, num_ranks: int, adapter: str) -> Learner:
+    options = CHUNKED if strategy == "chunked" else {"strategy": strategy}
     model = ModelConfig(path=str(model_folder), dtype="float32", adapter=AdapterConfig(kind=adapter, r=4))
     # A large epsilon: AdamW would turn rounding errors of the gradients that are 0, as those of key biases, into steps.
-    learner = LearnerConfig(strategy=strategy, num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, eps=1e-2))
+    learner = LearnerConfig(**options, num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, eps=1e-2))
     return make_learner(model_folder, adapter=adapter, learner=learner, model=model)
 
 
@@ -65,3 +75,11 @@ def test_two_ranks_train_as_one(ranks: Ranks, model_folder: Path, strategy: str,
     for rank in range(2):
         _, parameters = torch.load(tmp_path / f"{strategy}{rank}.pt")
         assert_close(parameters, expected, 1e-6)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_chunked_offload_trains_as_without(model_folder: Path, adapter: str, tmp_path: Path) -> None:
+    for strategy in ("single", "chunked"):
+        train(model_folder, strategy, 1, adapter, tmp_path)
+    (_, expected), (_, parameters) = (torch.load(tmp_path / f"{name}0.pt") for name in ("single", "chunked"))
+    assert_close(parameters, expected, 1e-6)
