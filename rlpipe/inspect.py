@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.messages import content_text
 from rlpipe.errors import DataError, ModelError
 from rlpipe.replay.ledger import Event, Ledger
 from rlpipe.replay.location import find_ledger, reading
@@ -136,7 +137,7 @@ def _prompt_cell(group: GroupRow) -> str:
 
 
 def _last_turn(prompt: str | ChatMessages) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
+    return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content")) if prompt else ""
 
 
 def _metric(name: str, key: str, show: Callable[[float | None], str | None] = show_number) -> Column:
@@ -285,9 +286,7 @@ def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:
         yield f"\nprompt\n{printable(prompt)}"
         return
     for message in prompt:
-        content = message.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        yield f"\n{message.get('role')}\n{printable(text)}"
+        yield f"\n{message.get('role')}\n{printable(content_text(message.get('content')))}"
 
 
 def _outcome(rollout: Rollout) -> str:

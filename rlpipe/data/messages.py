@@ -27,6 +27,13 @@ def chat_messages(value: Any) -> ChatMessages:
     return [_message(message, f"message {number}") for number, message in enumerate(value, start=1)]
 
 
+def content_text(content: Any) -> str:
+    """A message's content as a text for people, in which ``<image>`` stands for one."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
+
+
 def assistant_turns(messages: ChatMessages) -> list[int]:
     """Which messages are the assistant's."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -16,6 +16,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpipe.configs.schema_model import ModelConfig, serves_adapter
+from rlpipe.data.messages import content_text
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.answer_cache import AnswerCache
 from rlpipe.scoring.chat import EngineClient, Weights, check_options
@@ -255,7 +256,7 @@ class PairwiseJudge(Judge):
 
 
 def _last_user_turn(messages: Sequence[Mapping[str, Any]]) -> str:
-    return next((str(turn["content"]) for turn in reversed(messages) if turn["role"] == "user"), "")
+    return next((content_text(turn["content"]) for turn in reversed(messages) if turn["role"] == "user"), "")
 
 
 def _last_object(answer: str) -> Mapping[str, Any]:

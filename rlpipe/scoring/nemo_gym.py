@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def verify_request(group: RolloutGroup, text: str) -> dict[str, Any]:
     """What ``/verify`` is sent: the row, and the completion as an answer of OpenAI's Responses API."""
     params = group.prompt.task.get(CREATE_PARAMS) or {"input": _as_input(group)}
     return {
-        **group.prompt.task,
+        **{name: _as_json(value) for name, value in group.prompt.task.items()},
         CREATE_PARAMS: params,
         "response": {
             "id": f"resp_{group.group_id}",
@@ -76,6 +77,13 @@ def verify_request(group: RolloutGroup, text: str) -> dict[str, Any]:
             "tools": [],
         },
     }
+
+
+def _as_json(value: Any) -> Any:
+    """A column's value, an image or a list of them as ``data:`` addresses."""
+    if isinstance(value, bytes):
+        return f"data:image;base64,{b64encode(value).decode()}"
+    return [_as_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _as_input(group: RolloutGroup) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
 from PIL import Image
@@ -19,7 +20,9 @@ from rlpipe.data.messages import chat_messages
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError, ModelError
+from rlpipe.rollout.assemble import without_image
 from rlpipe.tiny import make_tiny_policy
+from rlpipe.types import PlacedImage, Prompt
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 LOOK = {"type": "image"}
@@ -199,3 +202,27 @@ def test_a_model_of_texts_alone_takes_no_images(tmp_path: Path) -> None:
     renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
     with pytest.raises(ModelError, match="has no processor of images, but rows have images"):
         renderer.render({"prompt": "colour?", "images": [picture(8, 8)]}, places()[0])
+
+
+def test_a_completion_that_ends_with_the_token_of_an_image_is_not_complete() -> None:
+    assert without_image([5, 9], 9, "stop") == "image"
+    assert [without_image(drawn, 9, "stop") for drawn in ([9, 5], [])] == ["stop", "stop"]
+    assert without_image([5, 9], None, "stop") == "stop"
+
+
+def test_the_prompt_of_a_later_turn_keeps_its_images_folded() -> None:
+    image = PlacedImage(place=1, num_tokens=3, content=b"x")
+    first = Prompt(
+        prompt_id=0,
+        epoch=0,
+        token_ids=np.array([1, 7, 7, 7, 2], np.int32),
+        folded_ids=np.array([1, 7, 2], np.int32),
+        prompt="x",
+        task={},
+        images=(image,),
+        turns=[np.array([4], np.int32)],
+    )
+    later = first.followed_by(np.array([1, 7, 7, 7, 2, 3, 4], np.int32))
+    assert later.folded_ids is not None
+    assert later.folded_ids.tolist() == [1, 7, 2, 3, 4]
+    assert (later.images, later.turns) == ((image,), ())

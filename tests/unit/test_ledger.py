@@ -18,7 +18,7 @@ from rlpipe.errors import LedgerError
 from rlpipe.replay.database import NAME, damage
 from rlpipe.replay.ledger import COMPARED, GroupState, Ledger, StepGroups
 from rlpipe.replay.steps import StepReport
-from rlpipe.types import RolloutGroup, RolloutStatus
+from rlpipe.types import PlacedImage, RolloutGroup, RolloutStatus
 
 
 def states(ledger: Ledger) -> dict[int, str]:
@@ -59,6 +59,20 @@ def test_chat_prompts_come_back_as_messages(tmp_path: Path) -> None:
     (restored,) = ledger.load([0])
     assert restored.prompt.is_chat
     assert restored.prompt.prompt == [{"role": "user", "content": "2+2 = »?«"}]
+
+
+def test_images_come_back_with_their_places(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    images = tuple(
+        PlacedImage(place=place, num_tokens=place + 1, content=content)
+        for place, content in enumerate([b"\x89PNG", b"", b"\xff\x00"])
+    )
+    original = group(0, [1.0, 0.0])
+    object.__setattr__(original.prompt, "images", images)
+    ledger.admit([admitted(0)], Cursor())
+    ledger.generated([original])
+    (restored,) = ledger.load([0])
+    assert [restored.prompt.images, *(rollout.images for rollout in restored)] == [images] * 3
 
 
 def test_a_group_goes_through_its_states(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.data.packing import pack_step, sequence_cost, split_padded
+from rlpipe.data.packing import pack_step, sequence_cost, split_padded, with_blank
+from rlpipe.data.processor import Encoded
 from rlpipe.errors import ConfigError
-from rlpipe.types import MicroBatch, Rollout, TrainBatch
+from rlpipe.types import MicroBatch, PlacedImage, Rollout, TrainBatch
 
 
 def rollout(index: int, length: int, *, group: int | None = None, num_loss: int | None = None) -> Rollout:
@@ -205,3 +206,33 @@ def test_sequences_that_are_filled_up_keep_to_the_budget(lengths: list[int], max
         assert [found[0] for found in sequences(part)] == [1000 * group + 1 for group in part.group_ids]
         assert np.array_equal(part.logprobs, np.where(part.loss_mask, -part.token_ids, 0))
         assert np.array_equal(part.position_ids == 0, np.isin(np.arange(part.num_tokens), part.sequence_starts[:-1]))
+
+
+def test_images_stay_with_their_sequences() -> None:
+    """Packed, split again, and beside a blank that another rank's images ask for."""
+    rollouts = [rollout(index, length) for index, length in enumerate([9, 5, 7, 4])]
+    for index, places in ((0, [2, 5]), (2, [1]), (3, [2])):
+        rollouts[index].images = tuple(
+            PlacedImage(place=place, num_tokens=2, content=bytes([index, place])) for place in places
+        )
+
+    def assert_in_place(micro: MicroBatch) -> None:
+        for image in micro.images:
+            index, place = image.content
+            assert micro.token_ids[image.place] == 1000 * index + place + 1
+
+    (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=64)
+    (micro,) = batch.mini_batches[0].micro_batches
+    parts = split_padded(micro, 10)
+    for one in (micro, *parts):
+        assert_in_place(one)
+    assert Counter(image.content for image in micro.images) == Counter(i.content for part in parts for i in part.images)
+    (batch,) = pack_step([rollout(1, 5)], step=0, num_ranks=1, max_tokens=64)
+    blank = Encoded(
+        token_ids=np.array([7, 8, 9], np.int32), images=(PlacedImage(place=1, num_tokens=2, content=b"blank"),)
+    )
+    filled = with_blank(batch.mini_batches[0].micro_batches[0], blank)
+    assert filled.token_ids.tolist() == [1001, 1002, 1003, 1004, 1005, 7, 8, 9]
+    assert filled.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert filled.sequence_starts.tolist() == [0, 5, 8]
+    assert (filled.loss_mask.sum(), filled.images[0].place) == (4, 6)
