@@ -113,7 +113,7 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
 def check_processor(model: ModelConfig) -> Iterator[str]:
     for name in ("revision", "trust_remote_code"):
         if name in model.processor_kwargs:
-            yield f"model.processor_kwargs.{name} can't be set: set model.{name} instead"
+            yield f"model.processor_kwargs.{name}: it can't be set here; set model.{name} instead"
 
 
 def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:

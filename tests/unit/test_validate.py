@@ -316,6 +316,16 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "algorithm.reference.sync_steps",
             "weights=own",
         ),
+        (
+            {"model.processor_kwargs": {"min_pixels": 100, "revision": "main"}},
+            "model.processor_kwargs.revision",
+            "set model.revision instead",
+        ),
+        (
+            {"model.processor_kwargs": {"trust_remote_code": True}},
+            "model.processor_kwargs.trust_remote_code",
+            "set model.trust_remote_code instead",
+        ),
     ],
 )
 def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], option: str, fix: str) -> None:
