@@ -127,13 +127,13 @@ def turns(*contents: Any) -> list[dict[str, Any]]:
     return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
 
 
-def _qwen(name: str, vision: dict[str, Any]) -> ImageFamily:
+def _qwen(name: str, vision: dict[str, Any], text: dict[str, Any] | None = None) -> ImageFamily:
     """Qwen2-VL and those after it."""
 
     def make_config(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
         find = tokenizer.convert_tokens_to_ids
         return getattr(transformers, f"{name}Config")(
-            text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": MROPE},
+            text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": MROPE} | (text or {}),
             vision_config=QWEN_VISION | vision,
             image_token_id=find("<|image_pad|>"),
             video_token_id=find("<|video_pad|>"),
@@ -216,6 +216,18 @@ IMAGE_FAMILIES = {
     "qwen3-vl": _qwen(
         "Qwen3VL",
         {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3.5": _qwen(
+        "Qwen3_5",
+        {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64},
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
     ),
     "gemma3": ImageFamily(
         chat="gemma3",

@@ -73,7 +73,7 @@ class Row:
     images: Images = ()
     """By their places in the row."""
     vision: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model is given of the images, by the names of its arguments."""
+    """What the model is given of the images, by the names of its arguments; on the host until a pass needs it."""
 
 
 @dataclass(slots=True)

@@ -85,11 +85,11 @@ class TokenScorer(nn.Module):
         if self.layout is Layout.APART:
             assert row.attention is not None
             (block,) = row.attention.blocks  # [S, L]
-            apart = dict(row.vision)
+            apart = _on_device(row)
             if row.position_ids.ndim == 2:
                 apart["position_ids"] = row.position_ids[:, block]
             return self._of_row(row, self.run_backbone(row.token_ids[block], **apart))
-        arguments: dict[str, Any] = dict(row.vision)
+        arguments = _on_device(row)
         if row.attention is not None:
             arguments["attention_plan"] = row.attention
         if row.mask is not None:
@@ -172,6 +172,12 @@ class TokenScorer(nn.Module):
     def _head(self) -> Head:
         self.announce(self.causal_model.get_output_embeddings())
         return Head.read(self.causal_model, self.compute_dtype)
+
+
+def _on_device(row: Row) -> dict[str, Any]:
+    """What the model is given of the row's images."""
+    device = row.token_ids.device
+    return {name: value.to(device, non_blocking=True) for name, value in row.vision.items()}
 
 
 def find_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -48,7 +48,7 @@ class Vision:
         images = self._in_order(row, layout)
         made = self.processor.pixels([[image.content for image in images]])
         is_image = row.token_ids.eq(self._image_id)  # [M]
-        extra = {name: value.to(device) for name, value in made.items() if name in self._arguments}
+        extra = {name: value for name, value in made.items() if name in self._arguments}
         row = replace(row, images=images)
         if hasattr(self._base, "get_rope_index"):
             row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
@@ -93,7 +93,7 @@ class Vision:
             positions, _ = self._base.get_rope_index(
                 input_ids=row.token_ids[places][None],
                 mm_token_type_ids=is_image[places][None].int(),
-                image_grid_thw=extra["image_grid_thw"][own],
+                image_grid_thw=extra["image_grid_thw"][own].to(spatial.device),
             )
             spatial[:, places] = positions[:, 0]
         return spatial if layout is Layout.APART else torch.cat([row.position_ids[None], spatial])

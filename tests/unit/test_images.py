@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
 from PIL import Image
 
 from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer, load_tokenizer
 from rlpipe.data.images import open_image, read_image, take_images
 from rlpipe.data.messages import chat_messages
 from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.prompts import open_prompts
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError, ModelError
 from rlpipe.rollout.assemble import without_image
@@ -40,6 +43,10 @@ def plain(colour: tuple[int, int, int], kind: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
+def base64_address(image: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
 def take(messages: list[dict[str, Any]], column: Any = None, folder: Path = HERE) -> tuple[Any, list[bytes]]:
     return take_images(chat_messages(messages), column, folder)
 
@@ -53,8 +60,8 @@ def take(messages: list[dict[str, Any]], column: Any = None, folder: Path = HERE
         {"bytes": None, "path": "red.png"},
         "red.png",
         Path("red.png"),
-        "data:image/png;base64," + base64.b64encode(plain(RED)).decode(),
-        {"url": "data:image/png;base64," + base64.b64encode(plain(RED)).decode()},
+        base64_address(plain(RED)),
+        {"url": base64_address(plain(RED))},
         Image.new("RGB", (8, 6), RED),
     ],
     ids=lambda given: type(given).__name__,
@@ -226,3 +233,11 @@ def test_the_prompt_of_a_later_turn_keeps_its_images_folded() -> None:
     assert later.folded_ids is not None
     assert later.folded_ids.tolist() == [1, 7, 2, 3, 4]
     assert (later.images, later.turns) == ((image,), ())
+
+
+def test_ground_truths_are_of_texts_alone(model: ModelConfig, tmp_path: Path) -> None:
+    row = {"prompt": "colour?", "ground_truth": "red", "images": [base64_address(plain(RED))]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    data = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(DataError, match=r"rows with images can't be compared with ground truths \(algorithm=ebft\)"):
+        open_prompts(data, load_tokenizer(model), seed=0, ebft=EbftConfig(), processor=ImageProcessor(model))
