@@ -15,6 +15,7 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.data.chat import PromptRenderer, load_tokenizer
+from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.errors import DataError, EngineFailed, InputError
 from rlpipe.rollout.adapter import read_adapter_config
@@ -41,6 +42,8 @@ class SamplingRequest:
     chat: bool = True
     """Prompts go through the chat template, as a user turn."""
     system_prompt: str | None = None
+    images: Sequence[str] = ()
+    """Files of images that stand before each prompt."""
     num: int = 1
     """Completions of each prompt."""
     max_tokens: int = 256
@@ -81,7 +84,7 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
     disable_progress_bar()
     model = model_config(request)
     tokenizer = load_tokenizer(model)
-    rendered = render_prompts(prompts, tokenizer, request)
+    rendered = render_prompts(prompts, tokenizer, request, ImageProcessor(model))
     longest = max(len(prompt.token_ids) for prompt in rendered)
     engine = open_engine("generate", model, rollout_config(request), WeightsConfig(), max_prompt_tokens=longest)
     try:
@@ -110,15 +113,19 @@ def rollout_config(request: SamplingRequest) -> RolloutConfig:
 
 
 def render_prompts(
-    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, request: SamplingRequest
+    prompts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    request: SamplingRequest,
+    processor: ImageProcessor | None = None,
 ) -> list[Prompt]:
     if request.chat and not tokenizer.chat_template:
         raise DataError(f"the tokenizer of {request.model} has no chat template; add --raw for plain text")
     data = DataConfig(chat=request.chat, system_prompt=request.system_prompt, max_prompt_tokens=UNLIMITED)
-    renderer = PromptRenderer(tokenizer, data)
+    renderer = PromptRenderer(tokenizer, data, processor)
+    task = {data.images_column: list(request.images)} if request.images else {}
     try:
         return [
-            renderer.render_value(text, {}, Place(row=index, epoch=0, location=f"prompt {index + 1}"))
+            renderer.render_value(text, task, Place(row=index, epoch=0, location=f"prompt {index + 1}"))
             for index, text in enumerate(prompts)
         ]
     except UnusableRow as error:

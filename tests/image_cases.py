@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from chat_families import FAMILIES
+from family_cases import SIZES as TEXT
 from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedTokenizerFast, set_seed
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -30,15 +31,6 @@ from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place
 from rlpipe.types import Prompt, Rollout
 
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": 8}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}

@@ -26,6 +26,9 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--top-p", type=at_least(float, 0), default=1.0, metavar="P", help="nucleus sampling")
     parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
     parser.add_argument("--system", metavar="TEXT", help="a system turn before the prompt")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="an image before each prompt; may be repeated"
+    )
     parser.add_argument("--raw", action="store_true", help="leave out the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a line for each prompt")
     parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="read from standard input where none")
@@ -45,6 +48,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         tensor_parallel_size=arguments.tensor_parallel,
         system_prompt=arguments.system,
         chat=not arguments.raw,
+        images=arguments.image,
         num=arguments.num,
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,

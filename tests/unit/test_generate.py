@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_cases import IMAGE_FAMILIES, picture
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -149,3 +150,14 @@ def test_command_reads_standard_input(
     assert cli.main(["generate", "--json", "--model", str(policy), "--raw", "--max-tokens", "1", "ab", "cd"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["completions"][0]["text"] for line in lines] == ["b", "d"]
+
+
+def test_images_stand_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = IMAGE_FAMILIES["idefics3"].write(tmp_path / "model")
+    (tmp_path / "one.png").write_bytes(picture(20, 20))
+    arguments = ["generate", "--model", str(folder), "--engine", "hf", "--dtype", "float32", "--max-tokens", "3"]
+    assert cli.main([*arguments, "--image", str(tmp_path / "one.png"), "--json", "the cat"]) == 0
+    (completion,) = json.loads(capsys.readouterr().out)["completions"]
+    assert completion["num_tokens"] == 3
+    assert cli.main([*arguments, "--image", str(tmp_path / "two.png"), "the cat"]) == 2
+    assert "image 1 can't be read (FileNotFoundError" in capsys.readouterr().err
