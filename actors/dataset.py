@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlpipe.actors.batches import BatchActor, News
@@ -39,6 +40,21 @@ class DatasetSetup:
     folder: str
     first_step: int
     cursor: Cursor
+
+
+SPOKEN = ("rlpipe.data.masks", "rlpipe.data.prepared")
+"""Loggers of which the driver's user is also told what they say at level INFO; of all of ``rlpipe.data``, warnings."""
+
+
+class _Relay(logging.Handler):
+    """Hands on the messages of one level or above."""
+
+    def __init__(self, level: int, tell: Callable[[str], None]) -> None:
+        super().__init__(level)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
 
 
 class DatasetActor(BatchActor):
@@ -77,6 +93,7 @@ class DatasetActor(BatchActor):
         if self._source is None:
             setup = self._setup
             enter_folder(setup.folder)
+            self._tell_the_driver()
             tokenizer = load_tokenizer(setup.model)
             self._source, held_out = open_sft_rows(
                 setup.data,
@@ -89,6 +106,23 @@ class DatasetActor(BatchActor):
                 ranks = setup.learner.num_ranks
                 self._held_out = pack_step(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)
         return self._source
+
+    def _tell_the_driver(self) -> None:
+        """Its user does not see the log of this process."""
+        told: set[str] = set()
+
+        def tell(message: str) -> None:
+            if message not in told:
+                told.add(message)
+                self._keep_event("data", "rows", message)
+
+        logging.getLogger("rlpipe.data").addHandler(_Relay(logging.WARNING, tell))
+        for name in SPOKEN:
+            logger = logging.getLogger(name)
+            logger.setLevel(logging.INFO)
+            relay = _Relay(logging.INFO, tell)
+            relay.addFilter(lambda record: record.levelno < logging.WARNING)
+            logger.addHandler(relay)
 
     async def held_out(self, rank: int) -> list[MiniBatch]:
         """A rank's share of the held-out rows; empty where there are none."""

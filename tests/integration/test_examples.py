@@ -96,9 +96,15 @@ def test_own_data(tiny_policy: Path, tmp_path: Path) -> None:
     assert "rewards/accuracy/mean" in steps[-1]
 
 
-def test_sft(tiny_policy: Path, tmp_path: Path) -> None:
-    steps = run(tmp_path, tiny_policy, "--config", "examples/sft/run.yaml")
-    assert steps[1]["loss"] < steps[0]["loss"]
+def test_sft(tiny_policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loud = [option for option in TWO_SMALL_STEPS if option != "tracking=quiet"]
+    options = ["--config", "examples/sft/run.yaml", "data.max_prompt_tokens=44", f"model.path={tiny_policy}"]
+    assert main(["train", *options, *loud, f"output={tmp_path}"]) == 0
+    first, second = trained_steps(tmp_path)
+    assert second["loss"] < first["loss"]
+    said = capfd.readouterr().out
+    assert said.count("loss mask: generation blocks") == 1
+    assert "more than data.max_prompt_tokens=44" in said
 
 
 @pytest.mark.vllm
