@@ -19,7 +19,7 @@ from rlpipe.data.mixture import Mixture
 from rlpipe.data.order import Order, PermutedOrder
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.row_source import Part, Render, RowSource
-from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, SkipKind, UnusableRow
+from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, Rows, SkipKind, UnusableRow
 from rlpipe.data.sources import open_held_out_rows, open_rows, open_stream
 from rlpipe.data.stream import BlockOrder, StreamRows
 from rlpipe.data.transforms import apply_transform
@@ -189,6 +189,8 @@ class _Source:
     weight: float
     data: DataConfig
     rows: AnyRows
+    has: Callable[[int], bool]
+    """Whether there is a row of this number."""
     indices: NDArray[np.int64]
     """Of the rows that are trained on, unless they are a stream's."""
     stream: StreamRows | None = None
@@ -204,29 +206,35 @@ class _Source:
         try:
             if data.streaming:
                 stream = open_stream(data, known)
-                return make(rows=apply_transform(stream, data, tokenizer), indices=np.arange(0), stream=stream)
+                streamed = apply_transform(stream, data, tokenizer)
+                return make(rows=streamed, has=stream.has, indices=np.arange(0), stream=stream)
             rows = apply_transform(open_rows(data, seed=seed, check=known), data, tokenizer)
-            return make(rows=rows, indices=np.arange(len(rows)))
+            return make(rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
         except DataError as error:
             raise DataError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from None
 
     @classmethod
     def open_held_out(cls, data: DataConfig, check: CheckColumns, tokenizer: PreTrainedTokenizerBase) -> _Source:
         rows = apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
-        return cls(name="", weight=1.0, data=data, rows=rows, indices=np.arange(len(rows)))
+        return cls(name="", weight=1.0, data=data, rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
 
     def seeds(self, seed: int) -> list[int]:
         """Another order for each source of a mix, so that parallel ones do not go hand in hand."""
         return [seed, self.number] if self.name else [seed]
 
     def part(self, render: Render[Item], seed: int) -> Part[Item]:
-        return Part(rows=self.rows, order=self._order(seed), render=render, name=self.name, weight=self.weight)
+        order = self._order(seed)
+        return Part(rows=self.rows, order=order, render=render, has=self.has, name=self.name, weight=self.weight)
 
     def _order(self, seed: int) -> Order:
         seeds, shuffle = self.seeds(seed), self.data.shuffle
         if self.stream is not None:
             return BlockOrder(self.stream, seeds=seeds, shuffle=shuffle)
         return PermutedOrder(self.rows.name, self.indices, seeds=seeds, shuffle=shuffle)
+
+
+def _reaches(rows: Rows) -> Callable[[int], bool]:
+    return lambda row: row < len(rows)
 
 
 def _key(prompt: Prompt) -> tuple[bytes, ...]:

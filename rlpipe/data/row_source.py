@@ -45,6 +45,8 @@ class Part(Generic[Item]):
     rows: AnyRows
     order: Order
     render: Render[Item]
+    has: Callable[[int], bool]
+    """Whether there is a row of this number, held-out ones included."""
     name: str = ""
     """Empty where there is no mix."""
     weight: float = 1.0
@@ -53,6 +55,15 @@ class Part(Generic[Item]):
         """The rendered row; raises ``UnusableRow`` to skip it."""
         columns = self.rows[row]
         return self.render({SOURCE_COLUMN: self.name, **columns} if self.name else columns, place)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """A row of one of the parts, in one of its epochs."""
+
+    part: int
+    row: int
+    epoch: int = 0
 
 
 class RowSource(Generic[Item]):
@@ -65,7 +76,7 @@ class RowSource(Generic[Item]):
     """
 
     def __init__(self, parts: Sequence[Part[Item]]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._mixture = Mixture([part.weight for part in parts]) if parts[0].name else None
         self._skipped: list[dict[int, SkippedRow]] = [{} for _ in parts]
         self._counts: list[Counter[SkipKind]] = [Counter() for _ in parts]
@@ -80,7 +91,26 @@ class RowSource(Generic[Item]):
     @property
     def num_rows(self) -> int | None:
         """Rows of an epoch, skipped ones included; None for a mix, which has no epochs."""
-        return self._parts[0].order.num_rows if self._mixture is None else None
+        return self.parts[0].order.num_rows if self._mixture is None else None
+
+    @property
+    def is_mix(self) -> bool:
+        return self._mixture is not None
+
+    def at(self, cursor: Cursor) -> RowPlace | None:
+        """The row that stands at a place; None right behind the last one of an epoch."""
+        index, at = 0, cursor
+        if self._mixture is not None:
+            index, count = self._mixture.draw(cursor.position)
+            at = self.parts[index].order.behind(count)
+        row = self.parts[index].order.row(at)
+        return None if row is None else RowPlace(index, row, at.epoch)
+
+    def render(self, place: RowPlace) -> Item:
+        """A row, whether or not it is its turn; raises ``UnusableRow`` if the source skips it."""
+        part = self.parts[place.part]
+        prompt_id = self._prompt_id(place.part, place.row)
+        return part.read(place.row, Place(prompt_id, place.epoch, part.rows.location(place.row)))
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -109,7 +139,7 @@ class RowSource(Generic[Item]):
         if self._mixture is None:
             return metrics
         counts = self._mixture.counts(self._cursor.position)
-        for part, count, skipped in zip(self._parts, counts, self._counts, strict=True):
+        for part, count, skipped in zip(self.parts, counts, self._counts, strict=True):
             metrics[f"rows/taken/{part.name}"] = float(count)
             metrics[f"rows/skipped/{part.name}"] = float(skipped.total())
             metrics[f"epoch/{part.name}"] = float(part.order.behind(count).epoch)
@@ -118,7 +148,7 @@ class RowSource(Generic[Item]):
     def seek(self, cursor: Cursor) -> None:
         """Goes to ``cursor``; raises ``DataError`` if the source was never there."""
         if self._mixture is None:
-            self._parts[0].order.row(cursor)
+            self.parts[0].order.row(cursor)
         elif cursor.epoch != 0 or cursor.position < 0:
             raise DataError(f"a mix of sources has no epochs, so {cursor} is not of this data")
         self._cursor = cursor
@@ -126,12 +156,12 @@ class RowSource(Generic[Item]):
     def next(self) -> Item:
         self.passed_over = []
         while True:
-            index, row, epoch = self._take()
+            place = self._take()
             try:
-                return self._read(index, row, epoch)
+                return self._read(place)
             except UnusableRow as problem:
                 reason = f"{problem.kind}: {problem.reason}"
-                self.passed_over.append(Passed(self.last, self._prompt_id(index, row), reason))
+                self.passed_over.append(Passed(self.last, self._prompt_id(place.part, place.row), reason))
 
     def peek(self) -> Item:
         """The next item, which stays the next."""
@@ -146,52 +176,48 @@ class RowSource(Generic[Item]):
 
     def examples(self) -> list[Item]:
         """The first item of each part; raises ``DataError`` if a part has none."""
-        return [self._first(index) for index in range(len(self._parts))]
+        return [self._first(index) for index in range(len(self.parts))]
 
     def _first(self, index: int) -> Item:
-        order, count = self._parts[index].order, 0
+        order, count = self.parts[index].order, 0
         while True:
             cursor = order.behind(count)
             row = order.row(cursor)
             assert row is not None, "a row stands behind any number of them"
             try:
-                return self._read(index, row, cursor.epoch)
+                return self._read(RowPlace(index, row, cursor.epoch))
             except UnusableRow:
                 count += 1
 
-    def _take(self) -> tuple[int, int, int]:
-        """The part of the next row, its index there, and the part's epoch; steps behind it."""
-        index, at = 0, self._cursor
-        if self._mixture is not None:
-            index, count = self._mixture.draw(self._cursor.position)
-            at = self._parts[index].order.behind(count)
-        row = self._parts[index].order.row(at)
-        if row is None:
-            self._cursor = at = Cursor(epoch=at.epoch + 1)
-            row = self._parts[index].order.row(at)
-            assert row is not None, "an epoch has at least one row"
+    def _take(self) -> RowPlace:
+        """The next row; steps behind it."""
+        place = self.at(self._cursor)
+        if place is None:
+            self._cursor = Cursor(epoch=self._cursor.epoch + 1)
+            place = self.at(self._cursor)
+            assert place is not None, "an epoch has at least one row"
         self.last = self._cursor
         self._cursor = Cursor(self.last.epoch, self.last.position + 1)
-        return index, row, at.epoch
+        return place
 
-    def _read(self, index: int, row: int, epoch: int) -> Item:
+    def _read(self, place: RowPlace) -> Item:
         """The rendered row; raises ``UnusableRow`` if it is skipped."""
-        part, known = self._parts[index], self._skipped[index].get(row)
+        known = self._skipped[place.part].get(place.row)
         if known is not None:
-            self._check_some_left(index)
+            self._check_some_left(place.part)
             raise UnusableRow(known.reason, known.kind)
-        location = part.rows.location(row)
         try:
-            item = part.read(row, Place(self._prompt_id(index, row), epoch, location))
+            item = self.render(place)
         except UnusableRow as problem:
-            self._skip(index, SkippedRow(row, location, problem.kind, problem.reason))
+            location = self.parts[place.part].rows.location(place.row)
+            self._skip(place.part, SkippedRow(place.row, location, problem.kind, problem.reason))
             raise
-        self._usable.add(index)
+        self._usable.add(place.part)
         return item
 
     def _prompt_id(self, index: int, row: int) -> int:
         """Of a row in one part its index; unique over all parts, whatever their lengths."""
-        return row * len(self._parts) + index
+        return row * len(self.parts) + index
 
     def _skip(self, index: int, skipped: SkippedRow) -> None:
         if len(self._skipped[index]) < MAX_KEPT_SKIPS:
@@ -202,12 +228,12 @@ class RowSource(Generic[Item]):
             level = logging.INFO if skipped.kind is SkipKind.HELD_OUT else logging.WARNING
             logger.log(level, "%s is skipped: %s", skipped.location, skipped.reason)
         if number == MAX_LOGGED_SKIPS:
-            logger.warning("further skipped rows of %s are counted, not logged", self._parts[index].rows.name)
+            logger.warning("further skipped rows of %s are counted, not logged", self.parts[index].rows.name)
         self._check_some_left(index)
 
     def _check_some_left(self, index: int) -> None:
         """Raises ``DataError`` if no row of a part can be used, as far as it has been read."""
-        part, number = self._parts[index], self._counts[index].total()
+        part, number = self.parts[index], self._counts[index].total()
         if index not in self._usable and number >= (part.order.num_rows or MAX_FIRST_SKIPS):
             first = next(iter(self._skipped[index].values()))
             which = f"all {number}" if part.order.num_rows else f"the first {number}"
