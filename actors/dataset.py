@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlpipe.actors.batches import BatchActor, News
-from rlpipe.algorithms.strided import document_budget
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.opening import longest_row, open_run_sequences
 from rlpipe.data.order import Cursor
 from rlpipe.data.packing import pack_step
-from rlpipe.data.processor import ImageProcessor
-from rlpipe.data.prompts import SequenceSource, open_sft_rows
+from rlpipe.data.prompts import SequenceSource
 from rlpipe.imports import enter_folder
 from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepReport
@@ -66,10 +65,7 @@ class DatasetActor(BatchActor):
         self._source: SequenceSource | None = None
         self._held_out: list[TrainBatch] = []
         """What is evaluated on, by rank; empty where nothing is held out."""
-        self._max_tokens = setup.learner.max_tokens_per_microbatch
-        if setup.algorithm.kind == "ebft_strided":
-            strided, num_samples = setup.algorithm.ebft.strided, setup.algorithm.group_size
-            self._max_tokens = document_budget(self._max_tokens, strided, num_samples)
+        self._max_tokens = longest_row(setup.algorithm, setup.learner)
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[Event] = []
@@ -95,12 +91,8 @@ class DatasetActor(BatchActor):
             enter_folder(setup.folder)
             self._tell_the_driver()
             tokenizer = load_tokenizer(setup.model)
-            self._source, held_out = open_sft_rows(
-                setup.data,
-                tokenizer,
-                seed=setup.seed,
-                max_tokens=self._max_tokens,
-                processor=ImageProcessor(setup.model),
+            self._source, held_out = open_run_sequences(
+                setup.data, setup.model, tokenizer, seed=setup.seed, max_tokens=self._max_tokens
             )
             if held_out:
                 ranks = setup.learner.num_ranks

@@ -20,12 +20,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from rlpipe import launch
 from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
 from rlpipe.data.chat import load_tokenizer
-from rlpipe.data.processor import ImageProcessor
-from rlpipe.data.prompts import open_prompts
+from rlpipe.data.opening import open_run_prompts
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
@@ -118,9 +116,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
     config = run.config
     tokenizer = load_tokenizer(run.model)
-    prompts, held_out = open_prompts(
-        config.data, tokenizer, seed=config.seed, ebft=_compared(config), processor=ImageProcessor(run.model)
-    )
+    prompts, held_out = open_run_prompts(config, run.model, tokenizer)
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
@@ -212,9 +208,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
     run = prepare_run(config, rewards)
     tokenizer = load_tokenizer(run.model)
-    _, held_out = open_prompts(
-        config.data, tokenizer, seed=config.seed, ebft=_compared(config), processor=ImageProcessor(run.model)
-    )
+    _, held_out = open_run_prompts(config, run.model, tokenizer)
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
@@ -223,11 +217,6 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
         launch.open_parts(run, cluster_is_own=is_own) as parts,
     ):
         return _run(_evaluate_once(run, parts, held_out))
-
-
-def _compared(config: Config) -> EbftConfig | None:
-    """Where rewards compare with a ground truth, the options of that."""
-    return config.algorithm.ebft if config.algorithm.ebft.reward else None
 
 
 def _drain_hook(config: Config, replay: ActorHandle) -> None:

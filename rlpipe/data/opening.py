@@ -1,0 +1,54 @@
+"""Opens the rows of a config as its run does: prompts for RL, sequences for what trains on rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpipe.algorithms.strided import document_budget
+from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_ebft import EbftConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.prompts import PromptSource, SequenceSource, open_prompts, open_sft_rows
+from rlpipe.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | SequenceSource:
+    """The rows to train on; raises ``DataError`` as ``open_prompts`` does."""
+    if config.algorithm.kind == "rl":
+        return open_run_prompts(config, config.model, tokenizer)[0]
+    max_tokens = longest_row(config.algorithm, config.learner)
+    return open_run_sequences(config.data, config.model, tokenizer, seed=config.seed, max_tokens=max_tokens)[0]
+
+
+def open_run_prompts(
+    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptSource, list[Prompt]]:
+    """``open_prompts`` of a run of RL, whose model may have been prepared."""
+    processor = ImageProcessor(model)
+    return open_prompts(config.data, tokenizer, seed=config.seed, ebft=compared(config.algorithm), processor=processor)
+
+
+def open_run_sequences(
+    data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_tokens: int
+) -> tuple[SequenceSource, list[Rollout]]:
+    """``open_sft_rows`` of a run that trains on rows."""
+    return open_sft_rows(data, tokenizer, seed=seed, max_tokens=max_tokens, processor=ImageProcessor(model))
+
+
+def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:
+    """Tokens of the longest row that is trained whole."""
+    if algorithm.kind != "ebft_strided":
+        return learner.max_tokens_per_microbatch
+    return document_budget(learner.max_tokens_per_microbatch, algorithm.ebft.strided, algorithm.group_size)
+
+
+def compared(algorithm: AlgorithmConfig) -> EbftConfig | None:
+    """Where rewards compare with a ground truth, the options of that."""
+    return algorithm.ebft if algorithm.ebft.reward else None
