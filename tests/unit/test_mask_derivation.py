@@ -236,7 +236,10 @@ def test_results_that_the_template_writes_under_the_assistants_name_do_not_count
 
 def test_generation_blocks_are_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        ConversationMask(ChatTemplate(make_tokenizer(), DATA), DATA)
+        mask = ConversationMask(ChatTemplate(make_tokenizer(), DATA), DATA)
+        assert caplog.messages == []  # nobody has asked for a conversation yet
+        mask.tokens(turns("hi", "yo"))
+        mask.tokens(turns("hi", "yo"))
     assert caplog.messages == [
         "loss mask: generation blocks of the chat template, with the end tokens right behind them"
     ]

@@ -37,14 +37,18 @@ class ConversationMask:
         """Raises ``ConfigError`` if the data config's markers are impossible."""
         self._template = template
         self._data = data
-        is_plain = data.loss_mask == "roles" and not data.train_on_inputs and data.train_on_eos == "turn"
-        only_assistant = list(data.roles_to_train) == [ASSISTANT] and data.role_boundaries is None
-        self._by_generation = is_plain and only_assistant and template.marks_generation
-        if self._by_generation:
-            logger.info("loss mask: generation blocks of the chat template, with the end tokens right behind them")
-
         if data.role_boundaries and data.text_column is None:
             _ = self.rules
+
+    @cached_property
+    def _by_generation(self) -> bool:
+        data = self._data
+        is_plain = data.loss_mask == "roles" and not data.train_on_inputs and data.train_on_eos == "turn"
+        only_assistant = list(data.roles_to_train) == [ASSISTANT] and data.role_boundaries is None
+        found = is_plain and only_assistant and self._template.marks_generation
+        if found:
+            logger.info("loss mask: generation blocks of the chat template, with the end tokens right behind them")
+        return found
 
     @cached_property
     def rules(self) -> LossMask:
