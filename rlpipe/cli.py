@@ -51,7 +51,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if positional is None:
             parser.error(f"there is one argument too many: {rest[0]}")
         getattr(arguments, positional).extend(rest)
+    if "overrides" in arguments:
+        take_config_file(parser, arguments)
     return arguments
+
+
+def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> None:
+    """A YAML file may stand among the overrides, instead of behind ``--config``."""
+    is_file = [text.endswith((".yaml", ".yml")) and "=" not in text and text[0] != "~" for text in arguments.overrides]
+    files = [text for text, yes in zip(arguments.overrides, is_file, strict=True) if yes]
+    given = [*files, *([] if arguments.config is None else [arguments.config])]
+    if len(given) > 1:
+        parser.error(f"one config file at a time, not {' and '.join(given)}")
+    if files:
+        arguments.config = files[0]
+        arguments.overrides = [text for text in arguments.overrides if text not in files]
 
 
 def make_parser() -> OneLineParser:

@@ -41,7 +41,13 @@ def add_command(
 
 def add_run_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a YAML file with options and group choices")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="options and group choices")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="FILE or key=value",
+        help="such a YAML file as well; options and group choices",
+    )
 
 
 def at_least(kind: type[int] | type[float], minimum: float) -> Callable[[str], float]:
