@@ -16,6 +16,7 @@ from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.images import as_png, open_image
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import ModelError
+from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.types import Images, IntArray, PlacedImage
 
@@ -84,12 +85,34 @@ class ImageProcessor:
 
     @cached_property
     def _feature_id(self) -> int:
-        """-1 for models that take no images."""
+        """-1 for models that take no images, or are not there yet."""
         from transformers import AutoConfig
 
-        options = {"revision": self._model.revision, "trust_remote_code": self._model.trust_remote_code}
-        found = feature_token_id(AutoConfig.from_pretrained(str(Path(self._model.path).expanduser()), **options))
+        try:
+            found = feature_token_id(AutoConfig.from_pretrained(self._path, **self._source))
+        except (OSError, ValueError):  # whoever needs the model says so; to look at rows, nobody does
+            return -1
         return -1 if found is None else found
+
+    @property
+    def _path(self) -> str:
+        return str(Path(self._model.path).expanduser())
+
+    @cached_property
+    def _source(self) -> dict[str, Any]:
+        """How transformers finds the model's files."""
+        model = self._model
+        try:
+            is_local = Path(self._path).exists() or not hub_has(
+                model.path, kind="model", option="model.path", error=ModelError, revision=model.revision
+            )
+        except ModelError:
+            is_local = True
+        return {
+            "revision": model.revision,
+            "trust_remote_code": model.trust_remote_code,
+            "local_files_only": is_local,
+        }
 
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         """What the model takes of the images of some rows, each of which has one, beside its tokens."""
@@ -115,14 +138,10 @@ class ImageProcessor:
         """transformers'. Raises ``ModelError``."""
         from transformers import ProcessorMixin
 
-        options = {
-            "revision": self._model.revision,
-            "trust_remote_code": self._model.trust_remote_code,
-            **self._model.processor_kwargs,
-        }
-        path = str(Path(self._model.path).expanduser())
+        options = self._model.processor_kwargs
         try:
-            processor = _find_class(path, options).from_pretrained(path, **options)
+            found = _find_class(self._path, self._source)
+            processor = found.from_pretrained(self._path, **self._source, **options)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             raise ModelError(
                 f"model.path={self._model.path}: its processor can't be loaded with model.processor_kwargs "
@@ -130,7 +149,7 @@ class ImageProcessor:
             ) from None
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
-        _check_names(processor, self._model.processor_kwargs)
+        _check_names(processor, options)
         return processor
 
     @cached_property
@@ -190,7 +209,7 @@ def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
             raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor: {hint}")
 
 
-def _find_class(path: str, options: dict[str, Any]) -> Any:
+def _find_class(path: str, source: Mapping[str, Any]) -> Any:
     """transformers' class; where it takes videos, too, and torchvision is not there, one for images alone."""
     from transformers import AutoConfig, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -198,7 +217,6 @@ def _find_class(path: str, options: dict[str, Any]) -> Any:
 
     if is_torchvision_available():
         return AutoProcessor
-    source = {name: options[name] for name in ("revision", "trust_remote_code")}
     known: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path, **source)), None)
     if known is None or "video_processor" not in (parts := known.get_attributes()):
         return AutoProcessor
