@@ -72,6 +72,21 @@ def open_image(content: bytes) -> Any:
         return image.convert("RGB")
 
 
+def image_size(content: bytes) -> str:
+    """Its width and height in pixels, such as ``640x480``."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        return f"{image.width}x{image.height}"
+
+
+def thumbnail(content: bytes, side: int) -> bytes:
+    """The image as PNG, at most ``side`` pixels high and wide."""
+    image = open_image(content)
+    image.thumbnail((side, side))
+    return as_png(image)
+
+
 def as_png(image: Any) -> bytes:
     """An image of PIL, encoded."""
     buffer = io.BytesIO()

@@ -94,6 +94,12 @@ class RowSource(Generic[Item]):
         return self.parts[0].order.num_rows if self._mixture is None else None
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        names = [part.name for part in self.parts]
+        return f"the mix of {', '.join(names)}" if self.is_mix else self.parts[0].rows.name
+
+    @property
     def is_mix(self) -> bool:
         return self._mixture is not None
 

@@ -16,6 +16,7 @@ from rlpipe.errors import ConfigError, InputError, RunError
 from rlpipe.replay.database import NAME
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
+COMMANDS = ["", "train", "eval", "config", "data", "data preview", "plan", "simulate", "audit", "inspect", "generate"]
 TIMES = ("--generate", "constant:2", "--train", "constant:1")
 HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}"
 
@@ -41,7 +42,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return streams.err
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "config", "plan", "simulate", "audit", "inspect", "generate"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_light(command: str) -> None:
     output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
     assert "usage: rlpipe" in output

@@ -1,0 +1,92 @@
+"""``rlpipe data``: the rows of a run, as it renders them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlpipe.commands.arguments import Commands, OneLineParser, add_command, add_run_arguments, at_least
+from rlpipe.errors import InputError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlpipe.configs.schema import Config
+
+PREVIEW_NOTES = """\
+Rows come in the order of the source, those of a mix as the run takes them. Tokens are read from the tokenizer, those of
+images from the model's processor; no model is loaded.
+
+examples:
+  rlpipe data preview my_run.yaml
+  rlpipe data preview my_run.yaml --row 17 data.train_on_eos=last
+  rlpipe data preview my_run.yaml --num 50 --html rows.html
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "data", help="show the rows of a run", description="Shows the rows of a run.", allow_abbrev=False
+    )
+    subjects = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
+    preview = add_command(
+        subjects,
+        "preview",
+        run_preview,
+        "show rows as the run renders them, what is trained marked",
+        epilog=PREVIEW_NOTES,
+    )
+    add_run_arguments(preview)
+    chosen = preview.add_mutually_exclusive_group()
+    chosen.add_argument("--num", type=at_least(int, 1), default=3, metavar="N", help="the first N rows; default: 3")
+    chosen.add_argument("--row", type=at_least(int, 0), metavar="ROW", help="this one alone, from 0")
+    preview.add_argument("--html", metavar="FILE", help="write a page with them instead")
+
+
+def run_preview(arguments: argparse.Namespace) -> None:
+    config, tokenizer = load(arguments)
+    from rlpipe.data.opening import open_source
+    from rlpipe.data.views.page import make_page
+    from rlpipe.data.views.places import find_row, first_rows
+    from rlpipe.data.views.rows import mask_notes, show_rows
+    from rlpipe.data.views.terminal import print_rows
+
+    with mask_notes() as notes:
+        source = open_source(config, tokenizer)
+        if arguments.row is None:
+            places = [*first_rows(source, arguments.num)]
+        elif (place := find_row(source, arguments.row)) is not None:
+            places = [place]
+        else:
+            raise InputError(f"--row {arguments.row}: {source.name} has fewer rows, the first of which is 0")
+        rows = list(show_rows(source, tokenizer, places))
+    trains = config.algorithm.kind != "rl"
+    if arguments.html is None:
+        print_rows(rows, notes, trains=trains)
+    else:
+        write_page(Path(arguments.html), make_page(source.name, rows, notes, trains=trains))
+
+
+def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase]:
+    """The config, of which only data and tokenizer must be there, and the tokenizer."""
+    from rlpipe.configs.compose import load_config
+
+    config = load_config(arguments.overrides, file=arguments.config, need_files=False)
+    model = config.model
+    if model.prepare is not None and model.tokenizer is None and not Path(model.path).exists():
+        raise ModelError(
+            f"model.path: {model.path} is made by model.prepare when the run starts, and is not there yet; "
+            "set model.tokenizer to a folder or hub id with its tokenizer"
+        )
+    from rlpipe.data.chat import load_tokenizer
+
+    return config, load_tokenizer(config.model)
+
+
+def write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--html {path}: it can't be written ({error.strerror})") from None
+    print(f"written to {path}")
