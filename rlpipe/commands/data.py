@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlpipe.configs.schema import Config
+    from rlpipe.data.row_source import RowPlace
 
 PREVIEW_NOTES = """\
 Rows come in the order of the source, those of a mix as the run takes them. Tokens are read from the tokenizer, those of
@@ -22,6 +27,13 @@ examples:
   rlpipe data preview my_run.yaml
   rlpipe data preview my_run.yaml --row 17 data.train_on_eos=last
   rlpipe data preview my_run.yaml --num 50 --html rows.html
+"""
+
+
+STATS_NOTES = """\
+examples:
+  rlpipe data stats my_run.yaml
+  rlpipe data stats my_run.yaml --num 10000 --json learner.max_tokens_per_microbatch=16384
 """
 
 
@@ -42,6 +54,12 @@ def add_commands(commands: Commands) -> None:
     chosen.add_argument("--num", type=at_least(int, 1), default=3, metavar="N", help="the first N rows; default: 3")
     chosen.add_argument("--row", type=at_least(int, 0), metavar="ROW", help="this one alone, from 0")
     preview.add_argument("--html", metavar="FILE", help="write a page with them instead")
+    stats = add_command(
+        subjects, "stats", run_stats, "count tokens, trained tokens, skipped rows and micro batches", epilog=STATS_NOTES
+    )
+    add_run_arguments(stats)
+    stats.add_argument("--num", type=at_least(int, 1), metavar="N", help="the first N rows; default: all")
+    stats.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_preview(arguments: argparse.Namespace) -> None:
@@ -66,6 +84,42 @@ def run_preview(arguments: argparse.Namespace) -> None:
         print_rows(rows, notes, trains=trains)
     else:
         write_page(Path(arguments.html), make_page(source.name, rows, notes, trains=trains))
+
+
+def run_stats(arguments: argparse.Namespace) -> None:
+    config, tokenizer = load(arguments)
+    from rlpipe.data.opening import longest_row, open_source
+    from rlpipe.data.packing import pack_step
+    from rlpipe.data.views.places import all_rows, first_rows
+    from rlpipe.data.views.statistics import MicroBatches, Packer, count_rows, describe
+
+    source = open_source(config, tokenizer)
+    places = all_rows(source) if arguments.num is None else first_rows(source, arguments.num)
+    max_tokens = longest_row(config.algorithm, config.learner)
+    packer = Packer(
+        MicroBatches(max_tokens=max_tokens, groups_per_step=config.algorithm.groups_per_step),
+        partial(
+            pack_step,
+            step=0,
+            num_ranks=config.learner.num_ranks,
+            max_tokens=max_tokens,
+            num_minibatches=config.algorithm.num_minibatches,
+        ),
+    )
+    has_order = arguments.num is not None or not source.is_mix
+    sizes = [part.order.num_rows for part in source.parts] if arguments.num is None else [arguments.num]
+    found = count_rows(source, with_progress(places, sizes), packer if has_order else None)
+    print(json.dumps(found.to_dict(), ensure_ascii=False) if arguments.json else "\n".join(describe(found)))
+
+
+def with_progress(places: Iterable[RowPlace], sizes: Sequence[int | None]) -> Iterable[RowPlace]:
+    """Shown on a terminal, and gone at the end; ``sizes``: how many rows each part has, as far as it is known."""
+    from rich.console import Console
+    from rich.progress import track
+
+    total = None if None in sizes else sum(size for size in sizes if size is not None)
+    console = Console(stderr=True)
+    return track(places, "rows", total, console=console, transient=True, disable=not sys.stderr.isatty())
 
 
 def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase]:

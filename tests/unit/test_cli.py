@@ -16,7 +16,20 @@ from rlpipe.errors import ConfigError, InputError, RunError
 from rlpipe.replay.database import NAME
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
-COMMANDS = ["", "train", "eval", "config", "data", "data preview", "plan", "simulate", "audit", "inspect", "generate"]
+COMMANDS = [
+    "",
+    "train",
+    "eval",
+    "config",
+    "data",
+    "data preview",
+    "data stats",
+    "plan",
+    "simulate",
+    "audit",
+    "inspect",
+    "generate",
+]
 TIMES = ("--generate", "constant:2", "--train", "constant:1")
 HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}"
 

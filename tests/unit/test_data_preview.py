@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from html import unescape
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_families import FAMILIES
+from data_cases import conversation, refused, write_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,37 +22,9 @@ from rlpipe.tiny import make_tokenizer
 CHATML = FAMILIES["chatml"].tokenizer()
 
 
-def conversation(*texts: str) -> dict[str, Any]:
-    roles = ("user", "assistant") * len(texts)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
-
-
-def write_run(folder: Path, rows: Sequence[dict[str, Any]], **data: Any) -> list[str]:
-    """The arguments that name a run of SFT on the rows."""
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    CHATML.save_pretrained(folder / "tokenizer")
-    run = {
-        "defaults": [{"data": "jsonl"}, {"algorithm": "sft"}],
-        "model": {"path": "org/policy", "tokenizer": str(folder / "tokenizer")},
-        "data": {"path": str(folder / "rows.jsonl"), **data},
-    }
-    (folder / "run.yaml").write_text(json.dumps(run))
-    return [str(folder / "run.yaml")]
-
-
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(["data", "preview", *arguments]) == 0
     return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    try:
-        code = cli.main(["data", "preview", *arguments])
-    except SystemExit as error:
-        code = int(str(error.code))
-    streams = capsys.readouterr()
-    assert (code, streams.err.count("\n")) == (2, 1)
-    return streams.err
 
 
 def test_trained_tokens_stand_between_brackets_where_there_are_no_colours(
@@ -111,7 +83,7 @@ def test_one_row_and_options_can_be_chosen(tmp_path: Path, capsys: pytest.Captur
     text = printed(capsys, *arguments, "--row", "1", "data.train_on_eos=none")
     assert "⟦second⟧<|im_end|>" in text
     assert "first" not in text
-    assert "--row 2: " in refused(capsys, *arguments, "--row", "2")
+    assert "--row 2: " in refused(capsys, "preview", *arguments, "--row", "2")
 
 
 def test_windows_of_texts_say_that_they_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,13 +114,15 @@ def test_the_page_holds_all_by_itself(tmp_path: Path, capsys: pytest.CaptureFixt
     assert unescape("".join(text for _, text in trained)) == "<b>yes</b><|im_end|>"
     ids = [int(number) for numbers, _ in trained for number in numbers.split()]
     assert ids == CHATML("<b>yes</b><|im_end|>", add_special_tokens=False)["input_ids"]
-    assert "it can't be written" in refused(capsys, *arguments, "--html", str(tmp_path / "no" / "rows.html"))
+    assert "it can't be written" in refused(capsys, "preview", *arguments, "--html", str(tmp_path / "no" / "rows.html"))
 
 
 def test_a_config_file_needs_no_option_but_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = write_run(tmp_path, [conversation("q", "a")])
     assert printed(capsys, "--config", file) == printed(capsys, file)
-    assert f"one config file at a time, not {file} and other.yaml" in refused(capsys, file, "--config", "other.yaml")
+    assert f"one config file at a time, not {file} and other.yaml" in refused(
+        capsys, "preview", file, "--config", "other.yaml"
+    )
     arguments = cli.parse_arguments(["train", "a=b.yaml", "my.yaml", "~scoring.rewards.x.yaml"])
     assert arguments.config == "my.yaml"
     assert arguments.overrides == ["a=b.yaml", "~scoring.rewards.x.yaml"]
@@ -156,10 +130,10 @@ def test_a_config_file_needs_no_option_but_is_given_once(tmp_path: Path, capsys:
 
 def test_a_model_that_is_not_there_yet_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is made by model.prepare when the run starts" in refused(
-        capsys, "experiment=quickstart", f"output={tmp_path}", f"model.path={tmp_path / 'policy'}"
+        capsys, "preview", "experiment=quickstart", f"output={tmp_path}", f"model.path={tmp_path / 'policy'}"
     )
     assert "there is no file" in refused(
-        capsys, *write_run(tmp_path, [conversation("q", "a")]), f"data.path={tmp_path / 'nothing.jsonl'}"
+        capsys, "preview", *write_run(tmp_path, [conversation("q", "a")]), f"data.path={tmp_path / 'nothing.jsonl'}"
     )
 
 
