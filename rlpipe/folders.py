@@ -16,6 +16,11 @@ RESERVE = 16 * 2**20
 LOCK = ".lock"
 
 
+def user_cache() -> Path:
+    """Under ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlpipe"
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """An empty folder to write to, which takes ``target``'s place once the block ends without an error."""

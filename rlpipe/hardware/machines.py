@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.errors import ConfigError
-from rlpipe.folders import why_not_writable, write_whole
+from rlpipe.folders import user_cache, why_not_writable, write_whole
 from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.device import ADDINGS, STATE_DTYPES, Device
 
@@ -22,8 +21,7 @@ _KEYS = {"device_adam": STATE_DTYPES, "host_adam": STATE_DTYPES, "host_adding": 
 
 
 def machines_folder() -> Path:
-    """Under ``XDG_CACHE_HOME``, or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlpipe" / "machines"
+    return user_cache() / "machines"
 
 
 def own_name(kind: str) -> str:
