@@ -183,10 +183,13 @@ class SequenceRenderer:
         return self._prompts.render_value(messages[:end], task, place)
 
     def render(self, row: Row, place: Place) -> Rollout:
-        """The row's training sequence: advantage 1 on its loss tokens, which no policy version drew.
+        """The row's training sequence. Raises ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit``."""
+        return self.fit(*self.whole(row, place), place)
 
-        ``group_id`` is the row and ``sample_index`` the epoch. Raises ``DataError`` and ``UnusableRow`` as
-        ``PromptRenderer.render``, and ``UnusableRow`` also for a sequence of more than ``max_tokens`` tokens.
+    def whole(self, row: Row, place: Place) -> tuple[Encoded, BoolArray, dict[str, Any]]:
+        """The row's T tokens, which of them count ``[T]``, and the columns that are not rendered.
+
+        Raises ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render``.
         """
         self.check(row.keys(), place.location)
         try:
@@ -196,10 +199,22 @@ class SequenceRenderer:
             raise DataError(f"{place.location}: {error}") from None
         if self._processor is not None:
             self._processor.check(encoded)
-        token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
         if self._data.text_column is None:
             check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
-        elif len(token_ids) > self._max_tokens:
+        used = {
+            *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
+            *(self._completion_column, self._data.text_column),
+        }
+        return encoded, loss_mask, {name: value for name, value in row.items() if name not in used}
+
+    def fit(self, encoded: Encoded, loss_mask: BoolArray, task: Mapping[str, Any], place: Place) -> Rollout:
+        """The training sequence of a whole row: advantage 1 on its loss tokens, which no policy version drew.
+
+        ``group_id`` is the row and ``sample_index`` the epoch. Raises ``UnusableRow`` for a sequence of more than
+        ``max_tokens`` tokens.
+        """
+        token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
+        if self._data.text_column is not None and len(token_ids) > self._max_tokens:
             start = np.random.default_rng([place.row, place.epoch]).integers(len(token_ids) - self._max_tokens + 1)
             token_ids = token_ids[start : start + self._max_tokens]
             loss_mask = loss_mask[: self._max_tokens]
@@ -207,16 +222,12 @@ class SequenceRenderer:
         if len(token_ids) > self._max_tokens:
             reason = f"{len(token_ids)} tokens, more than learner.max_tokens_per_microbatch={self._max_tokens}"
             raise UnusableRow(reason, SkipKind.TOO_LONG)
-        used = {
-            *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
-            *(self._completion_column, self._data.text_column),
-        }
         return Rollout(
             status=status,
             group_id=place.row,
             sample_index=place.epoch,
             prompt_id=place.row,
-            task={name: value for name, value in row.items() if name not in used},
+            task=task,
             token_ids=token_ids,
             loss_mask=loss_mask,
             logprobs=np.zeros(len(token_ids), np.float32),
