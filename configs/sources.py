@@ -33,6 +33,11 @@ class MixedSource:
     """Its own options over those of ``data``."""
 
 
+def all_sources(data: DataConfig) -> list[MixedSource]:
+    """Those of a mix, or the only one, without a name."""
+    return mixed_sources(data) if data.source == "mix" else [MixedSource(name="", weight=1.0, data=data)]
+
+
 def mixed_sources(data: DataConfig) -> list[MixedSource]:
     """The sources of a mix by name; raises ``ConfigError`` with the entry and the key that is wrong."""
     return [_read(name, data.sources[name], data) for name in sorted(data.sources)]

@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_ebft import EbftConfig
-from rlpipe.configs.sources import MixedSource, mixed_sources
+from rlpipe.configs.sources import MixedSource, all_sources
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.mixture import Mixture
 from rlpipe.data.order import Order, PermutedOrder
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.row_source import Part, Render, RowSource
 from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, Rows, SkipKind, UnusableRow
-from rlpipe.data.sources import open_held_out_rows, open_rows, open_stream
+from rlpipe.data.source_rows import open_held_out_source, open_source_rows, open_source_stream
 from rlpipe.data.stream import BlockOrder, StreamRows
-from rlpipe.data.transforms import apply_transform
 from rlpipe.data.truth import TruthRenderer
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt, Rollout
@@ -127,10 +126,9 @@ class _Split:
     ) -> None:
         self._seed = seed
         self._prompts_of = prompts_of
-        sources = mixed_sources(data) if data.source == "mix" else [MixedSource(name="", weight=1.0, data=data)]
         self._sources = [
             _Source.open(source, number, seed, prompts_of(source.data)[0], tokenizer)
-            for number, source in enumerate(sources)
+            for number, source in enumerate(all_sources(data))
         ]
         self._held: list[tuple[_Source, list[int]]] = []
         """Held-out rows by source."""
@@ -200,22 +198,16 @@ class _Source:
     def open(
         cls, source: MixedSource, number: int, seed: int, check: CheckColumns, tokenizer: PreTrainedTokenizerBase
     ) -> _Source:
-        data = source.data
-        make = partial(cls, name=source.name, weight=source.weight, data=data, number=number)
-        known = _known(data, check)
-        try:
-            if data.streaming:
-                stream = open_stream(data, known)
-                streamed = apply_transform(stream, data, tokenizer)
-                return make(rows=streamed, has=stream.has, indices=np.arange(0), stream=stream)
-            rows = apply_transform(open_rows(data, seed=seed, check=known), data, tokenizer)
-            return make(rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
-        except DataError as error:
-            raise DataError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from None
+        make = partial(cls, name=source.name, weight=source.weight, data=source.data, number=number)
+        if source.data.streaming:
+            stream, streamed = open_source_stream(source, tokenizer, check=check)
+            return make(rows=streamed, has=stream.has, indices=np.arange(0), stream=stream)
+        rows = open_source_rows(source, tokenizer, seed=seed, check=check)
+        return make(rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
 
     @classmethod
     def open_held_out(cls, data: DataConfig, check: CheckColumns, tokenizer: PreTrainedTokenizerBase) -> _Source:
-        rows = apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
+        rows = open_held_out_source(data, tokenizer, check=check)
         return cls(name="", weight=1.0, data=data, rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
 
     def seeds(self, seed: int) -> list[int]:
@@ -239,11 +231,6 @@ def _reaches(rows: Rows) -> Callable[[int], bool]:
 
 def _key(prompt: Prompt) -> tuple[bytes, ...]:
     return (prompt.token_ids.tobytes(), *(image.content for image in prompt.images))
-
-
-def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
-    """A transform makes the columns that are needed, which nobody knows before it."""
-    return check if data.transform is None else None
 
 
 def _render_held_out(source: _Source, order: Iterable[int], count: int, render: Render[Item]) -> list[tuple[Item, int]]:

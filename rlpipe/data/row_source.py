@@ -25,8 +25,6 @@ MAX_KEPT_SKIPS = 200_000
 """Skipped rows of a part that are remembered; those behind them are counted in each epoch."""
 MAX_FIRST_SKIPS = 10_000
 """So many skipped rows without a usable one are enough to give up a part whose length is unknown."""
-SOURCE_COLUMN = "data_source"
-"""The column of a mix's rows with the name of their source, unless they have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,7 @@ class Part(Generic[Item]):
 
     def read(self, row: int, place: Place) -> Item:
         """The rendered row; raises ``UnusableRow`` to skip it."""
-        columns = self.rows[row]
-        return self.render({SOURCE_COLUMN: self.name, **columns} if self.name else columns, place)
+        return self.render(self.rows[row], place)
 
 
 @dataclass(frozen=True, slots=True)

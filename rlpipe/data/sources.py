@@ -64,15 +64,22 @@ def open_stream(data: DataConfig, check: CheckColumns | None = None) -> StreamRo
 
 
 def open_held_out_rows(data: DataConfig, check: CheckColumns | None = None) -> Rows:
-    """The rows of ``data.held_out.split``, or of ``data.held_out.path``: JSONL unless it ends in ``.parquet``."""
+    """The rows of ``held_out_data``."""
+    file = held_out_data(data)
     if data.held_out.split is not None:
-        split = dataclasses.replace(data, split=data.held_out.split)
-        return _read_whole(_load_stream(split), split, check) if data.streaming else _open_dataset(split, check)
-    source = "parquet" if str(data.held_out.path).endswith(".parquet") else "jsonl"
-    rows = _open_files(dataclasses.replace(data, source=source, path=data.held_out.path), "data.held_out.path", check)
+        return _read_whole(_load_stream(file), file, check) if data.streaming else _open_dataset(file, check)
+    rows = _open_files(file, "data.held_out.path", check)
     if not len(rows):
         raise DataError(f"{rows.name} has no rows")
     return rows
+
+
+def held_out_data(data: DataConfig) -> DataConfig:
+    """Names the rows of ``data.held_out.split``, or of ``data.held_out.path``: JSONL unless it ends in ``.parquet``."""
+    if data.held_out.split is not None:
+        return dataclasses.replace(data, split=data.held_out.split)
+    source = "parquet" if str(data.held_out.path).endswith(".parquet") else "jsonl"
+    return dataclasses.replace(data, source=source, path=data.held_out.path)
 
 
 def _read_whole(stream: datasets.IterableDataset, data: DataConfig, check: CheckColumns | None) -> Rows:
@@ -217,7 +224,7 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
 
 
 def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
-    found = _load_split(data)
+    found = load_split(data)
     name = f"{data.path} ({data.split})"
     if check is not None:
         _check_table(found.data.table, name, check)
@@ -227,11 +234,11 @@ def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
 def _load_stream(data: DataConfig) -> datasets.IterableDataset:
     from datasets import Dataset
 
-    found = _load_split(data)
+    found = load_split(data)
     return found.to_iterable_dataset() if isinstance(found, Dataset) else found
 
 
-def _load_split(data: DataConfig) -> Any:
+def load_split(data: DataConfig) -> Any:
     """A ``Dataset``; with ``data.streaming`` an ``IterableDataset``, unless it was saved in memory-mapped files."""
     from datasets import DatasetDict
     from datasets.exceptions import DatasetsError

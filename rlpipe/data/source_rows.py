@@ -1,0 +1,77 @@
+"""Opens the rows of a source as they are rendered: behind its transform and, in a mix, with the source's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.sources import MixedSource
+from rlpipe.data.rows import AnyRows, CheckColumns, Row, Rows
+from rlpipe.data.sources import open_held_out_rows, open_rows, open_stream
+from rlpipe.data.stream import StreamRows
+from rlpipe.data.transforms import apply_transform
+from rlpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SOURCE_COLUMN = "data_source"
+"""The column of a mix's rows with the name of their source, unless they have one."""
+
+
+def open_source_rows(
+    source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, seed: int, check: CheckColumns
+) -> Rows:
+    """Raises ``DataError``, in a mix with the source's name, as ``open_rows`` and ``apply_transform``."""
+    with _naming(source):
+        rows = open_rows(source.data, seed=seed, check=_known(source.data, check))
+        rows = apply_transform(rows, source.data, tokenizer)
+        return _NamedRows(rows, source.name) if source.name else rows
+
+
+def open_source_stream(
+    source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns
+) -> tuple[StreamRows, AnyRows]:
+    """The rows as they come, and behind the transform. Raises as ``open_source_rows``."""
+    with _naming(source):
+        stream = open_stream(source.data, _known(source.data, check))
+        rows = apply_transform(stream, source.data, tokenizer)
+        return stream, _NamedRows(rows, source.name) if source.name else rows
+
+
+def open_held_out_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns) -> Rows:
+    """The rows of ``data.held_out.path`` or ``split``. Raises as ``open_source_rows``."""
+    return apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
+
+
+class _NamedRows:
+    """Rows with the column ``SOURCE_COLUMN``."""
+
+    def __init__(self, rows: AnyRows, source: str) -> None:
+        self.name = rows.name
+        self._rows, self._source = rows, source
+
+    def __len__(self) -> int:
+        assert isinstance(self._rows, Sized), "nobody asks how long a stream is"
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return {SOURCE_COLUMN: self._source, **self._rows[index]}
+
+    def location(self, index: int) -> str:
+        return self._rows.location(index)
+
+
+@contextmanager
+def _naming(source: MixedSource) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from None
+
+
+def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
+    """A transform makes the columns that are needed, which nobody knows before it."""
+    return check if data.transform is None else None
