@@ -62,6 +62,7 @@ class DataConfig(Freezable):
         "Markers of turns: {role, start, end, include_start, include_end, interrupts}; null: known, or the template's.",
     )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
+    cache: str | None = option(None, "Folder of rows that rlpipe data prepare wrote; null: in the user's cache.")
     shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")
     streaming: bool = option(False, "Read rows as they come, instead of opening all at the start.")
     shuffle_rows: int = option(10_000, "With streaming, so many rows in a row are permuted, and in memory.", minimum=1)

@@ -17,7 +17,7 @@ from rlpipe.configs.schema_data import DataConfig, HeldOutConfig
 from rlpipe.errors import ConfigError
 
 OPTION = "data.sources"
-WHOLE = ("sources", "held_out", "max_prompt_tokens")
+WHOLE = ("sources", "held_out", "max_prompt_tokens", "cache")
 """Options of ``data`` that hold for a mix as a whole."""
 EXAMPLE = "such as data.sources.math={source: jsonl, path: math.jsonl, weight: 2}"
 

@@ -24,6 +24,7 @@ FREE_ON_RESUME = (
     "model.gradient_checkpointing",
     "model.reentrant_checkpointing",
     "model.prepare",
+    "data.cache",
     "data.held_out.every_steps",
     "data.held_out.correct_at",
     "data.held_out.correct_by",

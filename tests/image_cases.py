@@ -5,6 +5,7 @@ Processors of Pixtral, Gemma 4 and Llama 4 need torchvision; stand-ins make what
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,3 +266,17 @@ IMAGE_FAMILIES = {
         placeholder="<image>",
     ),
 }
+
+
+def rows_with_files(folder: Path, *, as_prompts: bool = False) -> list[dict[str, Any]]:
+    """``rows`` as JSON, or what stands before their last answer; the first image of each is a file of ``folder``."""
+    found = []
+    for number, row in enumerate(rows()):
+        own: dict[str, Any] = {}
+        if "images" in row:
+            first, *others = row["images"]
+            (folder / f"{number}.png").write_bytes(first)
+            own["images"] = [f"{number}.png", *(f"data:image/png;base64,{b64encode(one).decode()}" for one in others)]
+        asked = row["messages"][: -1 if row["messages"][-1]["role"] == "assistant" else None]
+        found.append({"prompt": asked, **own} if as_prompts else {**row, **own})
+    return found

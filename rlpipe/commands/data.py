@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -37,6 +38,16 @@ examples:
 """
 
 
+PREPARE_NOTES = """\
+A run finds the rows by itself, and renders its own where the data, an option that changes what is rendered, the
+tokenizer, its chat template, or the transform's file is another.
+
+examples:
+  rlpipe data prepare my_run.yaml
+  rlpipe data prepare my_run.yaml --workers 16 data.cache=/shared/rows
+"""
+
+
 def add_commands(commands: Commands) -> None:
     parser = commands.add_parser(
         "data", help="show the rows of a run", description="Shows the rows of a run.", allow_abbrev=False
@@ -60,6 +71,13 @@ def add_commands(commands: Commands) -> None:
     add_run_arguments(stats)
     stats.add_argument("--num", type=at_least(int, 1), metavar="N", help="the first N rows; default: all")
     stats.add_argument("--json", action="store_true", help="print one JSON object")
+    prepare = add_command(
+        subjects, "prepare", run_prepare, "render all rows once, for every run that would alike", epilog=PREPARE_NOTES
+    )
+    add_run_arguments(prepare)
+    prepare.add_argument(
+        "--workers", type=at_least(int, 1), metavar="N", help="processes that render; default: one for each CPU core"
+    )
 
 
 def run_preview(arguments: argparse.Namespace) -> None:
@@ -110,6 +128,27 @@ def run_stats(arguments: argparse.Namespace) -> None:
     sizes = [part.order.num_rows for part in source.parts] if arguments.num is None else [arguments.num]
     found = count_rows(source, with_progress(places, sizes), packer if has_order else None)
     print(json.dumps(found.to_dict(), ensure_ascii=False) if arguments.json else "\n".join(describe(found)))
+
+
+def run_prepare(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share the cores
+    config, tokenizer = load(arguments)
+    from rlpipe.data.prepared.writing import prepare_rows
+    from rlpipe.hardware.limits import num_cores
+
+    workers = arguments.workers or num_cores()
+    for prepared in prepare_rows(config, tokenizer, workers=workers, report=show_progress):
+        verb = "prepared" if prepared.is_new else "there already:"
+        rows = prepared.rows
+        skipped = f", {rows.num_skipped:,} of them skipped" if rows.num_skipped else ""
+        print(f"{verb} {len(rows):,} rows of {rows.name}{skipped}: {prepared.file}", flush=True)
+
+
+def show_progress(num_done: int, num_rows: int) -> None:
+    """One line on a terminal, which is gone at the end."""
+    if sys.stderr.isatty():
+        text = f"{num_done:,} of {num_rows:,} rows" if num_done < num_rows else ""
+        print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def with_progress(places: Iterable[RowPlace], sizes: Sequence[int | None]) -> Iterable[RowPlace]:

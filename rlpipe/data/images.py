@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,6 +23,29 @@ MARK = "<image>"
 IMAGE_TYPES = {IMAGE, "image_url"}
 IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 """Of a part that has its own image; it may be under any of these."""
+
+FileState = dict[str, Any]
+_files: ContextVar[dict[str, FileState] | None] = ContextVar("files", default=None)
+
+
+@contextmanager
+def noted_files() -> Iterator[dict[str, FileState]]:
+    """The files that images are looked for in meanwhile, by path, each as it was before it was read."""
+    files: dict[str, FileState] = {}
+    token = _files.set(files)
+    try:
+        yield files
+    finally:
+        _files.reset(token)
+
+
+def file_state(path: str) -> FileState:
+    """What tells that a file has changed; both numbers are -1 where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return {"path": path, "size": -1, "changed": -1}
+    return {"path": path, "size": found.st_size, "changed": found.st_mtime_ns}
 
 
 def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[ChatMessages, list[bytes]]:
@@ -120,7 +146,10 @@ def _read_address(address: str, folder: Path) -> bytes:
         raise ValueError(f"{address:.80} is on the net: download the images, and give their paths")
     if address.startswith("file://"):
         address = unquote(urlsplit(address).path)
-    return (folder / Path(address).expanduser()).read_bytes()
+    file = folder / Path(address).expanduser()
+    if (noted := _files.get()) is not None:
+        noted.setdefault(str(file), file_state(str(file)))
+    return file.read_bytes()
 
 
 def _as_list(column: Any) -> list[Any]:

@@ -28,6 +28,8 @@ TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+OTHER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+"""Files of the model that the processor is read from as well."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -77,14 +79,14 @@ class ImageProcessor:
 
     def check(self, encoded: Encoded) -> None:
         """Raises ``UnusableRow`` if a token stands for an image that is not there, which no model could take."""
-        stands = encoded.token_ids == self._feature_id
+        stands = encoded.token_ids == self.feature_id
         for image in encoded.images:
             stands[image.place : image.place + image.num_tokens] = False
         if stands.any():
             raise UnusableRow("it has a token that stands for an image, where there is none")
 
     @cached_property
-    def _feature_id(self) -> int:
+    def feature_id(self) -> int:
         """-1 for models that take no images, or are not there yet."""
         from transformers import AutoConfig
 
@@ -93,6 +95,25 @@ class ImageProcessor:
         except (OSError, ValueError):  # whoever needs the model says so; to look at rows, nobody does
             return -1
         return -1 if found is None else found
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._model.processor_kwargs
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """What it is read from, by name; empty for models without one, or that are not there yet."""
+        from transformers.utils import cached_file
+
+        found = {}
+        for name in (*PROCESSOR_FILES, *OTHER_FILES):
+            try:
+                file = cached_file(self._path, name, _raise_exceptions_for_missing_entries=False, **self._source)
+            except (OSError, ValueError):
+                file = None
+            if file is not None:
+                found[name] = Path(file)
+        return found if found.keys() & set(PROCESSOR_FILES) else {}
 
     @property
     def _path(self) -> str:

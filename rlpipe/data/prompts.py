@@ -17,10 +17,13 @@ from rlpipe.configs.sources import MixedSource, all_sources
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.mixture import Mixture
 from rlpipe.data.order import Order, PermutedOrder
+from rlpipe.data.prepared.key import Rendering
+from rlpipe.data.prepared.reading import PreparedRow, find_prepared, prompt_settings, sequence_settings
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.row_source import Part, Render, RowSource
 from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, Rows, SkipKind, UnusableRow
-from rlpipe.data.source_rows import open_held_out_source, open_source_rows, open_source_stream
+from rlpipe.data.source_rows import named_errors, open_held_out_source, open_source_rows, open_source_stream
+from rlpipe.data.sources import held_out_data
 from rlpipe.data.stream import BlockOrder, StreamRows
 from rlpipe.data.truth import TruthRenderer
 from rlpipe.errors import DataError
@@ -55,12 +58,18 @@ def open_prompts(
 
     def renderer_of(data: DataConfig) -> tuple[CheckColumns, Render[Prompt]]:
         renderer = PromptRenderer(tokenizer, data, processor)
-        if ebft is None:
-            return renderer.check, renderer.render
-        truth = TruthRenderer(tokenizer, data, ebft)
-        return renderer.check, lambda row, place: truth.prepare(renderer.render(row, place))
+        truth = None if ebft is None else TruthRenderer(tokenizer, data, ebft)
 
-    split = _Split(data, tokenizer, renderer_of, seed)
+        def render(row: Row, place: Place) -> Prompt:
+            if isinstance(row, PreparedRow):
+                return row.prompt(place)
+            prompt = renderer.render(row, place)
+            return prompt if truth is None else truth.prepare(prompt)
+
+        return renderer.check, render
+
+    rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=prompt_settings(ebft))
+    split = _Split(data, rendering, renderer_of, seed)
 
     def trained(data: DataConfig) -> Render[Prompt]:
         _, render_any = renderer_of(data)
@@ -94,21 +103,37 @@ def open_sft_rows(
 
     def prompts_of(data: DataConfig) -> tuple[CheckColumns, Render[Prompt]]:
         renderer = renderer_of(data)
-        return renderer.check, renderer.prompt
 
-    split = _Split(data, tokenizer, prompts_of, seed)
+        def render(row: Row, place: Place) -> Prompt:
+            return row.sequence_prompt(place) if isinstance(row, PreparedRow) else renderer.prompt(row, place)
 
-    def trained(data: DataConfig) -> Render[Rollout]:
+        return renderer.check, render
+
+    def sequences_of(data: DataConfig) -> Render[Rollout]:
         renderer = renderer_of(data)
 
         def render(row: Row, place: Place) -> Rollout:
-            if split.held_out:
-                split.keep_out(renderer.prompt(row, place))
-            return renderer.render(row, place)
+            found = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, place)
+            encoded, loss_mask, task = found
+            return renderer.fit(encoded, loss_mask, task, place)
 
         return render
 
-    return split.source(trained), split.render_held_out(lambda data: renderer_of(data).render)
+    rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data))
+    split = _Split(data, rendering, prompts_of, seed)
+
+    def trained(data: DataConfig) -> Render[Rollout]:
+        _, render_prompt = prompts_of(data)
+        render_any = sequences_of(data)
+
+        def render(row: Row, place: Place) -> Rollout:
+            if split.held_out:
+                split.keep_out(render_prompt(row, place))
+            return render_any(row, place)
+
+        return render
+
+    return split.source(trained), split.render_held_out(sequences_of)
 
 
 class _Split:
@@ -120,21 +145,21 @@ class _Split:
     def __init__(
         self,
         data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        rendering: Rendering,
         prompts_of: PromptsOf,
         seed: int,
     ) -> None:
         self._seed = seed
         self._prompts_of = prompts_of
         self._sources = [
-            _Source.open(source, number, seed, prompts_of(source.data)[0], tokenizer)
+            _Source.open(source, number, seed, prompts_of(source.data)[0], rendering)
             for number, source in enumerate(all_sources(data))
         ]
         self._held: list[tuple[_Source, list[int]]] = []
         """Held-out rows by source."""
         self.held_out: list[Prompt] = []
         if data.held_out.path is not None or data.held_out.split is not None:
-            held = _Source.open_held_out(data, prompts_of(data)[0], tokenizer)
+            held = _Source.open_held_out(data, prompts_of(data)[0], rendering, seed)
             self._hold_out(held, held.indices.tolist(), len(held.indices))
         elif data.held_out.size:
             self._split_off(data.held_out.size)
@@ -195,19 +220,21 @@ class _Source:
     number: int = 0
 
     @classmethod
-    def open(
-        cls, source: MixedSource, number: int, seed: int, check: CheckColumns, tokenizer: PreTrainedTokenizerBase
-    ) -> _Source:
-        make = partial(cls, name=source.name, weight=source.weight, data=source.data, number=number)
-        if source.data.streaming:
-            stream, streamed = open_source_stream(source, tokenizer, check=check)
-            return make(rows=streamed, has=stream.has, indices=np.arange(0), stream=stream)
-        rows = open_source_rows(source, tokenizer, seed=seed, check=check)
-        return make(rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
+    def open(cls, source: MixedSource, number: int, seed: int, check: CheckColumns, rendering: Rendering) -> _Source:
+        data, tokenizer = source.data, rendering.tokenizer
+        make = partial(cls, name=source.name, weight=source.weight, data=data, number=number)
+        with named_errors(source):
+            if data.streaming:
+                stream, streamed = open_source_stream(source, tokenizer, check=check)
+                return make(rows=streamed, has=stream.has, indices=np.arange(0), stream=stream)
+            prepared = find_prepared(data, data, rendering, name=source.name, seed=seed)
+            rows = prepared or open_source_rows(source, tokenizer, seed=seed, check=check)
+            return make(rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
 
     @classmethod
-    def open_held_out(cls, data: DataConfig, check: CheckColumns, tokenizer: PreTrainedTokenizerBase) -> _Source:
-        rows = open_held_out_source(data, tokenizer, check=check)
+    def open_held_out(cls, data: DataConfig, check: CheckColumns, rendering: Rendering, seed: int) -> _Source:
+        prepared = find_prepared(data, held_out_data(data), rendering, name="", seed=seed)
+        rows = prepared or open_held_out_source(data, rendering.tokenizer, check=check)
         return cls(name="", weight=1.0, data=data, rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
 
     def seeds(self, seed: int) -> list[int]:

@@ -24,26 +24,33 @@ SOURCE_COLUMN = "data_source"
 def open_source_rows(
     source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, seed: int, check: CheckColumns
 ) -> Rows:
-    """Raises ``DataError``, in a mix with the source's name, as ``open_rows`` and ``apply_transform``."""
-    with _naming(source):
-        rows = open_rows(source.data, seed=seed, check=_known(source.data, check))
-        rows = apply_transform(rows, source.data, tokenizer)
-        return _NamedRows(rows, source.name) if source.name else rows
+    """Raises ``DataError`` as ``open_rows`` and ``apply_transform``."""
+    rows = open_rows(source.data, seed=seed, check=_known(source.data, check))
+    rows = apply_transform(rows, source.data, tokenizer)
+    return _NamedRows(rows, source.name) if source.name else rows
 
 
 def open_source_stream(
     source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns
 ) -> tuple[StreamRows, AnyRows]:
     """The rows as they come, and behind the transform. Raises as ``open_source_rows``."""
-    with _naming(source):
-        stream = open_stream(source.data, _known(source.data, check))
-        rows = apply_transform(stream, source.data, tokenizer)
-        return stream, _NamedRows(rows, source.name) if source.name else rows
+    stream = open_stream(source.data, _known(source.data, check))
+    rows = apply_transform(stream, source.data, tokenizer)
+    return stream, _NamedRows(rows, source.name) if source.name else rows
 
 
 def open_held_out_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns) -> Rows:
     """The rows of ``data.held_out.path`` or ``split``. Raises as ``open_source_rows``."""
     return apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
+
+
+@contextmanager
+def named_errors(source: MixedSource) -> Iterator[None]:
+    """A ``DataError`` gets the name of a mix's source."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from None
 
 
 class _NamedRows:
@@ -62,14 +69,6 @@ class _NamedRows:
 
     def location(self, index: int) -> str:
         return self._rows.location(index)
-
-
-@contextmanager
-def _naming(source: MixedSource) -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from None
 
 
 def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:

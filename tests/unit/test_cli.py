@@ -24,6 +24,7 @@ COMMANDS = [
     "data",
     "data preview",
     "data stats",
+    "data prepare",
     "plan",
     "simulate",
     "audit",
