@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
 """What processors make of the text, which is not that of the caller here."""
 
+READS_BOTH_WAYS = {"paligemma"}
+"""Models that see all of a prompt from each of its tokens."""
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 OTHER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -156,8 +158,8 @@ class ImageProcessor:
 
     @cached_property
     def hf_processor(self) -> Any:
-        """transformers'. Raises ``ModelError``."""
-        from transformers import ProcessorMixin
+        """transformers'. Raises ``ModelError`` if there is none, or the model can't be trained on images."""
+        from transformers import AutoConfig, ProcessorMixin
 
         options = self._model.processor_kwargs
         try:
@@ -171,6 +173,7 @@ class ImageProcessor:
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
         _check_names(processor, options)
+        _check_class(self._model, AutoConfig.from_pretrained(self._path, **self._source))
         return processor
 
     @cached_property
@@ -217,6 +220,24 @@ def _find_spans(made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int
     starts, ends = np.array(made["offset_mapping"][0]).reshape(-1, 2).T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
+
+
+def _check_class(model: ModelConfig, described: Any) -> None:
+    """Raises ``ModelError`` if the class that the learner loads can't be trained on images."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    if described.model_type in READS_BOTH_WAYS:
+        raise ModelError(
+            f"model.path={model.path}: models of the type {described.model_type} can't be trained on images"
+        )
+    text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), None)
+    if not model.images and text not in (None, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(described), None)):
+        raise ModelError(
+            f"model.path={model.path} is loaded for texts alone, but rows have images: set model.images=true"
+        )
 
 
 def _check_names(processor: Any, given: Mapping[str, Any]) -> None:

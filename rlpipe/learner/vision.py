@@ -15,15 +15,12 @@ from transformers import PreTrainedModel
 
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.processor import ImageProcessor, feature_token_id, seen_tiles
-from rlpipe.errors import ModelError
 from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.types import Images, MicroBatch
 
 WHOLE_IMAGES = {"gemma3"}
 """Models in whose layers the tokens of an image see each other, also ahead; of others the config says it, but not for
 layers of full attention."""
-READS_BOTH_WAYS = {"paligemma"}
-"""Models that see all of a prompt from each of its tokens."""
 
 
 class Vision:
@@ -35,15 +32,10 @@ class Vision:
         self._config = model.config
         self._image_id = feature_token_id(model.config)
         self._arguments = set(inspect.signature(self._base.forward).parameters)
-        self._name = f"model.path={config.path}"
 
     def plan(self, micro_batch: MicroBatch, layout: Layout, device: torch.device) -> Row:
-        """The row of a micro batch with images. Raises ``ModelError`` where the model can't take them."""
-        if "pixel_values" not in self._arguments:
-            raise ModelError(f"{self._name} was loaded for text alone, but rows have images: set model.images=true")
-        if self._config.model_type in READS_BOTH_WAYS:
-            raise ModelError(f"{self._name}: models of the type {self._config.model_type} can't be trained on images")
-        assert self._image_id is not None, "a model that takes images has a token for them"
+        """The row of a micro batch with images."""
+        assert self._image_id is not None, "rows with images are refused where the model can't take them"
         row = plan_row(micro_batch, layout=layout, device=device)
         images = self._in_order(row, layout)
         made = self.processor.pixels([[image.content for image in images]])
@@ -54,9 +46,8 @@ class Vision:
             row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
         if "cross_attention_mask" in self._arguments:
             assert layout is Layout.ALONE
-            extra["cross_attention_mask"] = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])[
-                None
-            ]
+            seen = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])
+            extra["cross_attention_mask"] = seen[None]
         if self._sees_whole_images:
             row = self._let_see(row, is_image, layout)
             if layout is not Layout.SHARED:

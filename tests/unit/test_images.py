@@ -241,3 +241,18 @@ def test_ground_truths_are_of_texts_alone(model: ModelConfig, tmp_path: Path) ->
     data = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"))
     with pytest.raises(DataError, match=r"rows with images can't be compared with ground truths \(algorithm=ebft\)"):
         open_prompts(data, load_tokenizer(model), seed=0, ebft=EbftConfig(), processor=ImageProcessor(model))
+
+
+def test_a_class_for_texts_alone_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    path = str(IMAGE_FAMILIES["mllama"].write(tmp_path))
+    row = {"prompt": "colour?", "images": [picture(8, 8)]}
+    for images in (False, True):
+        model = ModelConfig(path=path, images=images)
+        renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
+        if images:
+            assert len(renderer.render(row, places()[0]).images) == 1
+        else:
+            with pytest.raises(
+                ModelError, match=r"loaded for texts alone, but rows have images: set model\.images=true"
+            ):
+                renderer.render(row, places()[0])
