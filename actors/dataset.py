@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlpipe.actors.batches import BatchActor, News
@@ -17,6 +16,7 @@ from rlpipe.data.opening import longest_row, open_run_sequences
 from rlpipe.data.order import Cursor
 from rlpipe.data.packing import pack_step
 from rlpipe.data.prompts import SequenceSource
+from rlpipe.data.spoken import told
 from rlpipe.imports import enter_folder
 from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepReport
@@ -41,21 +41,6 @@ class DatasetSetup:
     cursor: Cursor
 
 
-SPOKEN = ("rlpipe.data.masks", "rlpipe.data.prepared")
-"""Loggers of which the driver's user is also told what they say at level INFO; of all of ``rlpipe.data``, warnings."""
-
-
-class _Relay(logging.Handler):
-    """Hands on the messages of one level or above."""
-
-    def __init__(self, level: int, tell: Callable[[str], None]) -> None:
-        super().__init__(level)
-        self._tell = tell
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._tell(record.getMessage())
-
-
 class DatasetActor(BatchActor):
     """Packs a step when the first rank asks for it; any step from the first one on can be asked for again."""
 
@@ -69,6 +54,7 @@ class DatasetActor(BatchActor):
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
         self._known_events: list[Event] = []
+        self._told: set[str] = set()
         self._seen = -1
 
     async def start(self) -> None:
@@ -89,32 +75,21 @@ class DatasetActor(BatchActor):
         if self._source is None:
             setup = self._setup
             enter_folder(setup.folder)
-            self._tell_the_driver()
             tokenizer = load_tokenizer(setup.model)
-            self._source, held_out = open_run_sequences(
-                setup.data, setup.model, tokenizer, seed=setup.seed, max_tokens=self._max_tokens
-            )
+            with told(self._tell, warnings=True):
+                self._source, held_out = open_run_sequences(
+                    setup.data, setup.model, tokenizer, seed=setup.seed, max_tokens=self._max_tokens
+                )
             if held_out:
                 ranks = setup.learner.num_ranks
                 self._held_out = pack_step(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)
         return self._source
 
-    def _tell_the_driver(self) -> None:
-        """Its user does not see the log of this process."""
-        told: set[str] = set()
-
-        def tell(message: str) -> None:
-            if message not in told:
-                told.add(message)
-                self._keep_event("data", "rows", message)
-
-        logging.getLogger("rlpipe.data").addHandler(_Relay(logging.WARNING, tell))
-        for name in SPOKEN:
-            logger = logging.getLogger(name)
-            logger.setLevel(logging.INFO)
-            relay = _Relay(logging.INFO, tell)
-            relay.addFilter(lambda record: record.levelno < logging.WARNING)
-            logger.addHandler(relay)
+    def _tell(self, message: str) -> None:
+        """Tells the driver's user, who does not see the log of this process; each message once."""
+        if message not in self._told:
+            self._told.add(message)
+            self._keep_event("data", "rows", message)
 
     async def held_out(self, rank: int) -> list[MiniBatch]:
         """A rank's share of the held-out rows; empty where there are none."""
@@ -124,8 +99,9 @@ class DatasetActor(BatchActor):
     def _batches(self, step: int) -> list[TrainBatch]:
         setup, source = self._setup, self._open()
         started = time.perf_counter()
-        self._go_to(source, step)
-        sequences = source.take(setup.algorithm.groups_per_step)
+        with told(self._tell, warnings=True):
+            self._go_to(source, step)
+            sequences = source.take(setup.algorithm.groups_per_step)
         batches = pack_step(
             sequences,
             step=step,

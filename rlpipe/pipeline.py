@@ -24,6 +24,7 @@ from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
 from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.opening import open_run_prompts
+from rlpipe.data.spoken import told
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
@@ -116,7 +117,9 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
     config = run.config
     tokenizer = load_tokenizer(run.model)
-    prompts, held_out = open_run_prompts(config, run.model, tokenizer)
+    notes: list[str] = []
+    with told(notes.append, warnings=False):
+        prompts, held_out = open_run_prompts(config, run.model, tokenizer)
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
@@ -129,7 +132,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
         weights = launch.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
-        for message in accounts.messages:
+        for message in (*notes, *accounts.messages):
             reporter.message(message)
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)
