@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
@@ -30,6 +31,7 @@ from rlpipe.types import PlacedImage, Prompt
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 LOOK = {"type": "image"}
 HERE = Path()
+KEYS = ("type", "text")
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +258,32 @@ def test_a_class_for_texts_alone_is_refused_before_anything_is_trained(tmp_path:
                 ModelError, match=r"loaded for texts alone, but rows have images: set model\.images=true"
             ):
                 renderer.render(row, places()[0])
+
+
+@pytest.mark.parametrize("source", ["datasets", "parquet", "jsonl"])
+def test_images_of_every_source_are_the_same(model: ModelConfig, source: str, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(plain(RED))
+    content = [text("colour?"), LOOK]
+    if source == "jsonl":
+        row = {"prompt": [{"role": "user", "content": content}], "images": ["red.png"]}
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        messages = [{"role": "user", "content": [{"text": None, **part} for part in content]}]
+        features = datasets.Features(
+            {
+                "prompt": [
+                    {"role": datasets.Value("string"), "content": [{k: datasets.Value("string") for k in KEYS}]}
+                ],
+                "images": [datasets.Image()],
+            }
+        )
+        table = datasets.Dataset.from_list([{"prompt": messages, "images": [{"bytes": plain(RED)}]}], features=features)
+        path = tmp_path / source
+        table.save_to_disk(str(path)) if source == "datasets" else table.to_parquet(str(path))
+    data = DataConfig(source=source, path=str(path))
+    prompts, _ = open_prompts(data, load_tokenizer(model), seed=0, processor=ImageProcessor(model))
+    prompt = prompts.next()
+    assert prompt.prompt == [{"role": "user", "content": content}]
+    assert open_image(prompt.images[0].content).getpixel((0, 0)) == RED
+    assert prompt.images[0].place > 5, "it stands behind the text"
