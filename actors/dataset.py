@@ -11,12 +11,12 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.opening import longest_row, open_run_sequences
 from rlpipe.data.order import Cursor
 from rlpipe.data.packing import pack_step
 from rlpipe.data.prompts import SequenceSource
 from rlpipe.data.spoken import told
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.imports import enter_folder
 from rlpipe.replay.ledger import Event
 from rlpipe.replay.steps import StepReport

@@ -8,7 +8,7 @@ from typing import Any
 from rlpipe.actors.chat import Engines, open_chat
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.configs.schema_scoring import RewardConfig
-from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.imports import enter_folder
 from rlpipe.scoring.keeper import start_keeper
 from rlpipe.scoring.memory import MemoryLimit

@@ -23,7 +23,7 @@ from rlpipe.actors.chat import Engines, open_chat
 from rlpipe.configs.schema_ebft import FeatureConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
-from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.imports import enter_folder
 from rlpipe.scoring.rewards import Reward
 from rlpipe.scoring.scorer import GroupScores, Scorer

@@ -26,8 +26,8 @@ from typing import Any
 
 import rlpipe
 from benchmarks import counting
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.types import Prompt
 
 FOLDER = Path("outputs/benchmarks/vs_trl").absolute()

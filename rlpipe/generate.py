@@ -14,9 +14,10 @@ from rlpipe.configs.schema import WeightsConfig
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
-from rlpipe.data.chat import PromptRenderer, load_tokenizer
+from rlpipe.data.chat import PromptRenderer
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, UnusableRow
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, EngineFailed, InputError
 from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import Engine, open_engine

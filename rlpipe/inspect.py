@@ -212,7 +212,7 @@ def _decode(groups: Sequence[RolloutGroup], config: Any) -> tuple[list[str | Non
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
     if not completions or config is None:
         return [None] * len(completions), None
-    from rlpipe.data.chat import load_tokenizer
+    from rlpipe.data.tokenizer import load_tokenizer
 
     names = ("path", "tokenizer", "revision", "trust_remote_code")
     try:

@@ -22,9 +22,9 @@ from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.opening import open_run_prompts
 from rlpipe.data.spoken import told
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator

@@ -26,10 +26,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.chat import SequenceRenderer, load_tokenizer
+from rlpipe.data.chat import SequenceRenderer
 from rlpipe.data.images import as_png
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.types import Prompt, Rollout
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -15,9 +15,9 @@ import pytest
 from rlpipe import cli
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.opening import longest_row, open_run_prompts, open_run_sequences
 from rlpipe.data.prompts import PromptSource, SequenceSource
+from rlpipe.data.tokenizer import load_tokenizer
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -172,7 +172,7 @@ def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase
             f"model.path: {model.path} is made by model.prepare when the run starts, and is not there yet; "
             "set model.tokenizer to a folder or hub id with its tokenizer"
         )
-    from rlpipe.data.chat import load_tokenizer
+    from rlpipe.data.tokenizer import load_tokenizer
 
     return config, load_tokenizer(config.model)
 

@@ -9,61 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.formats import SupervisedForm
 from rlpipe.data.images import count_images, take_images
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate
-from rlpipe.errors import DataError, ModelError
-from rlpipe.hub import hub_has
-from rlpipe.imports import describe_error
+from rlpipe.errors import DataError
 from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, IntArray, Prompt, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from transformers import PreTrainedTokenizerBase
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the config's chat template and, for batches, a padding token.
-
-    Raises ``ModelError`` if its folder or hub id does not exist or holds no tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    option = "model.path" if config.tokenizer is None else "model.tokenizer"
-    path = config.path if config.tokenizer is None else config.tokenizer
-    folder = Path(path).expanduser()
-    local = folder.exists() or not hub_has(
-        path, kind="model", option=option, error=ModelError, revision=config.revision
-    )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.exists() else path,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=local,
-        )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        if local and not folder.exists():
-            reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
-            raise ModelError(f"{option}: tokenizer {path!r} can't be loaded: {reason}") from None
-        raise ModelError(f"{option}: no tokenizer in {path!r} ({describe_error(error)})") from None
-    if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"model.chat_template: {file.absolute()} can't be read ({describe_error(error)})") from None
 
 
 class PromptRenderer:

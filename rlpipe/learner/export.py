@@ -15,8 +15,8 @@ from torch import Tensor
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import mends_weights
 from rlpipe.configs.tree import model_of
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.processor import copy_processor
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ModelError, RunError
 from rlpipe.folders import whole_folder
 from rlpipe.learner.checkpoint_files import read_extra

@@ -25,8 +25,8 @@ from rlpipe.configs.schema_data import HeldOutConfig
 from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import WeightsMismatch
 from rlpipe.evaluation import Evaluator
 from rlpipe.parts import Parts

@@ -17,8 +17,8 @@ from run_cases import HOLDS_LOGP_TO, REWARDS_FILE, make_config, read_adapter, re
 from transformers import AutoModelForCausalLM
 
 import rlpipe
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.learner.merge.merging import MergeRequest, merge
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -8,8 +8,9 @@ import pytest
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.chat import PromptRenderer, SequenceRenderer, load_tokenizer
+from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.rows import Place, SkipKind, UnusableRow
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError
 from rlpipe.tiny import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout

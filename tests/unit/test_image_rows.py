@@ -13,10 +13,10 @@ from transformers import AutoModelForImageTextToText
 
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.images import open_image
 from rlpipe.data.packing import pack_step, split_padded
 from rlpipe.data.processor import ImageProcessor
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.rows import Layout
 from rlpipe.rollout.hf_engine import HfEngine

@@ -17,12 +17,13 @@ from PIL import Image
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.chat import PromptRenderer, SequenceRenderer, load_tokenizer
+from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.images import open_image, read_image, take_images
 from rlpipe.data.messages import chat_messages
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.rows import UnusableRow
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError
 from rlpipe.rollout.assemble import without_image
 from rlpipe.tiny import make_tiny_policy

@@ -20,8 +20,8 @@ from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe import cli
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.order import Cursor
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.replay.database import NAME
 from rlpipe.replay.ledger import Ledger, StepGroups
 from rlpipe.replay.query import Feed, GroupFilter, Row, find_groups, find_steps, to_tree

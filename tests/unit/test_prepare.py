@@ -10,8 +10,8 @@ from disk_cases import largest_file
 import rlpipe
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
-from rlpipe.data.chat import load_tokenizer
 from rlpipe.data.prompts import open_prompts
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, RewardImportError
 from rlpipe.prepare import check_context, check_reward_columns, find_resume_point, open_output, prepare_run
 from rlpipe.tiny import make_tiny_policy

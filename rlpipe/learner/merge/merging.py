@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.conversion import Unit, plan_units
-from rlpipe.data.chat import load_tokenizer
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
 from rlpipe.folders import begin_folder, complete_folder, write_whole, writing_path
 from rlpipe.imports import describe_error
