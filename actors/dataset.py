@@ -78,7 +78,12 @@ class DatasetActor(BatchActor):
             tokenizer = load_tokenizer(setup.model)
             with told(self._tell, warnings=True):
                 self._source, held_out = open_run_sequences(
-                    setup.data, setup.model, tokenizer, seed=setup.seed, max_tokens=self._max_tokens
+                    setup.data,
+                    setup.model,
+                    tokenizer,
+                    algorithm=setup.algorithm,
+                    learner=setup.learner,
+                    seed=setup.seed,
                 )
             if held_out:
                 ranks = setup.learner.num_ranks

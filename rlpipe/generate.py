@@ -99,9 +99,8 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
 
 
 def model_config(request: SamplingRequest) -> ModelConfig:
-    if request.adapter is None:
-        return ModelConfig(path=request.model, dtype=request.dtype, adapter=AdapterConfig(kind="none"))
-    return ModelConfig(path=request.model, dtype=request.dtype, adapter=read_adapter_config(request.adapter))
+    adapter = AdapterConfig(kind="none") if request.adapter is None else read_adapter_config(request.adapter)
+    return ModelConfig(path=request.model, dtype=request.dtype, images=bool(request.images), adapter=adapter)
 
 
 def rollout_config(request: SamplingRequest) -> RolloutConfig:
@@ -121,6 +120,8 @@ def render_prompts(
 ) -> list[Prompt]:
     if request.chat and not tokenizer.chat_template:
         raise DataError(f"the tokenizer of {request.model} has no chat template; add --raw for plain text")
+    if request.images and not request.chat:
+        raise InputError("--image needs the chat template: leave --raw out")
     data = DataConfig(chat=request.chat, system_prompt=request.system_prompt, max_prompt_tokens=UNLIMITED)
     renderer = PromptRenderer(tokenizer, data, processor)
     task = {data.images_column: list(request.images)} if request.images else {}

@@ -15,7 +15,7 @@ import pytest
 from rlpipe import cli
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
-from rlpipe.data.opening import longest_row, open_run_prompts, open_run_sequences
+from rlpipe.data.opening import open_run_prompts, open_run_sequences
 from rlpipe.data.prompts import PromptSource, SequenceSource
 from rlpipe.data.tokenizer import load_tokenizer
 
@@ -32,8 +32,9 @@ def open_run(config: Config) -> tuple[PromptSource | SequenceSource, Sequence[An
     tokenizer = load_tokenizer(config.model)
     if config.algorithm.kind == "rl":
         return open_run_prompts(config, config.model, tokenizer)
-    longest = longest_row(config.algorithm, config.learner)
-    return open_run_sequences(config.data, config.model, tokenizer, seed=config.seed, max_tokens=longest)
+    return open_run_sequences(
+        config.data, config.model, tokenizer, algorithm=config.algorithm, learner=config.learner, seed=config.seed
+    )
 
 
 def prepare(options: Sequence[str], workers: int = 1) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rlpipe.data.images import count_images, take_images
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
-from rlpipe.data.template import ChatTemplate
+from rlpipe.data.template import ChatTemplate, token_ids_of
 from rlpipe.errors import DataError
 from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, IntArray, Prompt, Rollout, RolloutStatus
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from transformers import PreTrainedTokenizerBase
+
+
+NEED_CHAT = "rows with images need data.chat=true, and no data.text_column"
+NO_IMAGES = "rows with images are for SFT and for RL with rewards, not for EBFT or strided rows"
 
 
 class PromptRenderer:
@@ -37,7 +42,7 @@ class PromptRenderer:
         self._data = data
         self._processor = processor
         self._template = ChatTemplate(tokenizer, data, processor)
-        if data.chat:
+        if data.chat and data.text_column is None:
             self._template.require()
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
@@ -59,15 +64,23 @@ class PromptRenderer:
         images = task.get(self._data.images_column)
         if isinstance(value, str) and not self._data.chat:
             if images:
-                raise DataError(f"{place.location}: rows with images need data.chat=true")
-            encoded = Encoded(token_ids=np.array(self._tokenizer(value)["input_ids"], np.int32))
+                raise DataError(f"{place.location}: {NEED_CHAT}")
+            encoded = Encoded(token_ids=token_ids_of(self._tokenizer, value))
             return self._prompt(value, encoded, task, place)
         messages, contents = take_images(self._template.messages(value), images, images_folder(self._data))
+        return self.render_taken(messages, contents, task, place)
+
+    def render_taken(
+        self, messages: ChatMessages, contents: Sequence[bytes], task: Mapping[str, Any], place: Place
+    ) -> Prompt:
+        """The prompt of messages and their images, as ``take_images`` gives both."""
+        if contents and self._processor is None:
+            raise DataError(f"{place.location}: {NO_IMAGES}")
         messages = self._template.with_system_prompt(messages)
         if not messages:
             raise UnusableRow("the prompt is empty")
         if contents:
-            task = {**task, self._data.images_column: contents}
+            task = {**task, self._data.images_column: list(contents)}
         encoded = self._template.encode(self._template.prompt_text(messages), contents)
         return self._prompt(messages, encoded, task, place)
 
@@ -129,16 +142,15 @@ class SequenceRenderer:
             token_ids = self._text_tokens(text)
             return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=text, task={})
         row = self._form.normal(row)
-        if self._data.messages_column not in row:
+        if self._data.messages_column not in row and self._is_plain(row):
             task = {name: value for name, value in row.items() if name != self._data.prompt_column}
             return self._prompts.render_value(present(row, self._data.prompt_column), task, place)
-        messages, contents = self._take(self._template.messages(present(row, self._data.messages_column)), row)
-        roles = [message["role"] for message in messages]
-        end = roles.index("assistant") if "assistant" in roles else len(roles)
-        task = {name: value for name, value in row.items() if name != self._data.messages_column}
-        if contents:
-            task[self._data.images_column] = contents[: count_images(messages[:end])]
-        return self._prompts.render_value(messages[:end], task, place)
+        messages, contents, end = self._conversation(row)
+        task = {name: value for name, value in row.items() if name not in self._rendered_columns}
+        if self._data.messages_column in row:
+            roles = [message["role"] for message in messages]
+            end = roles.index("assistant") if "assistant" in roles else len(roles)
+        return self._prompts.render_taken(messages[:end], contents[: count_images(messages[:end])], task, place)
 
     def render(self, row: Row, place: Place) -> Rollout:
         """The row's training sequence. Raises ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit``."""
@@ -152,6 +164,8 @@ class SequenceRenderer:
         self.check(row.keys(), place.location)
         try:
             row = row if self._data.text_column is not None else self._form.normal(row)
+            if self._data.text_column is not None:
+                self._refuse_images(row)
             encoded, loss_mask = self.encode(row) if self._data.text_column is None else self._all_tokens(row)
         except DataError as error:
             raise DataError(f"{place.location}: {error}") from None
@@ -159,11 +173,8 @@ class SequenceRenderer:
             self._processor.check(encoded)
         if self._data.text_column is None:
             check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
-        used = {
-            *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
-            *(self._completion_column, self._data.text_column),
-        }
-        return encoded, loss_mask, {name: value for name, value in row.items() if name not in used}
+        task = {name: value for name, value in row.items() if name not in self._rendered_columns}
+        return encoded, loss_mask, task
 
     def fit(self, encoded: Encoded, loss_mask: BoolArray, task: Mapping[str, Any], place: Place) -> Rollout:
         """The training sequence of a whole row: advantage 1 on its loss tokens, which no policy version drew.
@@ -196,19 +207,42 @@ class SequenceRenderer:
 
     def encode(self, row: Row) -> tuple[Encoded, BoolArray]:
         """The T tokens of a row with a completion or a conversation, and which of them count ``[T]``."""
-        if self._data.messages_column in row:
-            messages, images = self._take(self._template.messages(present(row, self._data.messages_column)), row)
-            return self._mask.tokens(self._template.with_system_prompt(messages), images)
-        prompt, completion = present(row, self._data.prompt_column), present(row, self._completion_column)
-        if not self._data.chat and isinstance(prompt, str) and isinstance(completion, str):
-            return self._plain_tokens(prompt, completion)
-        messages = self._template.with_system_prompt(self._template.messages(prompt))
-        answer = self._template.messages(completion, role="assistant")
-        together, images = self._take([*messages, *answer], row)
-        return self._mask.tokens(together, images, first_message=len(messages))
+        if self._data.messages_column not in row and self._is_plain(row):
+            self._refuse_images(row)
+            return self._plain_tokens(present(row, self._data.prompt_column), present(row, self._completion_column))
+        messages, images, first = self._conversation(row)
+        if images and self._processor is None:
+            raise DataError(NO_IMAGES)
+        with_system = self._template.with_system_prompt(messages)
+        num_earlier = first + len(with_system) - len(messages) if first else 0
+        return self._mask.tokens(with_system, images, first_message=num_earlier)
 
-    def _take(self, messages: ChatMessages, row: Row) -> tuple[ChatMessages, list[bytes]]:
-        return take_images(messages, row.get(self._data.images_column), images_folder(self._data))
+    def _is_plain(self, row: Row) -> bool:
+        """Whether a pair of prompt and completion is rendered without the chat template."""
+        pair = present(row, self._data.prompt_column), present(row, self._completion_column)
+        return not self._data.chat and all(isinstance(text, str) for text in pair)
+
+    def _conversation(self, row: Row) -> tuple[ChatMessages, list[bytes], int]:
+        """Its messages, its images, and which of the messages is the first of the completion; 0: all are one's own."""
+        if self._data.messages_column in row:
+            messages, first = self._template.messages(present(row, self._data.messages_column)), 0
+        else:
+            prompt = self._template.messages(present(row, self._data.prompt_column))
+            answer = self._template.messages(present(row, self._completion_column), role="assistant")
+            messages, first = [*prompt, *answer], len(prompt)
+        images = row.get(self._data.images_column)
+        return *take_images(messages, images, images_folder(self._data)), first
+
+    def _refuse_images(self, row: Row) -> None:
+        if row.get(self._data.images_column):
+            raise DataError(NEED_CHAT)
+
+    @property
+    def _rendered_columns(self) -> set[str | None]:
+        return {
+            *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
+            *(self._completion_column, self._data.text_column),
+        }
 
     def _text(self, row: Row) -> str:
         text = present(row, str(self._data.text_column))
@@ -218,7 +252,7 @@ class SequenceRenderer:
 
     def _text_tokens(self, text: str) -> IntArray:
         end = self._tokenizer.eos_token_id
-        return np.array([*self._tokenizer(text)["input_ids"], *([] if end is None else [end])], np.int32)
+        return np.append(token_ids_of(self._tokenizer, text), np.array([] if end is None else [end], np.int32))
 
     def _all_tokens(self, row: Row) -> tuple[Encoded, BoolArray]:
         token_ids = self._text_tokens(self._text(row))
@@ -229,13 +263,14 @@ class SequenceRenderer:
     def _plain_tokens(self, prompt: str, completion: str) -> tuple[Encoded, BoolArray]:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer {self._tokenizer.name_or_path!r} has no end token; plain SFT rows need one")
-        prompt_ids = self._tokenizer(prompt)["input_ids"]
-        completion_ids = [
-            *self._tokenizer(completion, add_special_tokens=False)["input_ids"],
-            self._tokenizer.eos_token_id,
-        ]
-        token_ids = np.array([*prompt_ids, *completion_ids], np.int32)
-        loss_mask = np.arange(len(token_ids)) >= max(len(prompt_ids), 1)  # the first token has no predecessor
+        prompt_ids = token_ids_of(self._tokenizer, prompt)
+        completion_ids = token_ids_of(self._tokenizer, completion, add_special_tokens=False)
+        token_ids = np.array([*prompt_ids, *completion_ids, self._tokenizer.eos_token_id], np.int32)
+        counts_all = self._data.train_on_inputs or self._data.loss_mask == "all"
+        first = 1 if counts_all else max(len(prompt_ids), 1)  # the first token has no predecessor
+        loss_mask = np.arange(len(token_ids)) >= first
+        if self._data.train_on_eos == "none" and not counts_all:
+            loss_mask[-1] = False
         return Encoded(token_ids=token_ids), loss_mask
 
 
@@ -244,6 +279,8 @@ def images_folder(data: DataConfig) -> Path:
     if data.images_folder is not None:
         return Path(data.images_folder).expanduser()
     source = Path(data.path or "").expanduser()
+    while has_magic(str(source)):
+        source = source.parent
     return source if source.is_dir() else source.parent
 
 

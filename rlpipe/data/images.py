@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import os
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,8 +22,9 @@ TEXT, IMAGE = "text", "image"
 MARK = "<image>"
 """Where an image of the column stands within a text, as LLaVA's rows have it."""
 IMAGE_TYPES = {IMAGE, "image_url"}
-IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
-"""Of a part that has its own image; it may be under any of these."""
+IMAGE_KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
+"""Of a part that has its own image; the first of these counts, as beside bytes a path only says where they are from."""
+PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
 
 FileState = dict[str, Any]
 _files: ContextVar[dict[str, FileState] | None] = ContextVar("files", default=None)
@@ -67,7 +69,8 @@ def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[Chat
     for message in spread:
         for part in _parts(message):
             if _is_image(part):
-                found.append(read_image(_own_image(part) or next(waiting, None), folder, len(found) + 1))
+                own = _own_image(part)
+                found.append(read_image(next(waiting, None) if own is None else own, folder, len(found) + 1))
     if left := len(list(waiting)):
         raise UnusableRow(f"it has {len(given)} images, of which {left} have no place in its messages")
     return [_bare(message) for message in spread], found
@@ -85,24 +88,24 @@ def read_image(value: Any, folder: Path, number: int) -> bytes:
     if value is None:
         raise UnusableRow(f"there is no image {number} for its messages")
     try:
-        return _read(value, folder)
+        content = _read(value, folder)
+        image_size(content)
+        return content
     except (OSError, ValueError) as error:
         raise UnusableRow(f"image {number} can't be read ({describe_error(error)})") from None
 
 
 def open_image(content: bytes) -> Any:
-    """PIL's image, in RGB."""
-    from PIL import Image
+    """PIL's image, in RGB and upright; raises ``OSError`` or ``ValueError`` if it is none that can be read."""
+    from PIL import ImageOps
 
-    with Image.open(io.BytesIO(content)) as image:
-        return image.convert("RGB")
+    with _opened(content) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def image_size(content: bytes) -> str:
-    """Its width and height in pixels, such as ``640x480``."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as image:
+    """Its width and height in pixels, such as ``640x480``, as it is stored. Raises as ``open_image``."""
+    with _opened(content) as image:
         return f"{image.width}x{image.height}"
 
 
@@ -116,23 +119,36 @@ def thumbnail(content: bytes, side: int) -> bytes:
 def as_png(image: Any) -> bytes:
     """An image of PIL, encoded."""
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    (image if image.mode in PNG_MODES else image.convert("RGB")).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+@contextmanager
+def _opened(content: bytes) -> Iterator[Any]:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            yield image
+    except UnidentifiedImageError:
+        raise ValueError("it is in no format of images that PIL knows") from None
+    except (Image.DecompressionBombError, SyntaxError, EOFError, struct.error) as error:
+        raise ValueError(str(error)) from None
 
 
 def _read(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if isinstance(value, Mapping):
-        inner = [value[key] for key in IMAGE_KEYS if value.get(key) is not None]
-        if not inner:
+        inner = _own_image(value)
+        if inner is None:
             raise ValueError(f"no bytes and no path in {dict(value)!r:.80}")
-        return _read(inner[0], folder)
+        return _read(inner, folder)
     if isinstance(value, str | Path):
         return _read_address(str(value), folder)
     if hasattr(value, "save"):
         return as_png(value)
-    raise ValueError(f"a {type(value).__name__} is no image, path or bytes")
+    raise ValueError(f"{type(value).__name__} is no image, path or bytes")
 
 
 def _read_address(address: str, folder: Path) -> bytes:
@@ -206,9 +222,10 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:
-    if "base64" in part:
-        return f"data:image;base64,{part['base64']}"
-    return next((part[key] for key in IMAGE_KEYS if key in part), None)
+    key = next((key for key in IMAGE_KEYS if part.get(key) is not None), None)
+    if key is None:
+        return None
+    return f"data:image;base64,{part[key]}" if key == "base64" else part[key]
 
 
 def _bare(message: dict[str, Any]) -> dict[str, Any]:

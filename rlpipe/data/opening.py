@@ -23,23 +23,42 @@ def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSou
     """The rows to train on; raises ``DataError`` as ``open_prompts`` does."""
     if config.algorithm.kind == "rl":
         return open_run_prompts(config, config.model, tokenizer)[0]
-    max_tokens = longest_row(config.algorithm, config.learner)
-    return open_run_sequences(config.data, config.model, tokenizer, seed=config.seed, max_tokens=max_tokens)[0]
+    return open_run_sequences(
+        config.data, config.model, tokenizer, algorithm=config.algorithm, learner=config.learner, seed=config.seed
+    )[0]
 
 
 def open_run_prompts(
     config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptSource, list[Prompt]]:
     """``open_prompts`` of a run of RL, whose model may have been prepared."""
-    processor = ImageProcessor(model)
+    processor = processor_of(config.algorithm, model)
     return open_prompts(config.data, tokenizer, seed=config.seed, ebft=compared(config.algorithm), processor=processor)
 
 
 def open_run_sequences(
-    data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_tokens: int
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    algorithm: AlgorithmConfig,
+    learner: LearnerConfig,
+    seed: int,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """``open_sft_rows`` of a run that trains on rows."""
-    return open_sft_rows(data, tokenizer, seed=seed, max_tokens=max_tokens, processor=ImageProcessor(model))
+    return open_sft_rows(
+        data,
+        tokenizer,
+        seed=seed,
+        max_tokens=longest_row(algorithm, learner),
+        processor=processor_of(algorithm, model),
+    )
+
+
+def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:
+    """What rows with images go through; None where the algorithm takes none."""
+    takes_images = algorithm.kind != "ebft_strided" and compared(algorithm) is None
+    return ImageProcessor(model) if takes_images else None
 
 
 def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:

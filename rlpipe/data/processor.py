@@ -15,6 +15,7 @@ import numpy as np
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.images import as_png, open_image
 from rlpipe.data.rows import UnusableRow
+from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
@@ -23,6 +24,8 @@ from rlpipe.types import Images, IntArray, PlacedImage
 if TYPE_CHECKING:
     from torch import Tensor
 
+FOR_LOADING = {"use_fast", "backend", "subfolder", "token", "cache_dir"}
+"""What every ``from_pretrained`` of a processor takes."""
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
 """What processors make of the text, which is not that of the caller here."""
 
@@ -67,7 +70,7 @@ class ImageProcessor:
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise UnusableRow(f"the model's processor can't take its images ({describe_error(error)})") from error
         token_ids = np.array(made["input_ids"][0], np.int32)
-        spans = _find_spans(made, token_ids, self._image_id)
+        spans = _find_spans(type(processor).__name__, made, token_ids, self._image_id)
         if len(spans) != len(images):
             raise UnusableRow(f"the chat template has {len(spans)} placeholders for its {len(images)} images")
         return Encoded(
@@ -172,6 +175,7 @@ class ImageProcessor:
             ) from None
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
+        processor.tokenizer = load_tokenizer(self._model)
         _check_names(processor, options)
         _check_class(self._model, AutoConfig.from_pretrained(self._path, **self._source))
         return processor
@@ -183,15 +187,17 @@ class ImageProcessor:
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
 
-def copy_processor(model: ModelConfig, folder: Path) -> None:
-    """Copies the files of a model's processor, beside those of its tokenizer; nothing where it has none."""
+def export_processor(model: ModelConfig, folder: Path) -> None:
+    """Writes a model's processor as the run had it, for ``from_pretrained``; nothing where it has none."""
     from transformers.utils import cached_file
 
+    path = str(Path(model.path).expanduser())
     for name in PROCESSOR_FILES:
-        path = str(Path(model.path).expanduser())
         found = cached_file(path, name, revision=model.revision, _raise_exceptions_for_missing_entries=False)
         if found is not None:
             shutil.copyfile(found, folder / name)
+    if model.processor_kwargs:
+        ImageProcessor(model).hf_processor.save_pretrained(folder)
 
 
 def feature_token_id(config: Any) -> int | None:
@@ -213,9 +219,11 @@ def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
     return seen
 
 
-def _find_spans(made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int, int]]:
+def _find_spans(processor: str, made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int, int]]:
     """The first token of each image, and the one behind its last."""
-    if "text_replacement_offsets" not in made:  # of models that look at images from the side: one token each
+    if "text_replacement_offsets" not in made:
+        if "cross_attention_mask" not in made:
+            raise ModelError(f"{processor}: this kind of processor does not say which tokens stand for an image")
         return [(place, place + 1) for place in np.flatnonzero(token_ids == image_id).tolist()]
     starts, ends = np.array(made["offset_mapping"][0]).reshape(-1, 2).T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
@@ -245,7 +253,7 @@ def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
     image_processor = processor.image_processor
     known = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
     for name in given:
-        if name not in known and not hasattr(image_processor, name):
+        if name not in FOR_LOADING and name not in known and not hasattr(image_processor, name):
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"{type(image_processor).__name__} has no such option"
             raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor: {hint}")

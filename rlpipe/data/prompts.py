@@ -22,7 +22,13 @@ from rlpipe.data.prepared.reading import PreparedRow, find_prepared, prompt_sett
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.row_source import Part, Render, RowSource
 from rlpipe.data.rows import AnyRows, CheckColumns, Place, Row, Rows, SkipKind, UnusableRow
-from rlpipe.data.source_rows import named_errors, open_held_out_source, open_source_rows, open_source_stream
+from rlpipe.data.source_rows import (
+    named_errors,
+    open_held_out_source,
+    open_source_rows,
+    open_source_stream,
+    with_own_images,
+)
 from rlpipe.data.sources import held_out_data
 from rlpipe.data.stream import BlockOrder, StreamRows
 from rlpipe.data.truth import TruthRenderer
@@ -233,9 +239,10 @@ class _Source:
 
     @classmethod
     def open_held_out(cls, data: DataConfig, check: CheckColumns, rendering: Rendering, seed: int) -> _Source:
-        prepared = find_prepared(data, held_out_data(data), rendering, name="", seed=seed)
+        own = with_own_images(data)
+        prepared = find_prepared(own, held_out_data(data), rendering, name="", seed=seed)
         rows = prepared or open_held_out_source(data, rendering.tokenizer, check=check)
-        return cls(name="", weight=1.0, data=data, rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
+        return cls(name="", weight=1.0, data=own, rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
 
     def seeds(self, seed: int) -> list[int]:
         """Another order for each source of a mix, so that parallel ones do not go hand in hand."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.configs.schema_data import DataConfig
@@ -42,6 +44,13 @@ def open_source_stream(
 def open_held_out_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns) -> Rows:
     """The rows of ``data.held_out.path`` or ``split``. Raises as ``open_source_rows``."""
     return apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
+
+
+def with_own_images(data: DataConfig) -> DataConfig:
+    """For rows of ``data.held_out.path``, whose relative paths of images begin beside that file."""
+    if data.held_out.path is None or data.images_folder is not None:
+        return data
+    return replace(data, images_folder=str(Path(data.held_out.path).expanduser().parent))
 
 
 @contextmanager

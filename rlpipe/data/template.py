@@ -32,6 +32,20 @@ Span = tuple[int, int]
 """First character, and the one after the last."""
 
 
+def token_ids_of(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> IntArray:
+    """The tokens of a text ``[T]``; raises ``UnusableRow`` if it is no text of whole characters."""
+    _check_characters(text)
+    return np.array(tokenizer(text, **options)["input_ids"], np.int32)
+
+
+def _check_characters(text: str) -> None:
+    """JSON can have the halves of a character apart, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UnusableRow(f"its text has half a character, {text[error.start]!r}") from None
+
+
 class ChatTemplate:
     """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``."""
 
@@ -141,10 +155,11 @@ class ChatTemplate:
 
     def token_ids(self, text: str) -> IntArray:
         """Tokens of rendered text; its special tokens are in the text already."""
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)  # [T]
+        return token_ids_of(self.tokenizer, text, add_special_tokens=False)
 
     def token_offsets(self, text: str) -> tuple[IntArray, IntArray]:
         """Tokens of rendered text, and their first and last characters as ``Span``s."""
+        _check_characters(text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = np.array(encoded["offset_mapping"], np.int32).reshape(-1, 2)
         return np.array(encoded["input_ids"], np.int32), offsets  # [T], [T, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,23 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{option}: no tokenizer in {path!r} ({describe_error(error)})") from None
     if config.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(path if not folder.exists() else str(folder), config, local)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
+    """The one that older models with images have beside their processor alone."""
+    from transformers.utils import cached_file
+
+    options = {"revision": config.revision, "local_files_only": local}
+    file = cached_file(path, "chat_template.json", _raise_exceptions_for_missing_entries=False, **options)
+    if file is None:
+        return None
+    template: str | None = json.loads(Path(file).read_text()).get("chat_template")
+    return template
 
 
 def _read_template(file: Path) -> str:

@@ -12,7 +12,6 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.data.chat import SequenceRenderer
 from rlpipe.data.rows import UnusableRow
-from rlpipe.errors import DataError
 from rlpipe.types import Prompt, Truth
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ class TruthRenderer:
 
         Raises as ``render``.
         """
-        if prompt.images:
-            raise DataError("rows with images can't be compared with ground truths (algorithm=ebft)")
         truth = self.render(prompt)
         spans = truth.turns()
         limit = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import mends_weights
 from rlpipe.configs.tree import model_of
-from rlpipe.data.processor import copy_processor
+from rlpipe.data.processor import export_processor
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ModelError, RunError
 from rlpipe.folders import whole_folder
@@ -44,9 +44,9 @@ def export_policy(policy: Policy, folder: Path) -> None:
         try:
             with whole_folder(folder) as temporary:
                 _write(policy, tensors, temporary)
-                load_tokenizer(policy.config).save_pretrained(temporary)
                 if policy.has_vision:
-                    copy_processor(policy.config, temporary)
+                    export_processor(policy.config, temporary)
+                load_tokenizer(policy.config).save_pretrained(temporary)
         except (OSError, SafetensorError) as error:
             raise RunError(
                 f"the policy can't be written to {folder}: {error}; the same command writes it once there is room"

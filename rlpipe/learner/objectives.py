@@ -71,11 +71,17 @@ class PackedRows:
         """Where a micro batch of another rank has images, all have: every rank must run the same modules."""
         have = torch.tensor([bool(micro.images) for micro in micro_batches], dtype=torch.int64)
         needed = self._policy.sharding.reduce(have, Reduce.MAX).tolist()
-        if self._policy.scorer.layout is Layout.ALONE and any(
-            need and not micro.images and micro.loss_mask.any()
+        lacking = [
+            bool(need and not micro.images and micro.loss_mask.any())
             for need, micro in zip(needed, micro_batches, strict=True)
+        ]
+        if self._policy.scorer.layout is Layout.ALONE and int(
+            self._policy.sharding.reduce(torch.tensor(int(any(lacking))), Reduce.MAX)
         ):
-            raise ModelError("this model can't be trained on several ranks on rows of which only some have images")
+            raise ModelError(
+                "this model can't be trained on several ranks on rows of which only some have images: leave out the "
+                "others, or set learner.num_ranks=1"
+            )
         return [
             with_blank(micro, self._policy.vision.processor.blank) if need and not micro.images else micro
             for need, micro in zip(needed, micro_batches, strict=True)

@@ -18,7 +18,7 @@ from rlpipe.data.processor import ImageProcessor, feature_token_id, seen_tiles
 from rlpipe.learner.rows import Layout, Row, plan_row
 from rlpipe.types import Images, MicroBatch
 
-WHOLE_IMAGES = {"gemma3"}
+WHOLE_IMAGES = {"gemma3", "gemma4_unified"}
 """Models in whose layers the tokens of an image see each other, also ahead; of others the config says it, but not for
 layers of full attention."""
 

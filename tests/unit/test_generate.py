@@ -161,3 +161,5 @@ def test_images_stand_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFi
     assert completion["num_tokens"] == 3
     assert cli.main([*arguments, "--image", str(tmp_path / "two.png"), "the cat"]) == 2
     assert "image 1 can't be read (FileNotFoundError" in capsys.readouterr().err
+    assert cli.main([*arguments, "--image", str(tmp_path / "one.png"), "--raw", "the cat"]) == 2
+    assert "--image needs the chat template: leave --raw out" in capsys.readouterr().err

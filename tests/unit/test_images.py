@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,16 @@ import numpy as np
 import pytest
 from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
 from PIL import Image
+from transformers import AutoProcessor
 
-from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_data import DataConfig, HeldOutConfig
 from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.images import open_image, read_image, take_images
 from rlpipe.data.messages import chat_messages
-from rlpipe.data.processor import ImageProcessor
-from rlpipe.data.prompts import open_prompts
+from rlpipe.data.processor import ImageProcessor, export_processor
+from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError
@@ -89,7 +93,7 @@ def test_absolute_paths_and_file_addresses_are_read_from_anywhere(tmp_path: Path
         ("https://example.org/cat.png", "is on the net: download the images"),
         ("data:image/png;base64,!!", "not base64"),
         ({"bytes": None, "path": None}, "no bytes and no path"),
-        (7, "a int is no image, path or bytes"),
+        (7, "int is no image, path or bytes"),
         (None, "there is no image 2"),
     ],
 )
@@ -186,7 +190,7 @@ def test_images_need_the_chat_template(model: ModelConfig) -> None:
 
 def test_a_file_that_is_no_image_makes_a_row_unusable(model: ModelConfig) -> None:
     renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
-    with pytest.raises(UnusableRow, match="the model's processor can't take its images"):
+    with pytest.raises(UnusableRow, match=r"image 1 can't be read .* in no format of images that PIL knows"):
         renderer.render({"prompt": "colour?", "images": [b"no image"]}, places()[0])
 
 
@@ -238,12 +242,15 @@ def test_the_prompt_of_a_later_turn_keeps_its_images_folded() -> None:
     assert (later.images, later.turns) == ((image,), ())
 
 
-def test_ground_truths_are_of_texts_alone(model: ModelConfig, tmp_path: Path) -> None:
+def test_runs_that_take_no_images_refuse_them(model: ModelConfig, tmp_path: Path) -> None:
     row = {"prompt": "colour?", "ground_truth": "red", "images": [base64_address(plain(RED))]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"messages": turns("a", "b")}) + "\n")
     data = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(DataError, match=r"rows with images can't be compared with ground truths \(algorithm=ebft\)"):
-        open_prompts(data, load_tokenizer(model), seed=0, ebft=EbftConfig(), processor=ImageProcessor(model))
+    refusal = r"rows\.jsonl, line 1: rows with images are for SFT and for RL with rewards"
+    with pytest.raises(DataError, match=refusal):
+        open_prompts(data, load_tokenizer(model), seed=0, ebft=EbftConfig())
+    with pytest.raises(DataError, match=refusal):
+        open_sft_rows(data, load_tokenizer(model), seed=0, max_tokens=512)
 
 
 def test_a_class_for_texts_alone_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
@@ -288,3 +295,103 @@ def test_images_of_every_source_are_the_same(model: ModelConfig, source: str, tm
     assert prompt.prompt == [{"role": "user", "content": content}]
     assert open_image(prompt.images[0].content).getpixel((0, 0)) == RED
     assert prompt.images[0].place > 5, "it stands behind the text"
+
+
+def test_bytes_count_before_the_path_that_says_where_they_are_from(tmp_path: Path) -> None:
+    (tmp_path / "000.png").write_bytes(plain(BLUE))
+    for given in ({"bytes": plain(RED), "path": "000.png"}, {"bytes": plain(RED), "path": "absent.png"}):
+        assert open_image(read_image(given, tmp_path, 1)).getpixel((0, 0)) == RED
+        _, images = take([{"role": "user", "content": [{"type": "image", **given}]}], None, tmp_path)
+        assert images == [plain(RED)]
+
+
+def test_an_image_is_turned_as_its_file_says() -> None:
+    image, buffer = Image.new("RGB", (8, 4), RED), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(buffer, "JPEG", exif=exif)
+    assert open_image(read_image(buffer.getvalue(), HERE, 1)).size == (4, 8)
+
+
+def test_images_of_other_colour_spaces_are_encoded() -> None:
+    assert open_image(read_image(Image.new("CMYK", (4, 4)), HERE, 1)).mode == "RGB"
+
+
+def test_an_image_that_is_too_large_to_open_is_named() -> None:
+    header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
+    bomb = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    with pytest.raises(UnusableRow, match=r"image 3 can't be read \(ValueError: Image size .* exceeds limit"):
+        read_image(bomb, HERE, 3)
+
+
+def test_an_array_is_no_image() -> None:
+    with pytest.raises(UnusableRow, match="ndarray is no image, path or bytes"):
+        take([{"role": "user", "content": [{"type": "image", "image": np.zeros((4, 4, 3), np.uint8)}]}])
+
+
+@pytest.mark.parametrize("options", [{"chat": False}, {"text_column": "completion"}])
+def test_sequences_without_the_chat_template_take_no_images(model: ModelConfig, options: dict[str, Any]) -> None:
+    row = {"prompt": "a", "completion": "b", "images": [plain(RED)]}
+    renderer = SequenceRenderer(
+        load_tokenizer(model),
+        DataConfig(source="jsonl", **options),
+        max_tokens=512,
+        processor=ImageProcessor(model),
+    )
+    with pytest.raises(DataError, match=r"row 1: rows with images need data\.chat=true"):
+        renderer.render(row, places()[0])
+
+
+def test_rows_with_images_have_the_tokens_of_the_run_s_tokenizer(model: ModelConfig, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_tokens(["<|mood|>"], special_tokens=True)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    own = ModelConfig(path=model.path, tokenizer=str(tmp_path))
+    processor = ImageProcessor(own)
+    renderer = PromptRenderer(load_tokenizer(own), DataConfig(source="jsonl"), processor)
+    prompt = renderer.render({"prompt": "<|mood|>?", "images": [plain(RED)]}, places()[0])
+    assert tokenizer.convert_tokens_to_ids("<|mood|>") in prompt.token_ids
+    assert "pixel_values" in processor.pixels([[plain(RED)], [plain(RED), plain(BLUE)]])
+
+
+def test_held_out_images_lie_beside_their_own_file(model: ModelConfig, tmp_path: Path) -> None:
+    for folder, colour in (("train", RED), ("held", BLUE)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "picture.png").write_bytes(plain(colour))
+        (tmp_path / folder / "rows.jsonl").write_text('{"prompt": "colour?", "images": ["picture.png"]}\n')
+    held_out = HeldOutConfig(path=str(tmp_path / "held" / "rows.jsonl"))
+    data = DataConfig(source="jsonl", path=str(tmp_path / "train" / "rows.jsonl"), held_out=held_out)
+    source, held = open_prompts(data, load_tokenizer(model), seed=0, processor=ImageProcessor(model))
+    assert (source.next().images[0].content, held[0].images[0].content) == (plain(RED), plain(BLUE))
+
+
+def test_a_mark_that_is_a_text_stays_one_when_prompts_are_compared(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(IMAGE_FAMILIES["qwen2-vl"].write(tmp_path)))
+    content = [{"type": "image", "image": base64_address(plain(RED))}, text("the <image> tag")]
+    renderer = SequenceRenderer(
+        load_tokenizer(model), DataConfig(source="jsonl"), max_tokens=512, processor=ImageProcessor(model)
+    )
+    row = {"messages": turns(content, "is a mark")}
+    prompt, rollout = renderer.prompt(row, places()[0]), renderer.render(row, places()[0])
+    assert prompt.images == rollout.images
+    assert len(prompt.images) == 1
+
+
+def test_an_exported_processor_has_the_options_of_the_run(model: ModelConfig, tmp_path: Path) -> None:
+    whole = replace(model, processor_kwargs={"do_image_splitting": False})
+    export_processor(whole, tmp_path)
+    load_tokenizer(whole).save_pretrained(tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).image_processor.do_image_splitting is False
+
+
+def test_the_template_of_older_models_lies_beside_the_processor(model: ModelConfig, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((Path(model.path) / "config.json").read_text())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(ModelConfig(path=str(tmp_path))).chat_template == template

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -28,7 +27,7 @@ from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.configs.sources import all_sources
 from rlpipe.data.chat import PromptRenderer, SequenceRenderer
 from rlpipe.data.images import noted_files
-from rlpipe.data.opening import compared
+from rlpipe.data.opening import compared, processor_of
 from rlpipe.data.prepared.key import Rendering, Settings, cache_root, rendering_digest, source_digest
 from rlpipe.data.prepared.reading import (
     NAME,
@@ -41,7 +40,7 @@ from rlpipe.data.prepared.reading import (
 from rlpipe.data.prepared.values import dump
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, Rows, UnusableRow
-from rlpipe.data.source_rows import named_errors, open_held_out_source, open_source_rows
+from rlpipe.data.source_rows import named_errors, open_held_out_source, open_source_rows, with_own_images
 from rlpipe.data.sources import held_out_data
 from rlpipe.data.truth import TruthRenderer
 from rlpipe.data.views.rows import mask_notes
@@ -90,7 +89,7 @@ def prepare_rows(
         raise DataError("data.streaming: a stream is rendered as it is read, and not prepared; set it to false")
     for source in streams:
         logger.warning("data.sources.%s is a stream, which is rendered as it is read, and not prepared", source.name)
-    processor = ImageProcessor(config.model)
+    processor = processor_of(config.algorithm, config.model)
 
     def recipe(source: DataConfig) -> _Prompts | _Sequences:
         if config.algorithm.kind == "rl":
@@ -105,9 +104,9 @@ def prepare_rows(
             with named_errors(source):
                 yield writer.write(source.data, source.data, recipe(source.data), open_rows, name=source.name)
     if (data.held_out.path is not None or data.held_out.split is not None) and not data.streaming:
-        yield writer.write(
-            data, held_out_data(data), recipe(data), partial(open_held_out_source, data, tokenizer), name=""
-        )
+        held_out = with_own_images(data)
+        open_rows = partial(open_held_out_source, data, tokenizer)
+        yield writer.write(held_out, held_out_data(data), recipe(held_out), open_rows, name="")
 
 
 class _Prompts:
@@ -117,7 +116,7 @@ class _Prompts:
         self,
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
-        processor: ImageProcessor,
+        processor: ImageProcessor | None,
         ebft: EbftConfig | None,
     ) -> None:
         self.renderer = PromptRenderer(tokenizer, data, processor)
@@ -143,7 +142,7 @@ class _Sequences:
         self,
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
-        processor: ImageProcessor,
+        processor: ImageProcessor | None,
         settings: Settings,
     ) -> None:
         self.renderer = SequenceRenderer(tokenizer, data, max_tokens=0, processor=processor)
@@ -217,15 +216,15 @@ class _Writer:
             with held(folder) as alone:
                 if not alone:
                     raise RunError(f"another rlpipe data prepare writes to {folder}: wait for its end")
-                self._write(rows, recipe.render, writing_path(file))
-                if source_digest(source, self._seed) != digest:
-                    raise DataError(f"{rows.name} has changed while it was read: prepare it again")
-                writing_path(file).replace(file)
+                try:
+                    self._write(rows, recipe.render, writing_path(file))
+                    if source_digest(source, self._seed) != digest:
+                        raise DataError(f"{rows.name} has changed while it was read: prepare it again")
+                    writing_path(file).replace(file)
+                finally:
+                    writing_path(file).unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"prepared rows can't be written to {folder} ({error}); set data.cache") from None
-        finally:
-            with suppress(OSError):
-                writing_path(file).unlink(missing_ok=True)
         return Prepared(rows=PreparedRows(file), file=file, is_new=True)
 
     def _write(self, rows: Rows, render: Render, path: Path) -> None:
