@@ -71,6 +71,11 @@ class SupervisedForm:
         for name in (INSTRUCTION, OUTPUT):
             if not isinstance(row[name], str):
                 raise UnusableRow(f"column {name!r} is {row[name]!r:.80}, not a text")
+        for name in (INPUT, SYSTEM):
+            if not isinstance(row.get(name), str | None):
+                raise UnusableRow(f"column {name!r} is {row[name]!r:.80}, not a text")
+        if not isinstance(row.get(HISTORY), list | tuple | None):
+            raise UnusableRow(f"column {HISTORY!r} is {row[HISTORY]!r:.80}, not a list of pairs of texts")
         rest = _without(row, INSTRUCTION, INPUT, OUTPUT, HISTORY, SYSTEM)
         earlier, system = row.get(HISTORY) or [], row.get(SYSTEM)
         if not self._chat:
@@ -80,7 +85,8 @@ class SupervisedForm:
         question = "\n".join(part for part in (row[INSTRUCTION], row.get(INPUT)) if part)
         turns = [(SYSTEM, system)] if system else []
         for pair in earlier:
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
+            is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+            if not is_pair or not all(isinstance(text, str) for text in pair):
                 raise UnusableRow(f"column {HISTORY!r}: a pair of question and answer was expected, found {pair!r:.80}")
             turns += zip(("user", "assistant"), pair, strict=True)
         turns += [("user", question), ("assistant", row[OUTPUT])]

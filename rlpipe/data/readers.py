@@ -83,7 +83,7 @@ class JsonlReader:
     def _read_lines(self, start: _Mark) -> Iterator[tuple[_Mark, bytes]]:
         for number in range(start.file, len(self._files)):
             mark = start if number == start.file else _Mark(number, 0, 0)
-            with _naming(str(self._files[number])), open_lines(self._files[number], mark.offset) as file:
+            with naming(str(self._files[number])), open_lines(self._files[number], mark.offset) as file:
                 for line in file:
                     if line.strip():
                         yield mark, line
@@ -119,7 +119,7 @@ class ParquetReader:
         for index in range(bisect_right(self._starts, start) - 1, len(self._groups)):
             number, group = self._groups[index]
             path, first = self._files[number], self._starts[index]
-            with _naming(str(path)):
+            with naming(str(path)):
                 for batch in _open_parquet(path).iter_batches(BATCH_ROWS, row_groups=[group]):
                     passed = min(max(start - first, 0), batch.num_rows)
                     for row, columns in enumerate(batch.slice(passed).to_pylist(), first + passed):
@@ -149,7 +149,7 @@ class DatasetReader:
         self._marks = {0: (dataset, dataset.state_dict())}
 
     def read(self, start: int, count: int) -> list[StreamedRow]:
-        with _naming(self.name):
+        with naming(self.name):
             if start in self._marks and start != self._row:
                 self._begin(*self._marks[start])
             elif start != self._row:
@@ -178,7 +178,7 @@ class DatasetReader:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """What goes wrong in a library that reads becomes one line with the name of what it read."""
     import pyarrow
     from datasets.exceptions import DatasetsError

@@ -84,7 +84,7 @@ def parse_object(line: bytes, location: str) -> dict[str, Any]:
     """The row in a line of JSON; raises ``DataError``."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise DataError(f"{location}: a JSON object with the row's columns was expected, found {type(row).__name__}")

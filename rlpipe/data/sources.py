@@ -14,7 +14,7 @@ import numpy as np
 
 from rlpipe.configs.paths import data_files
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.readers import DatasetReader, JsonlReader, ParquetReader, is_compressed, open_lines
+from rlpipe.data.readers import DatasetReader, JsonlReader, ParquetReader, is_compressed, naming, open_lines
 from rlpipe.data.rows import CheckColumns, Row, Rows, parse_object
 from rlpipe.data.stream import Reader, StreamRows
 from rlpipe.errors import DataError
@@ -101,7 +101,10 @@ class JsonlRows:
     def __init__(self, path: Path, check: CheckColumns | None = None) -> None:
         self.name = str(path)
         self._path = path.absolute()
-        self._content = open_lines(path).read() if is_compressed(path) else None
+        self._content: bytes | None = None
+        if is_compressed(path):
+            with naming(str(path)), open_lines(path) as file:
+                self._content = file.read()
         self._offsets, self._line_numbers = np.array(self._scan(check), np.int64).reshape(-1, 2).T
 
     def __len__(self) -> int:

@@ -221,3 +221,31 @@ def test_template_whose_turns_can_not_be_told_apart_names_the_row() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     with pytest.raises(DataError, match=r"^rows.jsonl, line 5: the chat template .* alike"):
         renderer.render({"messages": [{"role": role, "content": content} for role, content in turns]}, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({}, "2<|end|>"),
+        ({"train_on_inputs": True}, "+1=2<|end|>"),
+        ({"loss_mask": "all"}, "+1=2<|end|>"),
+        ({"train_on_eos": "none"}, "2"),
+    ],
+)
+def test_plain_pairs_follow_the_options_of_the_loss_mask(options: dict[str, Any], trained: str) -> None:
+    row = {"prompt": "1+1=", "completion": "2"}
+    assert texts(sequence_of(row, chat=False, **options))[1] == trained
+
+
+@pytest.mark.parametrize("options", [{}, {"chat": False}, {"text_column": "completion"}])
+def test_half_a_character_makes_a_row_unusable(options: dict[str, Any]) -> None:
+    row = {"prompt": "a", "completion": "b\ud83d"}
+    with pytest.raises(UnusableRow, match=r"half a character, '\\ud83d'"):
+        sequence_of(row, **options)
+
+
+def test_raw_texts_need_no_chat_template() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", text_column="text"), max_tokens=100)
+    assert renderer.render({"text": "abc"}, PLACE).num_loss_tokens == 3

@@ -177,6 +177,10 @@ def test_alpaca_rows_without_a_template_have_the_prompt_of_alpaca() -> None:
         ({"instruction": "a", "output": None}, "column 'output' is None, not a text"),
         ({"instruction": 3, "output": "b"}, "column 'instruction' is 3, not a text"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, "column 'history': a pair"),
+        ({"instruction": "a", "output": "b", "input": 5}, "column 'input' is 5, not a text"),
+        ({"instruction": "a", "output": "b", "system": 5}, "column 'system' is 5, not a text"),
+        ({"instruction": "a", "output": "b", "history": 5}, "column 'history' is 5, not a list of pairs of texts"),
+        ({"instruction": "a", "output": "b", "history": [["a", None]]}, "a pair of question and answer was expected"),
     ],
 )
 def test_wrong_alpaca_rows_are_unusable_and_say_why(row: Row, reason: str) -> None:

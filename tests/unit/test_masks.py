@@ -55,6 +55,21 @@ def test_turns_before_the_first_message_do_not_count(jinja: str) -> None:
     assert marked(jinja, CONVERSATION, first_message=3) == [" 7 \n<|end|>"]
 
 
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_the_end_of_a_prompt_s_last_answer_does_not_count(jinja: str) -> None:
+    messages = [*CONVERSATION[:2], {"role": "assistant", "content": "or 5"}]
+    assert marked(jinja, messages, first_message=2) == ["or 5<|end|>"]
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_tokens_of_images_and_padding_never_count(jinja: str) -> None:
+    template = template_of(jinja)
+    template.tokenizer.add_tokens(["<|image_pad|>"], special_tokens=True)
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "x<|image_pad|>y<|pad|>z"}]
+    encoded, mask = ConversationMask(template, DATA).tokens(messages)
+    assert template.tokenizer.decode(encoded.token_ids[mask]) == "xyz<|end|>"
+
+
 def test_template_that_rewrites_earlier_turns_is_marked_as_it_renders_them() -> None:
     assert marked(THINKS_LAST, CONVERSATION) == ["4<|end|>", "<think></think> 7 \n<|end|>"]
 

@@ -333,3 +333,12 @@ def test_streams_feed_supervised_training_and_ground_truths(tmp_path: Path) -> N
     truth = prompts.next().truth
     assert truth is not None
     assert TOKENIZER.decode(truth.token_ids) == "b<|end|>"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_damaged_compressed_file_is_named(streaming: bool, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 1000)[:-30])
+    data = DataConfig(source="jsonl", path=str(path), streaming=streaming)
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz"):
+        open_prompts(data, make_tokenizer(), seed=0)

@@ -14,6 +14,7 @@ from rlpipe.data.images import count_images
 from rlpipe.data.masks.boundaries import Turn, find_turns
 from rlpipe.data.masks.generation import mark_generation
 from rlpipe.data.masks.loss_mask import LossMask
+from rlpipe.data.masks.media import media_token_ids
 from rlpipe.data.masks.probe import ASSISTANT, Probe
 from rlpipe.data.masks.resolve import resolve_mask, taken_for_assistant
 from rlpipe.data.messages import assistant_turns
@@ -59,6 +60,13 @@ class ConversationMask:
     def _taken_for_assistant(self) -> set[str]:
         return taken_for_assistant(self.rules.boundaries, Probe(self._template))
 
+    @cached_property
+    def _never_counted(self) -> list[int]:
+        """Tokens of images, audio and videos, and of padding, unless a turn ends with that."""
+        tokenizer = self._template.tokenizer
+        pads = {tokenizer.pad_token_id} - {None, tokenizer.eos_token_id}
+        return [*media_token_ids(tokenizer), *pads]
+
     def tokens(
         self, messages: ChatMessages, images: Sequence[bytes] = (), *, first_message: int = 0
     ) -> tuple[Encoded, BoolArray]:
@@ -69,6 +77,7 @@ class ConversationMask:
         """
         if self._by_generation and not images:
             token_ids, mask = mark_generation(self._template, messages, first_message)
+            mask &= ~np.isin(token_ids, self._never_counted)
             encoded = Encoded(token_ids=token_ids)
         else:
             encoded = self._template.encode(self._template.text(messages), images)
@@ -108,11 +117,13 @@ class ConversationMask:
     ) -> int:
         """Of the prompt as the policy gets it, which may open its reasoning; else up to the marker of its turn."""
         token_ids = encoded.token_ids
+        earlier = len(assistant_turns(messages[:first_message]))
+        if messages[first_message - 1]["role"] == ASSISTANT and earlier < len(answers):
+            return answers[earlier].marker  # the prompt's last turn has an end, which the resumed prompt has not
         images = [image.content for image in encoded.images[: count_images(messages[:first_message])]]
         prompt = self._template.encode(self._template.prompt_text(messages[:first_message]), images).token_ids
         if np.array_equal(token_ids[: len(prompt)], prompt):
             return len(prompt)
-        earlier = len(assistant_turns(messages[:first_message]))
         return answers[earlier].marker if earlier < len(answers) else len(token_ids)
 
 
