@@ -23,7 +23,8 @@ def chat_messages(value: Any) -> ChatMessages:
     A content of text parts alone becomes a text, which every chat template can render.
     """
     if not isinstance(value, list | tuple):
-        raise UnusableRow(f"expected a text or chat messages, found {type(value).__name__}")
+        hint = "; a transform can read the JSON in it" if isinstance(value, str) else ""
+        raise UnusableRow(f"expected a list of chat messages, found {type(value).__name__}{hint}")
     return [_message(message, f"message {number}") for number, message in enumerate(value, start=1)]
 
 

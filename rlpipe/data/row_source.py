@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,6 +20,7 @@ Item = TypeVar("Item")
 Render = Callable[[Row, Place], Item]
 """Raises ``UnusableRow`` for a row to skip."""
 
+NUMBER = re.compile(r"\d+")
 MAX_LOGGED_SKIPS = 50
 """Skipped rows that a source logs one by one; all are counted."""
 MAX_KEPT_SKIPS = 200_000
@@ -238,7 +240,14 @@ class RowSource(Generic[Item]):
         """Raises ``DataError`` if no row of a part can be used, as far as it has been read."""
         part, number = self.parts[index], self._counts[index].total()
         if index not in self._usable and number >= (part.order.num_rows or MAX_FIRST_SKIPS):
-            first = next(iter(self._skipped[index].values()))
+            first = _most_frequent(self._skipped[index].values())
             which = f"all {number}" if part.order.num_rows else f"the first {number}"
             reason = f"{first.location} because {first.reason}"
             raise DataError(f"{part.rows.name}: {which} rows for training are skipped, {reason}")
+
+
+def _most_frequent(skipped: Collection[SkippedRow]) -> SkippedRow:
+    """The first row with the reason that most have, whatever numbers stand in it."""
+    kinds = [NUMBER.sub("0", row.reason) for row in skipped]
+    (common, _), *_ = Counter(kinds).most_common(1)
+    return next(row for row, kind in zip(skipped, kinds, strict=True) if kind == common)

@@ -145,7 +145,7 @@ CHAT_TRANSFORMS = ["first_turn", "last_turn", "all_turns", "reasoning"]
     ("messages", "reason"),
     [
         (None, "column 'messages' is null"),
-        ("hello", "expected a text or chat messages, found str"),
+        ("hello", "expected a list of chat messages, found str; a transform can read the JSON in it"),
         ([], "column 'messages' is an empty list"),
         ([{"role": "human", "content": "hi"}], "has no turn of the role assistant; its roles are human"),
         ([user("hi"), assistant("")], "message 2, a turn of the assistant, is empty"),

@@ -120,8 +120,8 @@ def test_a_message_without_content_is_one_if_it_says_something_else(others: dict
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("hello", "expected a text or chat messages, found str"),
-        ({"role": "user"}, "expected a text or chat messages, found dict"),
+        ("hello", "expected a list of chat messages, found str; a transform can read the JSON in it"),
+        ({"role": "user"}, "expected a list of chat messages, found dict"),
         ([], "is an empty list"),
         (["hello"], "message 1: a chat message must be a dict with role and content, found 'hello'"),
         ([*CHAT, {"content": "x"}], "message 3: .* no key 'role' in"),

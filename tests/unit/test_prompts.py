@@ -279,3 +279,9 @@ def test_what_is_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
 def test_a_missing_text_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'text'; columns there: prompt, completion; set data\.text_column"):
         open_sft_rows(replace(data_of(tmp_path, ["a"]), text_column="text"), TOKENIZER, seed=1, max_tokens=64)
+
+
+def test_where_all_rows_are_skipped_the_most_frequent_reason_is_quoted(tmp_path: Path) -> None:
+    rows = [None, *("x" * length for length in range(50, 56))]
+    with pytest.raises(DataError, match=r"all 7 rows .* line 2 because 5\d prompt tokens, more than data\.max_prompt"):
+        open_prompts(data_of(tmp_path, rows, max_prompt_tokens=9, shuffle=False), TOKENIZER, seed=1)
