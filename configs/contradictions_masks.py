@@ -7,6 +7,8 @@ from difflib import get_close_matches
 
 from rlpipe.configs.role_boundaries import OPTION, read_role_boundaries
 from rlpipe.configs.schema import Config
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.sources import mixed_sources
 from rlpipe.errors import ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -14,14 +16,23 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_masks(config: Config) -> Iterator[str]:
-    data = config.data
+    trains_rows = config.algorithm.kind != "rl"
+    shared = [*_check(config.data, trains_rows)]
+    yield from shared
+    if config.data.source == "mix" and not shared:
+        for source in mixed_sources(config.data):
+            for problem in _check(source.data, trains_rows):
+                yield problem.replace("data.", f"data.sources.{source.name}.")
+
+
+def _check(data: DataConfig, trains_rows: bool) -> Iterator[str]:
     try:
         markers = read_role_boundaries(data.role_boundaries or ())
     except ConfigError as error:
         yield str(error)
         return
     counts_all = data.loss_mask == "all" or data.train_on_inputs or data.text_column is not None
-    if config.algorithm.kind == "rl" or counts_all:
+    if not trains_rows or counts_all:
         return
     if data.role_boundaries is not None and not markers:
         yield f"{OPTION}: empty, so that no token of a conversation is trained; add entries, or set null"

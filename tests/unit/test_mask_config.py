@@ -252,3 +252,17 @@ def test_markers_of_the_config_are_encoded_before_any_row() -> None:
         data = DataConfig(source="jsonl", role_boundaries=given)
         with pytest.raises(ConfigError, match=message):
             ConversationMask(ChatTemplate(tokenizer, data), data)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("roles_to_train", "[asistant]", r"data\.sources\.b\.roles_to_train: no turns of 'asistant'"),
+        ("roles_to_train", "[]", r"data\.sources\.b\.roles_to_train: empty"),
+        ("role_boundaries", "[{role: x}]", r"data\.sources\.b\.role_boundaries\[0\]: start is missing"),
+    ],
+)
+def test_the_options_of_a_mix_s_sources_are_checked_under_their_names(option: str, value: str, message: str) -> None:
+    sources = f"{{a: {{source: jsonl, path: a}}, b: {{source: jsonl, path: b, {option}: {value}}}}}"
+    with pytest.raises(ConfigError, match=message):
+        load_config(["algorithm=sft", "model.path=x", "data.source=mix", f"data.sources={sources}"], need_files=False)
