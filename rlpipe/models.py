@@ -92,3 +92,8 @@ def find_class(described: PreTrainedConfig, *, images: bool) -> Any:
         return AutoModelForImageTextToText
     text = own_code or type(described) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if text else AutoModelForImageTextToText
+
+
+def has_vision(model: PreTrainedModel) -> bool:
+    """Whether it has a vision tower beside the language model."""
+    return getattr(model.config, "vision_config", None) is not None

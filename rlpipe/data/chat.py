@@ -163,10 +163,12 @@ class SequenceRenderer:
         """
         self.check(row.keys(), place.location)
         try:
-            row = row if self._data.text_column is not None else self._form.normal(row)
             if self._data.text_column is not None:
                 self._refuse_images(row)
-            encoded, loss_mask = self.encode(row) if self._data.text_column is None else self._all_tokens(row)
+                encoded, loss_mask = self._all_tokens(row)
+            else:
+                row = self._form.normal(row)
+                encoded, loss_mask = self.encode(row)
         except DataError as error:
             raise DataError(f"{place.location}: {error}") from None
         if self._processor is not None:

@@ -32,8 +32,8 @@ TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 READS_BOTH_WAYS = {"paligemma"}
 """Models that see all of a prompt from each of its tokens."""
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-OTHER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+PROCESSOR_FILES = {"processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
+OTHER_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json"}
 """Files of the model that the processor is read from as well."""
 
 
@@ -93,13 +93,18 @@ class ImageProcessor:
     @cached_property
     def feature_id(self) -> int:
         """-1 for models that take no images, or are not there yet."""
-        from transformers import AutoConfig
-
         try:
-            found = feature_token_id(AutoConfig.from_pretrained(self._path, **self._source))
+            found = feature_token_id(self._described)
         except (OSError, ValueError):  # whoever needs the model says so; to look at rows, nobody does
             return -1
         return -1 if found is None else found
+
+    @cached_property
+    def _described(self) -> Any:
+        """transformers' config of the model."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._path, **self._source)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -111,14 +116,14 @@ class ImageProcessor:
         from transformers.utils import cached_file
 
         found = {}
-        for name in (*PROCESSOR_FILES, *OTHER_FILES):
+        for name in sorted(PROCESSOR_FILES | OTHER_FILES):
             try:
                 file = cached_file(self._path, name, _raise_exceptions_for_missing_entries=False, **self._source)
             except (OSError, ValueError):
                 file = None
             if file is not None:
                 found[name] = Path(file)
-        return found if found.keys() & set(PROCESSOR_FILES) else {}
+        return found if found.keys() & PROCESSOR_FILES else {}
 
     @property
     def _path(self) -> str:
@@ -162,12 +167,11 @@ class ImageProcessor:
     @cached_property
     def hf_processor(self) -> Any:
         """transformers'. Raises ``ModelError`` if there is none, or the model can't be trained on images."""
-        from transformers import AutoConfig, ProcessorMixin
+        from transformers import ProcessorMixin
 
         options = self._model.processor_kwargs
         try:
-            found = _find_class(self._path, self._source)
-            processor = found.from_pretrained(self._path, **self._source, **options)
+            processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             raise ModelError(
                 f"model.path={self._model.path}: its processor can't be loaded with model.processor_kwargs "
@@ -177,7 +181,7 @@ class ImageProcessor:
             raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
         processor.tokenizer = load_tokenizer(self._model)
         _check_names(processor, options)
-        _check_class(self._model, AutoConfig.from_pretrained(self._path, **self._source))
+        _check_class(self._model, self._described)
         return processor
 
     @cached_property
@@ -189,15 +193,11 @@ class ImageProcessor:
 
 def export_processor(model: ModelConfig, folder: Path) -> None:
     """Writes a model's processor as the run had it, for ``from_pretrained``; nothing where it has none."""
-    from transformers.utils import cached_file
-
-    path = str(Path(model.path).expanduser())
-    for name in PROCESSOR_FILES:
-        found = cached_file(path, name, revision=model.revision, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            shutil.copyfile(found, folder / name)
+    processor = ImageProcessor(model)
+    for name in PROCESSOR_FILES & processor.files.keys():
+        shutil.copyfile(processor.files[name], folder / name)
     if model.processor_kwargs:
-        ImageProcessor(model).hf_processor.save_pretrained(folder)
+        processor.hf_processor.save_pretrained(folder)
 
 
 def feature_token_id(config: Any) -> int | None:
@@ -259,15 +259,15 @@ def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
             raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor: {hint}")
 
 
-def _find_class(path: str, source: Mapping[str, Any]) -> Any:
+def _find_class(described: Any) -> Any:
     """transformers' class; where it takes videos, too, and torchvision is not there, one for images alone."""
-    from transformers import AutoConfig, AutoProcessor
+    from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():
         return AutoProcessor
-    known: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path, **source)), None)
+    known: Any = PROCESSOR_MAPPING.get(type(described), None)
     if known is None or "video_processor" not in (parts := known.get_attributes()):
         return AutoProcessor
     parts = [name for name in parts if name != "video_processor"]

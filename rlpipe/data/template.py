@@ -149,8 +149,7 @@ class ChatTemplate:
         """Rendered text as tokens, with those of its images. Raises ``UnusableRow`` and ``InputError``."""
         if not images:
             return Encoded(token_ids=self.token_ids(text))
-        if self._processor is None:
-            raise UnusableRow("it has images, which nothing here can take")
+        assert self._processor is not None, "rows with images are refused where nothing takes them"
         return self._processor.encode(text, images)
 
     def token_ids(self, text: str) -> IntArray:

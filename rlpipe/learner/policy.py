@@ -31,7 +31,7 @@ from rlpipe.learner.single import SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.weight_scales import normalize_weight_scales
 from rlpipe.learner.workload import Workload
-from rlpipe.models import describe_model, hollow_model, open_model
+from rlpipe.models import describe_model, has_vision, hollow_model, open_model
 from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.types import MicroBatch, WeightsKind
 
@@ -289,7 +289,3 @@ def outside_language(model: PreTrainedModel) -> str | None:
     decoder = model.get_decoder()
     (name,) = (name for name, module in model.named_modules() if module is decoder)
     return rf"(?!{re.escape(name)}\.|.*lm_head).*"
-
-
-def has_vision(model: PreTrainedModel) -> bool:
-    return getattr(model.config, "vision_config", None) is not None

@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from rlpipe.data.processor import feature_token_id
+
 IMAGE_SIDE = 448
 """Pixels; a usual picture. Models that take one size alone have their own."""
 
@@ -54,9 +56,8 @@ def _with_image(model: Any, config: Any, tokens: Tensor) -> dict[str, Tensor]:
         pixels, count = _squares(config, vision, rows)
     if count >= length:
         raise ValueError(f"an image of {type(model).__name__} is {count} tokens: give rows of more than {length}")
-    image_token = getattr(config, "image_token_id", None)
-    if image_token is None:
-        image_token = config.image_token_index
+    image_token = feature_token_id(config)
+    assert image_token is not None, "a model with a vision tower has a token for its features"
     tokens = torch.full_like(tokens, 1 if image_token != 1 else 2)
     tokens[:, 1 : 1 + count] = image_token
     batch = {"input_ids": tokens, "labels": tokens, **pixels}

@@ -144,13 +144,12 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
     targets = model.adapter.target_modules
     if not isinstance(targets, str):
         return [target.rsplit(".", 1)[-1] for target in targets]
-    from rlpipe.models import describe_model, outline_model
+    from rlpipe.models import describe_model, has_vision, outline_model
 
     outline = outline_model(
         describe_model(model.path, model), images=model.images, trust_remote_code=model.trust_remote_code
     )
-    has_vision = getattr(outline.config, "vision_config", None) is not None
-    modules = (outline.get_decoder() if has_vision else outline).named_modules()
+    modules = (outline.get_decoder() if has_vision(outline) else outline).named_modules()
     linear = {name.rsplit(".", 1)[-1] for name, layer in modules if isinstance(layer, torch.nn.Linear)}
     return sorted(linear - {"lm_head"})
 
