@@ -83,9 +83,10 @@ def add_commands(commands: Commands) -> None:
 def run_preview(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
     from rlpipe.data.opening import open_source
+    from rlpipe.data.spoken import mask_notes
     from rlpipe.data.views.page import make_page
     from rlpipe.data.views.places import find_row, first_rows
-    from rlpipe.data.views.rows import mask_notes, show_rows
+    from rlpipe.data.views.rows import show_rows
     from rlpipe.data.views.terminal import print_rows
 
     with mask_notes() as notes:

@@ -42,8 +42,8 @@ from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, Rows, UnusableRow
 from rlpipe.data.source_rows import named_errors, open_held_out_source, open_source_rows, with_own_images
 from rlpipe.data.sources import held_out_data
+from rlpipe.data.spoken import mask_notes
 from rlpipe.data.truth import TruthRenderer
-from rlpipe.data.views.rows import mask_notes
 from rlpipe.errors import DataError, RunError
 from rlpipe.folders import held, writing_path
 from rlpipe.types import Images, Prompt

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,24 +56,3 @@ def _summary(item: Prompt | Rollout) -> str:
         return f"a prompt of {len(item.token_ids)} tokens{images}"
     cut = ", a window of a longer text" if item.status is RolloutStatus.TRUNCATED else ""
     return f"{item.num_loss_tokens} of {len(item.token_ids)} tokens trained{images}{cut}"
-
-
-@contextmanager
-def mask_notes() -> Iterator[list[str]]:
-    """What is logged meanwhile of how the loss mask is made."""
-    notes: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno == logging.INFO and record.getMessage() not in notes:
-                notes.append(record.getMessage())
-
-    logger, handler = logging.getLogger("rlpipe.data.masks"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield notes
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
