@@ -146,6 +146,10 @@ class EndlessPrompts:
         return {}
 
     @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    @property
     def passed_over(self) -> list[Passed]:
         return []
 

@@ -44,7 +44,9 @@ def test_every_family_trains_in_chunks_as_without(families: dict[str, Path], fam
     chunked, found = train(families[family], adapter, offload="chunked", chunked=CHUNKS)
     assert "0 of" in chunked.policy.notes[0]
     assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], abs=1e-5)
-    assert [step["grad_norm"] for step in found] == pytest.approx([step["grad_norm"] for step in expected], abs=1e-5)
+    # Relative, as float32 is: Gemma 4's norm is 11, where an absolute 1e-5 is a few roundings and depends on the CPU.
+    norms = [step["grad_norm"] for step in expected]
+    assert [step["grad_norm"] for step in found] == pytest.approx(norms, rel=5e-6, abs=0)
     assert_close(parameters_of(plain), parameters_of(chunked), 1e-5)
     with torch.no_grad(), chunked.policy.inference():
         assert all(torch.isfinite(chunked.policy.sharding.full(p)).all() for p in chunked.policy.model.parameters())
