@@ -64,9 +64,9 @@ class Need:
 def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
     """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one, and says whether it has.
 
-    Raises ``ConfigError`` if the run asks for more than there is.
+    Raises ``ConfigError`` if the run asks for more than there is, and ``RunError`` if Ray does not start.
     """
-    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
@@ -79,6 +79,13 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
             raise ConfigError(
                 f"cluster.address={address}: no Ray cluster answers there ({error}); "
                 "one that asks for a token needs RAY_AUTH_MODE=token in the environment"
+            ) from None
+        except Exception as error:  # Ray raises a bare one where its processes are not up in time
+            if address is not None:
+                raise
+            raise RunError(
+                f"Ray did not start on this machine ({error}); its logs are under /tmp/ray/session_latest/logs: "
+                "run again, or start it with `ray start --head` and set cluster.address=auto"
             ) from None
     check_fit(needs, ray.cluster_resources())
     return starts

@@ -35,8 +35,8 @@ CASES = {
 }
 
 
-def fails(options: list[str], environment: dict[str, str]) -> str:
-    """The one line on standard error of a command that ends with exit code 2."""
+def fails(options: list[str], environment: dict[str, str], exit_code: int = 2) -> str:
+    """The one line on standard error of a command that ends with the exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "rlpipe", "train", *options],
         env={**os.environ, **environment},
@@ -44,7 +44,7 @@ def fails(options: list[str], environment: dict[str, str]) -> str:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == exit_code, done.stderr
     assert done.stderr.startswith("rlpipe: error: ")
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stdout
@@ -63,6 +63,14 @@ def test_a_row_without_its_column_is_named(tiny_policy: Path, tmp_path: Path) ->
     rows.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "a"}, {"prompt": "b"}, {"question": "c"}]))
     options = run_options(tiny_policy, rows, tmp_path)
     assert f"{rows}, line 3: no column 'prompt'" in fails(options, {"RAY_ADDRESS": NO_CLUSTER})
+
+
+def test_a_ray_that_does_not_start_is_one_line(tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> None:
+    options = run_options(tiny_policy, prompts_file, tmp_path / "run")
+    environment = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(prompts_file)}
+    error = fails(options, environment, exit_code=1)
+    assert "Ray did not start on this machine" in error
+    assert "Not a directory" in error
 
 
 @pytest.mark.ray
