@@ -109,7 +109,7 @@ def packed_attention(
     for block, groups in zip(attention_plan.blocks, attention_plan.groups or cycle([None]), strict=False):
         q, k, v = (row.index_select(0, block.view(-1)).unflatten(0, block.shape).transpose(1, 2) for row in rows)
         heeded = groups if sliding_window is not None or attention_plan.groups_in_full else None
-        mask = _seen(block.shape[1], sliding_window, heeded, q.device)
+        mask = _seen(block.shape[1], sliding_window, heeded, attention_plan.groups_past_window, q.device)
         output = scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )  # [S, h, L, d]
@@ -118,7 +118,9 @@ def packed_attention(
     return together.index_select(0, attention_plan.selected)[None], None
 
 
-def _seen(length: int, window: int | None, groups: Tensor | None, device: torch.device) -> Tensor | None:
+def _seen(
+    length: int, window: int | None, groups: Tensor | None, groups_past_window: bool, device: torch.device
+) -> Tensor | None:
     """True where a token is seen ``[L, L]``, or with groups ``[S, L]``, which count from 1, ``[S, 1, L, L]``.
 
     None where that is all up to each token.
@@ -126,14 +128,13 @@ def _seen(length: int, window: int | None, groups: Tensor | None, device: torch.
     narrow = window is not None and window < length
     if groups is None and not narrow:
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    if groups is not None:
-        together = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
-        seen = (seen | together)[:, None]
-    if narrow:
-        assert window is not None
-        seen = seen & torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
-    return seen
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    within = everything.triu(1 - window) if narrow and window is not None else everything
+    seen = everything.tril() & within
+    if groups is None:
+        return seen
+    together = (groups[:, :, None] == groups[:, None, :]) & (groups[:, :, None] > 0)
+    return (seen | (together if groups_past_window else together & within))[:, None]
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -53,6 +53,8 @@ class AttentionPlan:
     """Tokens with the same number above 0 see each other, also ahead; None where there are none."""
     groups_in_full: bool = True
     """Whether that holds in layers of full attention, too."""
+    groups_past_window: bool = False
+    """Whether it holds for tokens that are further apart than a layer's window."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -21,6 +21,8 @@ from rlpipe.types import Images, MicroBatch
 WHOLE_IMAGES = {"gemma3", "gemma4_unified"}
 """Models in whose layers the tokens of an image see each other, also ahead; of others the config says it, but not for
 layers of full attention."""
+PAST_WINDOW = {"gemma4_unified"}
+"""Those of them in which they do so, too, where the image is longer than a layer's window."""
 
 
 class Vision:
@@ -100,6 +102,7 @@ class Vision:
             row.attention,
             groups=[group if bool(group.any()) else None for group in own],
             groups_in_full=self._config.model_type in WHOLE_IMAGES,
+            groups_past_window=self._config.model_type in PAST_WINDOW,
         )
         return replace(row, attention=plan)
 

@@ -25,6 +25,11 @@ from rlpipe.types import PlacedImage, Rollout
 
 IMAGE, BREAK, END = 90, 91, 92
 VOCABULARY = 100
+GEMMA_LAYERS = {  # of which no full one is last, where text alone is looked at
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+}
 
 
 class PixtralPixels:
@@ -42,9 +47,10 @@ class PixtralPixels:
 
 
 class Gemma4Pixels:
-    """Of Gemma 4: as many tokens as it takes after pooling."""
+    """Of Gemma 4: as many tokens as it takes after pooling ``pool_side`` squared patches."""
 
-    made = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    def __init__(self, patch_size: int, pool_side: int) -> None:
+        self.made = Gemma4ImageProcessorPil(patch_size=patch_size, pooling_kernel_size=pool_side, max_soft_tokens=70)
 
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
         images = [open_image(image) for row in rows for image in row]
@@ -75,13 +81,13 @@ def pixtral() -> PreTrainedConfig:
 
 
 def gemma4(sees_ahead: str | None) -> PreTrainedConfig:
-    text = TEXT | {
+    text = {
+        **TEXT,
+        **GEMMA_LAYERS,
         "vocab_size": VOCABULARY,
         "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 16,
         "global_head_dim": 64,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
         "pad_token_id": 0,
         "use_bidirectional_attention": sees_ahead,
     }
@@ -91,11 +97,30 @@ def gemma4(sees_ahead: str | None) -> PreTrainedConfig:
     )
 
 
+def gemma4_unified() -> PreTrainedConfig:
+    text = {
+        **TEXT,
+        **GEMMA_LAYERS,
+        "vocab_size": VOCABULARY,
+        "global_head_dim": 64,
+        "pad_token_id": 0,
+    }
+    vision = {"patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 32, "mm_posemb_size": 80}
+    return transformers.Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config=vision | {"output_proj_dims": 32},
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=93,
+    )
+
+
 MODELS = {
     "mistral3": (mistral3, PixtralPixels()),
     "pixtral": (pixtral, PixtralPixels()),
-    "gemma4": (lambda: gemma4(None), Gemma4Pixels()),
-    "gemma4-large": (lambda: gemma4("vision"), Gemma4Pixels()),
+    "gemma4": (lambda: gemma4(None), Gemma4Pixels(4, 3)),
+    "gemma4-large": (lambda: gemma4("vision"), Gemma4Pixels(4, 3)),
+    "gemma4-unified": (gemma4_unified, Gemma4Pixels(12, 1)),
 }
 
 
