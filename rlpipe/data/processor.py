@@ -45,6 +45,8 @@ class Encoded:
     folded_ids: IntArray | None = None  # [F]
     """With a single placeholder for each image; None without images."""
     images: Images = ()
+    offsets: IntArray | None = None  # [T, 2]
+    """Where in the text each token begins and ends, if that is known."""
 
 
 class ImageProcessor:
@@ -80,6 +82,7 @@ class ImageProcessor:
                 PlacedImage(place=start, num_tokens=stop - start, content=image)
                 for (start, stop), image in zip(spans, images, strict=True)
             ),
+            offsets=_find_offsets(made, len(text)),
         )
 
     def check(self, encoded: Encoded) -> None:
@@ -228,6 +231,16 @@ def _find_spans(processor: str, made: Any, token_ids: IntArray, image_id: int) -
     starts, ends = np.array(made["offset_mapping"][0]).reshape(-1, 2).T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
+
+
+def _find_offsets(made: Any, length: int) -> IntArray:
+    """The characters of each token ``[T, 2]`` in the text of that length, in which an image has its placeholder."""
+    offsets = np.array(made["offset_mapping"][0]).reshape(-1, 2)
+    entries = made.get("text_replacement_offsets", [[]])[0]
+    grown = [(new, old) for entry in entries for new, old in zip(entry["new_span"], entry["span"], strict=True)]
+    last = grown[-1] if grown else (0, 0)
+    after, before = zip((-1, -1), *grown, (last[0] + length, last[1] + length), strict=True)
+    return np.interp(offsets, after, before).astype(np.int32)
 
 
 def _check_class(model: ModelConfig, described: Any) -> None:

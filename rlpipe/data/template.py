@@ -156,9 +156,11 @@ class ChatTemplate:
         """Tokens of rendered text; its special tokens are in the text already."""
         return token_ids_of(self.tokenizer, text, add_special_tokens=False)
 
-    def token_offsets(self, text: str) -> tuple[IntArray, IntArray]:
-        """Tokens of rendered text, and their first and last characters as ``Span``s."""
+    def encode_with_offsets(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
+        """As ``encode``, with ``offsets``; only of tokenizers for which ``marks_generation``."""
+        if images:
+            return self.encode(text, images)
         _check_characters(text)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = np.array(encoded["offset_mapping"], np.int32).reshape(-1, 2)
-        return np.array(encoded["input_ids"], np.int32), offsets  # [T], [T, 2]
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(made["offset_mapping"], np.int32).reshape(-1, 2)
+        return Encoded(token_ids=np.array(made["input_ids"], np.int32), offsets=offsets)

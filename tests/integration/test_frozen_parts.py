@@ -113,7 +113,7 @@ FROZEN: dict[str, tuple[str, list[str], type[RlpipeError], str]] = {
         "learner",
         ["cluster.step_timeout_s=30"],
         WaitTimeout,
-        r"no step has ended for cluster.step_timeout_s=30 .*'learner_ranks': {0: 'in step .* last heard of [2-9]\d s ago",
+        r"no step has ended for cluster.step_timeout_s=30 .*'learner_ranks': {0: 'in step .* heard of [2-9]\d s ago",
     ),
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,13 @@ from rlpipe.rollout.hf_engine import HfEngine
 from rlpipe.types import GroupRequest, Rollout
 
 CPU = torch.device("cpu")
+GENERATION_TEMPLATE = (
+    "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}"
+    "{% for p in c %}{{ p.text if p.type == 'text' else 'PLACEHOLDER' }}{% endfor %}{% endif %}{% endmacro %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "A: {% generation %}{{ show(m.content) }}.{% endgeneration %} {% else %}U: {{ show(m.content) }} {% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module", params=IMAGE_FAMILIES)
@@ -68,6 +78,31 @@ def test_packed_rows_are_scored_as_each_alone(model: ModelConfig) -> None:
         np.testing.assert_array_equal(rollout.token_ids, token_ids)
         expected.append(logprobs[rollout.loss_mask[1:]])
     np.testing.assert_allclose(packed(model, rollouts), np.concatenate(expected), atol=2e-5)
+
+
+def test_generation_blocks_mark_what_transformers_marks(model: ModelConfig, tmp_path: Path) -> None:
+    processor = ImageProcessor(model).hf_processor
+    template = GENERATION_TEMPLATE.replace("PLACEHOLDER", processor.image_token)
+    (tmp_path / "template.jinja").write_text(template)
+    found = render_rows(dataclasses.replace(model, chat_template=str(tmp_path / "template.jinja")))
+    for rollout, row in zip(found, rows(), strict=True):
+        images = iter(row.get("images", []))
+        messages = [{**message, "content": with_pictures(message["content"], images)} for message in row["messages"]]
+        made = processor.apply_chat_template(
+            [messages],
+            chat_template=template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            processor_kwargs={"add_special_tokens": False},
+        )
+        np.testing.assert_array_equal(rollout.token_ids, made["input_ids"][0])
+        np.testing.assert_array_equal(rollout.loss_mask, np.array(made["assistant_masks"][0], np.bool_))
+
+
+def with_pictures(content: Any, images: Iterator[bytes]) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"type": "image", "image": open_image(next(images))} if part["type"] == "image" else part for part in parts]
 
 
 def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(model: ModelConfig) -> None:

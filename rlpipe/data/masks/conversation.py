@@ -75,13 +75,14 @@ class ConversationMask:
         Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if one of the
         assistant's turns can't be found again, as its markers merge with what stands beside them.
         """
-        if self._by_generation and not images:
-            token_ids, mask = mark_generation(self._template, messages, first_message)
-            mask &= ~np.isin(token_ids, self._never_counted)
-            encoded = Encoded(token_ids=token_ids)
+        if self._by_generation:
+            encoded, mask = mark_generation(self._template, messages, images, first_message)
+            mask &= ~np.isin(encoded.token_ids, self._never_counted)
         else:
             encoded = self._template.encode(self._template.text(messages), images)
             mask = self._mark(encoded, messages, first_message)
+        for image in encoded.images:
+            mask[image.place : image.place + image.num_tokens] = False
         mask[:1] = False  # the first token has no predecessor
         if not mask.any():
             raise UnusableRow(f"no token of a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
@@ -91,8 +92,6 @@ class ConversationMask:
         rules, token_ids = self.rules, encoded.token_ids
         turns = find_turns(token_ids, rules.boundaries)
         mask = rules.mark_turns(token_ids, turns)
-        for image in encoded.images:
-            mask[image.place : image.place + image.num_tokens] = False
         if rules.counts_all:
             return mask
         taken = self._taken_for_assistant & {message["role"] for message in messages[first_message:]}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rlpipe.data.messages import assistant_turns
+from rlpipe.data.processor import Encoded
 from rlpipe.data.template import ChatTemplate, Span
 from rlpipe.errors import DataError
 from rlpipe.types import BoolArray, ChatMessages, IntArray
 
 
-def mark_generation(template: ChatTemplate, messages: ChatMessages, first_message: int) -> tuple[IntArray, BoolArray]:
-    """The conversation's tokens ``[T]``, and which of them the assistant writes from ``first_message`` on ``[T]``.
+def mark_generation(
+    template: ChatTemplate, messages: ChatMessages, images: Sequence[bytes], first_message: int
+) -> tuple[Encoded, BoolArray]:
+    """The conversation's T tokens, and which of them the assistant writes from ``first_message`` on ``[T]``.
 
     An end token right behind a block counts, too. Raises ``UnusableRow`` if the template can't render these messages.
     """
@@ -23,11 +28,12 @@ def mark_generation(template: ChatTemplate, messages: ChatMessages, first_messag
             f"the chat template has {len(spans)} generation blocks for {num_turns} assistant turns, so those of the "
             "prompt can't be told from those of the completion"
         )
-    token_ids, offsets = template.token_offsets(text)
-    mask = np.zeros(len(token_ids), np.bool_)
+    encoded = template.encode_with_offsets(text, images)
+    assert encoded.offsets is not None
+    mask = np.zeros(len(encoded.token_ids), np.bool_)
     for span in spans[num_earlier:]:
-        mask |= _overlapping(offsets, span)
-    return token_ids, _with_end_tokens(token_ids, mask, template.tokenizer.eos_token_id)
+        mask |= _overlapping(encoded.offsets, span)
+    return encoded, _with_end_tokens(encoded.token_ids, mask, template.tokenizer.eos_token_id)
 
 
 def _overlapping(offsets: IntArray, span: Span) -> BoolArray:
