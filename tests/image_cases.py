@@ -152,9 +152,9 @@ def _qwen(name: str, vision: dict[str, Any], text: dict[str, Any] | None = None)
 
 def _gemma3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     find = tokenizer.convert_tokens_to_ids
-    layers = ["sliding_attention", "full_attention"]
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     return transformers.Gemma3Config(
-        text_config=TEXT | {"vocab_size": len(tokenizer), "sliding_window": 3, "layer_types": layers},
+        text_config=TEXT | {"vocab_size": len(tokenizer), "sliding_window": 3} | layers,
         vision_config=VISION | {"image_size": 32, "patch_size": 8},
         mm_tokens_per_image=4,
         boi_token_index=find("<start_of_image>"),
