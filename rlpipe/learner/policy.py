@@ -255,7 +255,8 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
         raise
     except (OSError, ValueError) as error:
         name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
-        raise ModelError(f"{name} can't be loaded: {describe_error(error)}") from None
+        where = " (adapters go on the language model, unless target_modules is a regex)" if has_vision(model) else ""
+        raise ModelError(f"{name} can't be loaded: {describe_error(error)}{where}") from None
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # modules that are saved come in the base's type
             parameter.data = parameter.data.float()

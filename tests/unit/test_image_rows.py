@@ -20,6 +20,7 @@ from rlpipe.data.images import open_image
 from rlpipe.data.packing import pack_step, split_padded
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.tokenizer import load_tokenizer
+from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.rows import Layout
 from rlpipe.rollout.hf_engine import HfEngine
@@ -117,3 +118,15 @@ def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(model: Mode
     sampled = np.concatenate([rollout.logprobs[rollout.loss_mask] for rollout in rollouts])
     assert sum(len(rollout.images) for rollout in rollouts) == 2 * 4
     np.testing.assert_allclose(packed(model, rollouts), sampled, atol=2e-5)
+
+
+def test_a_vision_tower_has_an_adapter_by_a_regex_alone(tmp_path: Path) -> None:
+    folder = IMAGE_FAMILIES["qwen2-vl"].write(tmp_path)
+
+    def load(targets: list[str] | str) -> list[str]:
+        model = ModelConfig(path=str(folder), dtype="float32", adapter=AdapterConfig(r=2, target_modules=targets))
+        return list(load_policy(model, LearnerConfig(), CPU).trainable_parameters())
+
+    with pytest.raises(ModelError, match="adapters go on the language model, unless target_modules is a regex"):
+        load(["qkv"])
+    assert {name.split(".qkv.")[0][-6:] for name in load(".*visual.*qkv")} == {"0.attn", "1.attn"}
