@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlpipe.errors import InputError
+from rlpipe.errors import InputError, RlpipeError
 
 USER_CODE_ERRORS = (
     ArithmeticError,
@@ -51,8 +51,16 @@ def import_object(path: str, *, what: str = "object", error: type[InputError] = 
 
 def describe_error(error: BaseException) -> str:
     """An exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
+    lines = message_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; nothing where its class, which may be a user's, can't."""
+    try:
+        return str(error).strip()
+    except Exception:  # noqa: BLE001 - the exception's class is user code too
+        return ""
 
 
 def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleType:
@@ -63,9 +71,9 @@ def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleTy
             return _load_file(Path(path).expanduser().resolve())
         _make_working_directory_importable()
         return importlib.import_module(path)
-    except InputError:
+    except RlpipeError:
         raise
-    except USER_CODE_ERRORS as cause:
+    except Exception as cause:
         raise error(f"{subject} can't be imported: {describe_error(cause)}") from cause
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.rows import AnyRows, Row, Rows, UnusableRow
-from rlpipe.errors import DataError, InputError
-from rlpipe.imports import USER_CODE_ERRORS, describe_error, import_object
+from rlpipe.errors import DataError, InputError, RlpipeError
+from rlpipe.imports import describe_error, import_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,12 +139,14 @@ def _kept(row: Row, remove: Collection[str] | str) -> dict[str, Any]:
 
 
 def _call(function: MapFunction, row: dict[str, Any], location: str) -> Mapping[str, Any]:
-    """What a map function makes; raises ``UnusableRow`` if it raises."""
+    """What a map function makes; raises ``UnusableRow`` if it raises any ``Exception`` but rlpipe's own."""
     try:
         new = function(row)
     except InputError as error:
         raise DataError(f"{location}: {error}") from None
-    except USER_CODE_ERRORS as error:
+    except (RlpipeError, UnusableRow):
+        raise
+    except Exception as error:
         raise UnusableRow(f"data.transform raised {describe_error(error)}") from error
     if not isinstance(new, Mapping):
         raise DataError(f"{location}: data.transform returned {type(new).__name__} instead of a dict")
@@ -173,9 +175,9 @@ def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokeni
     settings = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
     try:
         result = transform(TransformConfig(settings | data.transform_args))
-    except InputError:
+    except RlpipeError:
         raise
-    except USER_CODE_ERRORS as error:
+    except Exception as error:
         raise DataError(f"data.transform {data.transform!r} raised {describe_error(error)}") from error
     map_row, options = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not callable(map_row) or not isinstance(options, Mapping):

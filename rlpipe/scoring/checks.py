@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlpipe.imports import message_of
+
 MAX_REASON_CHARS = 300
 NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 """What can be iterated, but is no list of values."""
@@ -45,10 +47,7 @@ def _check_value(value: Any, index: int) -> float | None:
 
 def describe_exception(error: BaseException) -> str:
     """Type and message of an exception in one line, with the last line of the user's own code that it passed."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - the exception's class is user code too
-        message = ""
+    message = " ".join(message_of(error).split())
     reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
     frame = _user_frame(error)
     place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""

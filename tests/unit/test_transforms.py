@@ -1,6 +1,7 @@
 """Row transforms written for axolotl, TRL and Hugging Face's ``map`` work unchanged."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,54 @@ def test_map_function_can_change_its_row_in_place(tmp_path: Path) -> None:
 def test_row_on_which_the_map_function_raises_is_unusable(tmp_path: Path) -> None:
     with pytest.raises(UnusableRow, match=r"data.transform raised KeyError: 'question'"):
         transform(tmp_path, AXOLOTL, {"answer": "4"})
+
+
+OWN_ERRORS = """
+class NoLevel(Exception):
+    pass
+
+class Speechless(Exception):
+    def __str__(self):
+        return self.missing
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        ("NoLevel('no level in it')", "data.transform raised NoLevel: no level in it"),
+        ("Speechless()", "data.transform raised Speechless"),
+        ("StopIteration()", "data.transform raised StopIteration"),
+        ("MemoryError('1 TiB')", "data.transform raised MemoryError: 1 TiB"),
+        ("BufferError('locked')", "data.transform raised BufferError: locked"),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_exceptions_of_every_kind_make_a_row_unusable(tmp_path: Path, raised: str, reason: str, batched: bool) -> None:
+    code = f"{OWN_ERRORS}def change(row):\n    raise {raised}\ndef transform(cfg):\n"
+    code += f"    return change, {{'batched': {batched}}}"
+    with pytest.raises(UnusableRow, match=f"^{re.escape(reason)}$"):
+        transform(tmp_path, code, {"q": "x"})
+
+
+def test_the_reason_of_a_row_that_a_transform_gives_up_stays_as_it_is(tmp_path: Path) -> None:
+    code = "from rlpipe.data.rows import UnusableRow\ndef change(row):\n    raise UnusableRow('no turn')\n"
+    with pytest.raises(UnusableRow, match="^no turn$"):
+        transform(tmp_path, f"{code}def transform(cfg):\n    return change", {"q": "x"})
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+def test_signals_that_end_the_process_pass_a_transform(tmp_path: Path, signal: type[BaseException]) -> None:
+    code = f"def change(row):\n    raise {signal.__name__}\ndef transform(cfg):\n    return change"
+    with pytest.raises(signal):
+        transform(tmp_path, code, {"q": "x"})
+
+
+@pytest.mark.parametrize("code", ["raise Own('no level')", "def transform(cfg):\n    raise Own('no level')"])
+def test_an_exception_of_the_users_own_before_the_first_row_is_a_data_error(tmp_path: Path, code: str) -> None:
+    with pytest.raises(DataError, match=r"data.transform .*mine.py:transform.* Own: no level$"):
+        transform(tmp_path, f"class Own(Exception):\n    pass\n{code}", {"q": "x"})
 
 
 @pytest.mark.parametrize(
