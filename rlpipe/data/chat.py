@@ -13,6 +13,7 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.formats import SupervisedForm
 from rlpipe.data.images import count_images, take_images
 from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.messages import column_messages
 from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate, token_ids_of
@@ -67,7 +68,8 @@ class PromptRenderer:
                 raise DataError(f"{place.location}: {NEED_CHAT}")
             encoded = Encoded(token_ids=token_ids_of(self._tokenizer, value))
             return self._prompt(value, encoded, task, place)
-        messages, contents = take_images(self._template.messages(value), images, images_folder(self._data))
+        messages = column_messages(value, self._data.prompt_column, "user")
+        messages, contents = take_images(messages, images, images_folder(self._data))
         return self.render_taken(messages, contents, task, place)
 
     def render_taken(
@@ -227,13 +229,16 @@ class SequenceRenderer:
     def _conversation(self, row: Row) -> tuple[ChatMessages, list[bytes], int]:
         """Its messages, its images, and which of the messages is the first of the completion; 0: all are one's own."""
         if self._data.messages_column in row:
-            messages, first = self._template.messages(present(row, self._data.messages_column)), 0
+            messages, first = self._messages(row, self._data.messages_column), 0
         else:
-            prompt = self._template.messages(present(row, self._data.prompt_column))
-            answer = self._template.messages(present(row, self._completion_column), role="assistant")
+            prompt = self._messages(row, self._data.prompt_column, "user")
+            answer = self._messages(row, self._completion_column, "assistant")
             messages, first = [*prompt, *answer], len(prompt)
         images = row.get(self._data.images_column)
         return *take_images(messages, images, images_folder(self._data)), first
+
+    def _messages(self, row: Row, column: str, role: str | None = None) -> ChatMessages:
+        return column_messages(present(row, column), column, role)
 
     def _refuse_images(self, row: Row) -> None:
         if row.get(self._data.images_column):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.messages import assistant_turns, chat_messages, no_assistant
+from rlpipe.data.messages import assistant_turns, chat_messages, column_messages, no_assistant
 from rlpipe.data.rows import Row, UnusableRow, require_columns
 from rlpipe.errors import DataError
 from rlpipe.types import ChatMessages
@@ -28,7 +28,7 @@ class SupervisedForm:
     """Tells what a row for SFT is made of, and brings it into that form.
 
     In order: a conversation in ``data.messages_column`` or ``conversations``, ``data.prompt_column`` with
-    ``completion_column``, Alpaca's columns.
+    ``completion_column``, Alpaca's columns. Null columns are passed over, as tables have the columns of all rows.
     """
 
     def __init__(self, data: DataConfig, completion_column: str) -> None:
@@ -61,9 +61,11 @@ class SupervisedForm:
             used = (*conversation_columns(self._messages), *([SYSTEM] if name == CONVERSATIONS else []))
             return {**_without(row, *used), self._messages: messages}
         rest = _without(row, *conversation_columns(self._messages))
-        if set(self._pair) <= row.keys():
+        pair, alpaca = set(self._pair), {INSTRUCTION, OUTPUT}
+        given = {name for name, value in row.items() if value is not None}
+        if pair <= given or (pair <= row.keys() and not alpaca <= given):
             return rest
-        if {INSTRUCTION, OUTPUT} <= row.keys():
+        if alpaca <= row.keys():
             return self._of_alpaca(rest)
         raise UnusableRow(no_conversation(row.keys(), self._messages))
 
@@ -106,12 +108,7 @@ def conversation_column(row: Row, messages_column: str) -> str | None:
 
 def conversation(row: Row, column: str) -> ChatMessages:
     """The messages in a column, ShareGPT's behind the row's ``system`` column; raises ``UnusableRow``."""
-    try:
-        messages = chat_messages(row[column])
-    except UnusableRow as problem:
-        raise UnusableRow(f"column {column!r}: {problem.reason}") from None
-    if not messages:
-        raise UnusableRow(f"column {column!r} is an empty list")
+    messages = column_messages(row[column], column)
     system = row.get(SYSTEM) if column == CONVERSATIONS else None
     if system and messages[0]["role"] != SYSTEM:
         return [*chat_messages([{"role": SYSTEM, "content": system}]), *messages]

@@ -28,6 +28,24 @@ def chat_messages(value: Any) -> ChatMessages:
     return [_message(message, f"message {number}") for number, message in enumerate(value, start=1)]
 
 
+def column_messages(value: Any, column: str, role: str | None = None) -> ChatMessages:
+    """``chat_messages`` of a column's value, at least one; with a ``role``, a text is a turn of it.
+
+    The ``UnusableRow`` that it raises names the column.
+    """
+    if role is not None and isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if role is not None and not isinstance(value, list | tuple):
+        raise UnusableRow(f"column {column!r} holds a {type(value).__name__}, not a text or messages")
+    try:
+        messages = chat_messages(value)
+    except UnusableRow as problem:
+        raise UnusableRow(f"column {column!r}: {problem.reason}") from None
+    if not messages:
+        raise UnusableRow(f"column {column!r} is an empty list")
+    return messages
+
+
 def content_text(content: Any) -> str:
     """A message's content as a text for people, in which ``<image>`` stands for one."""
     if not isinstance(content, list):

@@ -11,7 +11,6 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.messages import chat_messages
 from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError
@@ -65,12 +64,6 @@ class ChatTemplate:
                 f"tokenizer {self.tokenizer.name_or_path!r} has no chat template; "
                 "set model.chat_template, or data.chat=false for plain texts"
             )
-
-    def messages(self, prompt: Any, role: str = "user") -> ChatMessages:
-        """``prompt``, a text or messages, as messages; a text becomes a turn of ``role``."""
-        if isinstance(prompt, str):
-            return [{"role": role, "content": prompt}]
-        return chat_messages(prompt)
 
     def with_system_prompt(self, messages: ChatMessages) -> ChatMessages:
         if self._system_prompt is None or any(message["role"] == "system" for message in messages):

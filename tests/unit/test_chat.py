@@ -128,9 +128,9 @@ def test_missing_column_is_named_with_the_place_and_the_columns() -> None:
     ("value", "kind", "reason"),
     [
         (None, SkipKind.UNRENDERABLE, "column 'prompt' is null"),
-        (7, SkipKind.UNRENDERABLE, "found int"),
+        (7, SkipKind.UNRENDERABLE, "column 'prompt' holds a int, not a text or messages"),
         (["hi"], SkipKind.UNRENDERABLE, "must be a dict"),
-        ([], SkipKind.UNRENDERABLE, "the prompt is empty"),
+        ([], SkipKind.UNRENDERABLE, "column 'prompt' is an empty list"),
         ([{"role": None, "content": "hi"}], SkipKind.UNRENDERABLE, "must be a dict with role"),
         ([{"from": "hmuan", "value": "hi"}], SkipKind.UNRENDERABLE, "message 1: .* did you mean 'human'"),
         ("x" * 30, SkipKind.TOO_LONG, "33 prompt tokens, more than data.max_prompt_tokens=32"),

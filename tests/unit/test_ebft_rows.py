@@ -355,7 +355,7 @@ def test_every_turn_is_a_prompt_and_those_that_cannot_be_are_skipped(tmp_path: P
     assert prompt_text(prompts[2]) == "<|assistant|>Hi!<|end|><|user|>2+2?<|end|><|assistant|>"
     assert [(row.row, row.location.removeprefix(f"{tmp_path}/"), row.reason) for row in source.skipped] == [
         (2, "rows.jsonl, line 2", "column 'messages' has no turn of the role assistant; its roles are user"),
-        (3, "rows.jsonl, line 3, part 1 of 2", "the prompt is empty"),
+        (3, "rows.jsonl, line 3, part 1 of 2", "column 'prompt' is an empty list"),
     ]
 
 

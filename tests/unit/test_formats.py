@@ -58,10 +58,52 @@ def texts(row: Row, **options: Any) -> tuple[str, str]:
         ({"instruction": "a", "output": "b"}, {}),
         ({"instruction": "a", "input": "", "output": "b"}, {}),
         ({"messages": None, "instruction": "a", "input": None, "output": "b"}, {}),
+        ({"prompt": None, "completion": None, "instruction": "a", "output": "b"}, {}),
+        ({"prompt": None, "completion": "x", "instruction": "a", "output": "b"}, {}),
+        ({"prompt": "a", "completion": "b", "instruction": None, "output": None}, {}),
     ],
 )
 def test_every_format_gives_the_same_sequence(row: Row, options: dict[str, Any]) -> None:
     assert texts(row, **options) == ("<|user|>a<|end|><|assistant|>b<|end|>", "b<|end|>")
+
+
+NULL_PAIR = {"prompt": None, "completion": None, "instruction": "a", "output": "b"}
+
+
+def test_null_columns_of_a_pair_make_room_for_those_of_alpaca_without_a_template() -> None:
+    sequence, counted = texts(NULL_PAIR, chat=False)
+    assert sequence.endswith("### Instruction:\na\n\n### Response:\nb<|end|>")
+    assert counted == "b<|end|>"
+    assert rendered({**NULL_PAIR, "level": 1}).task == {"level": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "completion": []}, "column 'completion' is an empty list"),
+        ({"prompt": [], "completion": "b"}, "column 'prompt' is an empty list"),
+        ({"prompt": "a", "completion": 3}, "column 'completion' holds a int, not a text or messages"),
+        ({"prompt": 3, "completion": "b"}, "column 'prompt' holds a int, not a text or messages"),
+        ({"prompt": ["a"], "completion": "b"}, "column 'prompt': message 1: a chat message must be a dict"),
+        ({"prompt": "a", "completion": [{"role": "assistant"}]}, "column 'completion': message 1: its key 'content'"),
+        ({"prompt": None, "completion": "b"}, "column 'prompt' is null"),
+        ({"prompt": None, "completion": None, "instruction": None, "output": None}, "column 'prompt' is null"),
+        ({"messages": None, "instruction": "a", "output": None}, "column 'output' is None, not a text"),
+    ],
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_wrong_prompts_and_completions_are_unusable_and_the_column_is_named(row: Row, reason: str, chat: bool) -> None:
+    with pytest.raises(UnusableRow, match=f"^{reason}"):
+        rendered(row, chat=chat)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"), [([], "is an empty list"), (3, "holds a int, not a text or messages"), ({}, "holds a dict")]
+)
+def test_wrong_prompts_of_rl_are_unusable_and_the_column_is_named(prompt: Any, reason: str) -> None:
+    renderer = PromptRenderer(TOKENIZER, DataConfig(source="jsonl", prompt_column="q", system_prompt="S"))
+    with pytest.raises(UnusableRow, match=f"^column 'q' {reason}"):
+        renderer.render({"q": prompt}, PLACE)
 
 
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": SHAREGPT}, {"instruction": "a", "output": "b"}])
