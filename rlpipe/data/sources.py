@@ -243,23 +243,16 @@ def _load_stream(data: DataConfig) -> datasets.IterableDataset:
 
 def load_split(data: DataConfig) -> Any:
     """A ``Dataset``; with ``data.streaming`` an ``IterableDataset``, unless it was saved in memory-mapped files."""
-    from datasets import DatasetDict
     from datasets.exceptions import DatasetsError
 
     if data.path is None:
         raise DataError("data.path is not set; source datasets needs a folder or a hub id")
     try:
-        found = _load_dataset(data, data.path)
+        return _load_dataset(data, data.path)
     except (OSError, ValueError, DatasetsError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"data.path: data set {data.path!r} can't be loaded ({describe_error(error)})") from None
-    if isinstance(found, DatasetDict):
-        if data.split not in found:
-            option = "data.held_out.split" if data.split == data.held_out.split else "data.split"
-            raise DataError(f"{option}: {data.path!r} has no split {data.split!r}, but {', '.join(found)}")
-        found = found[data.split]
-    return found
 
 
 def _check_table(table: pyarrow.Table, name: str, check: CheckColumns) -> None:
@@ -280,7 +273,7 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
 
     folder = Path(path).expanduser()
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-        return load_from_disk(str(folder))
+        return _split_of(load_from_disk(str(folder)), data)
     if folder.exists():
         return load_dataset(str(folder), data.name, split=data.split, streaming=data.streaming)
     if not hub_has(path, kind="dataset", option="data.path", error=DataError) and not HF_HUB_OFFLINE:
@@ -289,6 +282,23 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
             "HF_HUB_OFFLINE=1 uses the copy in the cache"
         )
     return load_dataset(path, data.name, split=data.split, streaming=data.streaming)
+
+
+def _split_of(saved: datasets.Dataset | datasets.DatasetDict, data: DataConfig) -> datasets.Dataset:
+    """The split that the config names; of a single data set all of it, where the config does not ask for another one."""
+    from datasets import DatasetDict
+
+    is_held_out = data.split == data.held_out.split
+    option = "data.held_out.split" if is_held_out else "data.split"
+    if isinstance(saved, DatasetDict):
+        if data.split not in saved:
+            raise DataError(f"{option}: {data.path!r} has no split {data.split!r}, but {', '.join(saved)}")
+        return saved[data.split]
+    by_default = data.split == DataConfig().split and not is_held_out
+    if not by_default and data.split != str(saved.split):
+        fix = "set data.held_out.size or data.held_out.path instead" if is_held_out else "leave data.split out"
+        raise DataError(f"{option}: {data.path!r} is a single data set without a split {data.split!r}; {fix}")
+    return saved
 
 
 def _create_task(task: str, arguments: dict[str, Any]) -> Any:

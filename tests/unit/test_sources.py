@@ -1,17 +1,18 @@
 """Rows come out of files, data sets and reasoning-gym tasks, or the message says what is wrong and where."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Split
 
-from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema_data import DataConfig, HeldOutConfig
 from rlpipe.data.rows import require_columns
-from rlpipe.data.sources import open_rows
+from rlpipe.data.sources import load_split, open_held_out_rows, open_rows
 from rlpipe.errors import DataError
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "bż", "answer": 2}, {"prompt": "c", "answer": 3}]
@@ -83,6 +84,23 @@ def test_saved_data_set_and_its_splits(tmp_path: Path) -> None:
     assert read(DataConfig(source="datasets", path=str(tmp_path / "split"), split="test")) == ROWS[:1]
     with pytest.raises(DataError, match=r"data.split: .* has no split 'train', but test"):
         open_rows(DataConfig(source="datasets", path=str(tmp_path / "split")), seed=0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_single_saved_data_set_has_no_split_but_its_own(tmp_path: Path, streaming: bool) -> None:
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "none"))
+    Dataset.from_list(ROWS, split=Split("test")).save_to_disk(str(tmp_path / "own"))
+    none, own = (DataConfig(source="datasets", path=str(tmp_path / name)) for name in ("none", "own"))
+    for data in (none, own, replace(own, split="test")):
+        assert len(load_split(replace(data, streaming=streaming))) == 3
+    for data in (none, own):
+        with pytest.raises(DataError, match=r"^data\.split: '.*' is a single .* split 'dev'; leave data\.split out$"):
+            load_split(replace(data, split="dev", streaming=streaming))
+    held_out = replace(none, held_out=HeldOutConfig(split="test"), streaming=streaming)
+    with pytest.raises(DataError, match=r"^data\.held_out\.split: .* split 'test'; set data\.held_out\.size or"):
+        open_held_out_rows(held_out)
+    with pytest.raises(DataError, match=r"^data\.held_out\.split: .* split 'train'"):
+        open_held_out_rows(replace(own, split="test", held_out=HeldOutConfig(split="train")))
 
 
 def test_folder_of_data_files_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
