@@ -101,7 +101,8 @@ def open_sft_rows(
     """The source of SFT sequences of at most ``max_tokens`` tokens, and the held-out ones.
 
     With the same ``data`` and ``seed`` the held-out rows are those of ``open_prompts``. A conversation's prompt is what
-    stands before its first assistant turn, a text's all of it. Raises ``DataError`` as ``open_prompts`` does.
+    stands before its first assistant turn, a text's all of it; a row that makes no prompt can't be held out, and is
+    trained if it makes a sequence. Raises ``DataError`` as ``open_prompts`` does.
     """
 
     def renderer_of(data: DataConfig) -> SequenceRenderer:
@@ -134,7 +135,12 @@ def open_sft_rows(
 
         def render(row: Row, place: Place) -> Rollout:
             if split.held_out:
-                split.keep_out(render_prompt(row, place))
+                try:
+                    prompt = render_prompt(row, place)
+                except UnusableRow:
+                    pass  # what makes no prompt equals none, and may be a sequence nevertheless
+                else:
+                    split.keep_out(prompt)
             return render_any(row, place)
 
         return render

@@ -219,6 +219,35 @@ def test_sft_on_conversations_keeps_out_held_out_prompts(tmp_path: Path) -> None
     assert trained == {f"{letter * 2}<|end|>" for letter in LETTERS} - kept
 
 
+USER, BOT = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"messages": [BOT, USER, BOT]}, {}),
+        ({"prompt": "", "completion": "y"}, {"chat": False}),
+        ({"messages": [{"role": "user", "content": "x" * 40}, BOT]}, {"roles_to_train": ["user", "assistant"]}),
+        ({"messages": [{"role": "user", "content": "x" * 40}, BOT]}, {"train_on_inputs": True}),
+    ],
+)
+@pytest.mark.parametrize("held_out", ["size", "path"])
+def test_rows_without_a_prompt_are_trained_whether_or_not_others_are_held_out(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], held_out: str
+) -> None:
+    others = [{"prompt": letter, "completion": "y", "messages": None} for letter in LETTERS[:3]]
+    path = write(tmp_path / "rows.jsonl", [row, *others])
+    file = write(tmp_path / "held_out.jsonl", [row, others[0]])
+    data = DataConfig(source="jsonl", path=path, max_prompt_tokens=30, **options)
+    kept_out = HeldOutConfig(size=1) if held_out == "size" else HeldOutConfig(path=file)
+    for config, num_held_out in ((data, 0), (replace(data, held_out=kept_out), 1)):
+        for seed in range(4):
+            source, evaluated = open_sft_rows(config, TOKENIZER, seed=seed, max_tokens=64)
+            assert {sequence.prompt_id for sequence in source.take(12)} >= {0}
+            assert len(evaluated) == num_held_out
+            assert source.skip_counts["unrenderable"] == source.skip_counts["too_long"] == 0
+
+
 def test_sft_learns_the_answers_of_a_reasoning_gym_task() -> None:
     data = DataConfig(
         source="reasoning_gym", task="basic_arithmetic", task_args={"size": 20}, held_out=HeldOutConfig(size=4)
