@@ -203,9 +203,15 @@ class _Split:
             order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices).tolist()
             rows = self._hold_out(source, order, share) if share else []
             source.indices = np.setdiff1d(source.indices, rows)
-            if not len(source.indices):
-                whole = f"{len(order)} rows of {source.rows.name}"
-                raise DataError(f"data.held_out.size: {share} of {whole} leave none to train on")
+            source.num_split_off = len(rows)
+            if len(rows) < share or not len(source.indices):
+                wanted = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
+                usable = f"of whose {len(order)} rows {len(rows)} can be held out"
+                fix = "set it lower" if source.name else f"set it below {len(rows)}"
+                raise DataError(
+                    f"data.held_out.size: {wanted} are to come from {source.rows.name}, {usable}; {fix}, so that some "
+                    "are left to train on"
+                )
 
     def _hold_out(self, source: _Source, order: Iterable[int], count: int) -> list[int]:
         found = _render_held_out(source, order, count, self._prompts_of(source.data)[1])
@@ -230,6 +236,8 @@ class _Source:
     """Of the rows that are trained on, unless they are a stream's."""
     stream: StreamRows | None = None
     number: int = 0
+    num_split_off: int = 0
+    """Rows that ``data.held_out.size`` took out of ``indices``."""
 
     @classmethod
     def open(cls, source: MixedSource, number: int, seed: int, check: CheckColumns, rendering: Rendering) -> _Source:
@@ -256,7 +264,15 @@ class _Source:
 
     def part(self, render: Render[Item], seed: int) -> Part[Item]:
         order = self._order(seed)
-        return Part(rows=self.rows, order=order, render=render, has=self.has, name=self.name, weight=self.weight)
+        return Part(
+            rows=self.rows,
+            order=order,
+            render=render,
+            has=self.has,
+            name=self.name,
+            weight=self.weight,
+            num_split_off=self.num_split_off,
+        )
 
     def _order(self, seed: int) -> Order:
         seeds, shuffle = self.seeds(seed), self.data.shuffle
@@ -276,6 +292,7 @@ def _key(prompt: Prompt) -> tuple[bytes, ...]:
 def _render_held_out(source: _Source, order: Iterable[int], count: int, render: Render[Item]) -> list[tuple[Item, int]]:
     """The first ``count`` rows of ``order`` that can be rendered, with their numbers; the others are logged."""
     found: list[tuple[Item, int]] = []
+    first = ""
     part = source.part(render, 0)
     for row in order:
         location = source.rows.location(row)
@@ -283,8 +300,9 @@ def _render_held_out(source: _Source, order: Iterable[int], count: int, render: 
             found.append((part.read(row, Place(row=row, epoch=0, location=location)), row))
         except UnusableRow as problem:
             logger.warning("%s can't be held out: %s", location, problem.reason)
+            first = first or f"{location} because {problem.reason}"
         if len(found) == count:
             break
     if not found:
-        raise DataError(f"{source.rows.name}: none of its rows can be held out, as none can be rendered")
+        raise DataError(f"data.held_out: none of the rows of {source.rows.name} can be held out, {first}")
     return found

@@ -50,6 +50,8 @@ class Part(Generic[Item]):
     name: str = ""
     """Empty where there is no mix."""
     weight: float = 1.0
+    num_split_off: int = 0
+    """Rows that ``data.held_out.size`` took away."""
 
     def read(self, row: int, place: Place) -> Item:
         """The rendered row; raises ``UnusableRow`` to skip it."""
@@ -243,7 +245,8 @@ class RowSource(Generic[Item]):
             first = _most_frequent(self._skipped[index].values())
             which = f"all {number}" if part.order.num_rows else f"the first {number}"
             reason = f"{first.location} because {first.reason}"
-            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, {reason}")
+            others = f"; data.held_out.size holds out {part.num_split_off} others" if part.num_split_off else ""
+            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, {reason}{others}")
 
 
 def _most_frequent(skipped: Collection[SkippedRow]) -> SkippedRow:

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def contents(prompts: Sequence[Prompt]) -> list[str]:
 
 
 LETTERS = list("abcdefghij")
+USER, BOT = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
 
 
 def test_every_epoch_has_all_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
@@ -169,9 +171,35 @@ def test_held_out_rows_that_can_not_be_rendered_are_replaced(tmp_path: Path) -> 
     assert len(set(contents(held_out))) == 5
 
 
-def test_holding_out_everything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data.held_out.size: 10 of 10 rows"):
-        open_prompts(data_of(tmp_path, LETTERS, held_out=HeldOutConfig(size=10)), TOKENIZER, seed=1)
+@pytest.mark.parametrize(
+    ("prompts", "size", "usable"),
+    [(LETTERS, 10, "10 rows 10"), (LETTERS, 11, "10 rows 10"), ([*LETTERS[:4], None, None], 5, "6 rows 4")],
+)
+def test_holding_out_more_than_leaves_rows_is_refused_with_their_number(
+    tmp_path: Path, prompts: list[Any], size: int, usable: str
+) -> None:
+    message = (
+        f"^data.held_out.size: {size} rows are to come from .*rows.jsonl, of whose {usable} can be held out; "
+        f"set it below {usable.split()[-1]}, so that some are left to train on$"
+    )
+    for open_rows in (open_prompts, partial(open_sft_rows, max_tokens=64)):
+        with pytest.raises(DataError, match=message):
+            open_rows(data_of(tmp_path, prompts, held_out=HeldOutConfig(size=size)), TOKENIZER, seed=1)
+
+
+def test_holding_out_all_rows_that_can_be_used_is_named_where_the_others_are_skipped(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [*LETTERS[:4], None, None], held_out=HeldOutConfig(size=4))
+    with pytest.raises(DataError, match=r"all 2 rows .* is null; data\.held_out\.size holds out 4 others$"):
+        open_prompts(data, TOKENIZER, seed=1)
+
+
+@pytest.mark.parametrize("option", ["size", "path"])
+def test_where_no_row_can_be_held_out_the_first_reason_is_quoted(tmp_path: Path, option: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"messages": [BOT, USER, BOT]}] * 2)
+    other = write(tmp_path / "held_out.jsonl", [{"messages": [BOT, USER, BOT]}])
+    held_out = HeldOutConfig(size=1) if option == "size" else HeldOutConfig(path=other)
+    with pytest.raises(DataError, match=r"^data\.held_out: none of .*, line \d because the prompt is empty$"):
+        open_sft_rows(DataConfig(source="jsonl", path=path, held_out=held_out), TOKENIZER, seed=1, max_tokens=64)
 
 
 def test_duplicates_of_held_out_prompts_that_leave_nothing_are_refused(tmp_path: Path) -> None:
@@ -217,9 +245,6 @@ def test_sft_on_conversations_keeps_out_held_out_prompts(tmp_path: Path) -> None
     kept = {str(TOKENIZER.decode(sequence.completion_ids)) for sequence in held_out}
     assert len(kept) == 3
     assert trained == {f"{letter * 2}<|end|>" for letter in LETTERS} - kept
-
-
-USER, BOT = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
 
 
 @pytest.mark.parametrize(
