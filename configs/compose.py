@@ -137,6 +137,9 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
 
 
 def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
+    for inner in value if isinstance(value, Mapping) else ():
+        if not isinstance(inner, str):
+            raise layer.error(f"{name}: YAML reads its key {inner!r} as a {type(inner).__name__}; write it in quotes")
     try:
         OmegaConf.update(node, key, expand_home(value), merge=True, force_add=True)
     except OmegaConfBaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -19,6 +18,8 @@ from rlpipe.errors import ConfigError
 OPTION = "data.sources"
 WHOLE = ("sources", "held_out", "max_prompt_tokens", "cache")
 """Options of ``data`` that hold for a mix as a whole."""
+MIN_WEIGHT, MAX_WEIGHT = 1e-100, 1e100
+"""Beyond these the shares of a mix can't be counted."""
 EXAMPLE = "such as data.sources.math={source: jsonl, path: math.jsonl, weight: 2}"
 
 
@@ -40,6 +41,9 @@ def all_sources(data: DataConfig) -> list[MixedSource]:
 
 def mixed_sources(data: DataConfig) -> list[MixedSource]:
     """The sources of a mix by name; raises ``ConfigError`` with the entry and the key that is wrong."""
+    for name in data.sources:
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(f"{OPTION}: {name!r} is no name of a source; write {EXAMPLE}")
     return [_read(name, data.sources[name], data) for name in sorted(data.sources)]
 
 
@@ -53,8 +57,10 @@ def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
     if "source" not in own:
         raise ConfigError(f"{option}.source is missing: where its rows come from")
     weight = entry.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ConfigError(f"{option}.weight: {weight!r} is no number above 0; leave the source out to take none of it")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        limits = f"a number above 0, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        raise ConfigError(f"{option}.weight: {weight!r:.40} is not {limits}; leave the source out to take none of it")
     values = {key: _typed(f"{option}.{key}", key, value) for key, value in own.items()}
     if isinstance(values.get("path"), str):
         values["path"] = str(Path(values["path"]).expanduser())

@@ -280,6 +280,18 @@ def test_options_that_are_younger_than_a_run_had_their_defaults() -> None:
     assert changed_options(old, changed) == ["data.shuffle: true -> false"]
 
 
+@pytest.mark.parametrize(("key", "kind"), [("1", "int"), ("1.5", "float"), ("on", "bool")])
+def test_a_key_that_yaml_does_not_read_as_a_text_is_named(tmp_path: Path, key: str, kind: str) -> None:
+    def load(name: str) -> Config:
+        source = "{source: jsonl, path: a.jsonl}"
+        (tmp_path / "run.yaml").write_text(f"defaults: [data: mix]\ndata:\n  sources:\n    {name}: {source}\n")
+        return load_config(["algorithm=sft", "model.path=org/policy"], file=tmp_path / "run.yaml", need_files=False)
+
+    with pytest.raises(ConfigError, match=rf"run\.yaml: data\.sources: .* key \S+ as a {kind}; write it in quotes$"):
+        load(key)
+    assert list(load(f"'{key}'").data.sources) == [key]
+
+
 def test_sources_of_a_mix_are_added_and_changed_one_by_one() -> None:
     mix = ["model.path=org/policy", "data=mix", "data.sources.math={source: jsonl, path: a.jsonl}"]
     base = [*mix, "data.sources.code={source: jsonl, path: b.jsonl}", "data.sources.code.weight=3"]
