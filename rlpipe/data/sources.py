@@ -227,18 +227,22 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
 
 
 def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
+    from rlpipe.data.stored_images import reads_rows
+
     found = load_split(data)
     name = f"{data.path} ({data.split})"
     if check is not None:
         _check_table(found.data.table, name, check)
-    return TableRows(name, len(found), found.__getitem__)
+    return TableRows(name, len(found), reads_rows(found))
 
 
 def _load_stream(data: DataConfig) -> datasets.IterableDataset:
     from datasets import Dataset
 
+    from rlpipe.data.stored_images import with_stored_images
+
     found = load_split(data)
-    return found.to_iterable_dataset() if isinstance(found, Dataset) else found
+    return with_stored_images(found.to_iterable_dataset() if isinstance(found, Dataset) else found)
 
 
 def load_split(data: DataConfig) -> Any:
@@ -285,7 +289,7 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
 
 
 def _split_of(saved: datasets.Dataset | datasets.DatasetDict, data: DataConfig) -> datasets.Dataset:
-    """The split that the config names; of a single data set all of it, where the config does not ask for another one."""
+    """The split that the config names; a single data set whole, where the config asks for no other split."""
     from datasets import DatasetDict
 
     is_held_out = data.split == data.held_out.split

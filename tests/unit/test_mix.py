@@ -152,7 +152,9 @@ def test_held_out_rows_come_from_all_sources_by_weight(tmp_path: Path) -> None:
 
 def test_a_source_that_has_fewer_rows_than_its_share_of_the_held_out_ones_is_named(tmp_path: Path) -> None:
     data = mix(tmp_path, {"a": letters("a", 9), "b": ["b", None]}, {}, held_out=HeldOutConfig(size=4))
-    message = r"^data\.held_out\.size: 2 of the 4 rows, by weight, are to come from .*b\.jsonl, of whose 2 rows 1 can be"
+    message = (
+        r"^data\.held_out\.size: 2 of the 4 rows, by weight, are to come from .*b\.jsonl, of whose 2 rows 1 can be"
+    )
     with pytest.raises(DataError, match=message):
         opened(data)
 

@@ -120,7 +120,7 @@ def test_exceptions_of_every_kind_make_a_row_unusable(tmp_path: Path, raised: st
 
 def test_the_reason_of_a_row_that_a_transform_gives_up_stays_as_it_is(tmp_path: Path) -> None:
     code = "from rlpipe.data.rows import UnusableRow\ndef change(row):\n    raise UnusableRow('no turn')\n"
-    with pytest.raises(UnusableRow, match="^no turn$"):
+    with pytest.raises(UnusableRow, match=r"^no turn$"):
         transform(tmp_path, f"{code}def transform(cfg):\n    return change", {"q": "x"})
 
 

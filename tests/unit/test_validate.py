@@ -446,7 +446,10 @@ def test_a_mix_of_sources_is_valid() -> None:
         ({"data.sources": {"a": {**SUMS, "weight": True}}}, "data.sources.a.weight: True is not a number"),
         ({"data.sources": {"a": {**SUMS, "weight": float("nan")}}}, "data.sources.a.weight: nan is not a number"),
         ({"data.sources": {"a": {**SUMS, "weight": float("inf")}}}, "data.sources.a.weight: inf is not a number above"),
-        ({"data.sources": {"a": {**SUMS, "weight": 10**400}}}, "a.weight: 10+ is not a number .* to 1e.100; leave the so"),
+        (
+            {"data.sources": {"a": {**SUMS, "weight": 10**400}}},
+            "a.weight: 10+ is not a number .* to 1e.100; leave the so",
+        ),
         ({"data.sources": {"a": {**SUMS, "weight": 1e-320}}}, "a.weight: 1e-320 is not a number above 0, from 1e-100"),
         ({"data.sources": {"a": {**SUMS, "weight": None}}}, "data.sources.a.weight: None is not a number above 0"),
         ({"data.sources": {"a": {**SUMS, "weight": "2"}}}, "data.sources.a.weight: '2' is not a number above 0"),
