@@ -259,12 +259,13 @@ class SequenceRenderer:
 
     def _text_tokens(self, text: str) -> IntArray:
         end = self._tokenizer.eos_token_id
-        return np.append(token_ids_of(self._tokenizer, text), np.array([] if end is None else [end], np.int32))
+        token_ids = np.append(token_ids_of(self._tokenizer, text), np.array([] if end is None else [end], np.int32))
+        if len(token_ids) < 2:
+            raise UnusableRow("the text is empty")
+        return token_ids
 
     def _all_tokens(self, row: Row) -> tuple[Encoded, BoolArray]:
         token_ids = self._text_tokens(self._text(row))
-        if len(token_ids) < 2:
-            raise UnusableRow("the text is empty")
         return Encoded(token_ids=token_ids), np.arange(len(token_ids)) > 0
 
     def _plain_tokens(self, prompt: str, completion: str) -> tuple[Encoded, BoolArray]:

@@ -320,6 +320,12 @@ def test_held_out_texts_are_never_trained(tmp_path: Path) -> None:
     assert not kept & {TOKENIZER.decode(sequence.token_ids) for sequence in source.take(40)}
 
 
+def test_empty_texts_are_not_held_out_in_place_of_others(tmp_path: Path) -> None:
+    data = text_data(tmp_path, [*LETTERS, *[""] * 10], held_out=HeldOutConfig(size=5))
+    for seed in range(4):
+        assert len(open_sft_rows(data, TOKENIZER, seed=seed, max_tokens=64)[1]) == 5
+
+
 def test_what_is_no_text_is_skipped_with_the_reason(tmp_path: Path) -> None:
     source, _ = open_sft_rows(text_data(tmp_path, ["a", 3, "", None]), TOKENIZER, seed=1, max_tokens=64)
     source.take(4)
