@@ -193,6 +193,16 @@ def test_the_log_says_once_more_how_the_loss_mask_was_made(tmp_path: Path, caplo
     assert len([line for line in caplog.messages if line.startswith("loss mask: derived from the chat template")]) == 1
 
 
+def test_notes_of_the_mask_are_kept_whichever_row_is_the_first_to_need_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"messages": [], "id": index} for index in range(64)]
+    options = [*sft(tmp_path, [*rows, talk(1)]), "data.train_on_eos=none"]
+    prepare(options)
+    assert is_found(options, caplog)
+    assert len([line for line in caplog.messages if line.startswith("loss mask: derived")]) == 1
+
+
 def change_byte(folder: Path) -> list[str]:
     content = bytearray((folder / "rows.jsonl").read_bytes())
     content[content.index(b"yes")] = ord("Y")

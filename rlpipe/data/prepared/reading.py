@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
 """What a row was rendered to, and for sequences also its prompt; where it was skipped, why; what its images are of."""
 READ = [name for name in SCHEMA.names if name not in ("location", "files")]
 NAME, NOTES = b"name", b"notes"
-"""Metadata: what messages call the source, and the lines that say how the loss mask was made."""
+"""Metadata: what messages call the source; of each batch, lines that say how the loss mask was made."""
 
 
 class PreparedRow(dict[str, Any]):
@@ -77,10 +77,11 @@ class PreparedRows:
 
     def __init__(self, file: Path) -> None:
         reader = pa.ipc.open_file(pa.memory_map(str(file)))
-        metadata = reader.schema.metadata
-        self.name = metadata[NAME].decode()
-        self.notes = [line for line in metadata[NOTES].decode().split("\n") if line]
-        self._batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+        self.name = reader.schema.metadata[NAME].decode()
+        read = [reader.get_batch_with_custom_metadata(number) for number in range(reader.num_record_batches)]
+        self._batches = [batch for batch, _ in read]
+        notes = [line for _, metadata in read for line in metadata[NOTES].decode().split("\n") if line]
+        self.notes = [*dict.fromkeys(notes)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """Renders all rows of a run once, in several processes, and writes them to a file that appears whole or not at all.
 
-A row travels through a worker process as its number, and back as a record batch; no more of these are under way than
+A row travels through a worker process as its number, and back in a record batch; no more of these are under way than
 workers need, and the file grows as they come.
 """
 
@@ -179,6 +179,15 @@ def _shared(images: Images, others: Images) -> Images:
     return tuple(replace(image, content=known.get(image.content, image.content)) for image in images)
 
 
+@dataclass(slots=True, frozen=True)
+class _Chunk:
+    """Some rows."""
+
+    batch: pa.RecordBatch
+    notes: list[str]
+    """What was said of the loss mask while they were rendered: where one of them was the first to need it."""
+
+
 class _Writer:
     """Writes the files of one way to render rows."""
 
@@ -229,31 +238,29 @@ class _Writer:
 
     def _write(self, rows: Rows, render: Render, path: Path) -> None:
         chunks = [range(start, min(start + CHUNK_ROWS, len(rows))) for start in range(0, len(rows), CHUNK_ROWS)]
-        with mask_notes() as notes:
-            first = _render_chunk(render, rows, chunks[0])
-        schema = SCHEMA.with_metadata({NAME: rows.name, NOTES: "\n".join(notes)})
+        first = _render_chunk(render, rows, chunks[0])  # workers then have what it took to render it
         num_done = 0
         with path.open("wb") as file:
-            with pa.ipc.new_file(file, schema) as writer:
-                waiting: list[pa.RecordBatch] = []
-                for batch in chain([first], self._rendered(rows, render, chunks[1:])):
-                    waiting.append(batch)
-                    if sum(one.nbytes for one in waiting) >= BATCH_BYTES:
-                        writer.write_table(pa.Table.from_batches(waiting).combine_chunks())
+            with pa.ipc.new_file(file, SCHEMA.with_metadata({NAME: rows.name})) as writer:
+                waiting: list[_Chunk] = []
+                for chunk in chain([first], self._rendered(rows, render, chunks[1:])):
+                    waiting.append(chunk)
+                    if sum(one.batch.nbytes for one in waiting) >= BATCH_BYTES:
+                        _write_joined(writer, waiting)
                         waiting = []
-                    num_done += batch.num_rows
+                    num_done += chunk.batch.num_rows
                     self._report(num_done, len(rows))
                 if waiting:
-                    writer.write_table(pa.Table.from_batches(waiting).combine_chunks())
+                    _write_joined(writer, waiting)
             file.flush()
             os.fsync(file.fileno())
 
-    def _rendered(self, rows: Rows, render: Render, chunks: Sequence[range]) -> Iterator[pa.RecordBatch]:
+    def _rendered(self, rows: Rows, render: Render, chunks: Sequence[range]) -> Iterator[_Chunk]:
         """In order; at most two chunks for each worker are under way."""
         if self._workers == 1 or not chunks:
             yield from (_render_chunk(render, rows, chunk) for chunk in chunks)
             return
-        under_way: deque[Future[pa.RecordBatch]] = deque()
+        under_way: deque[Future[_Chunk]] = deque()
         # Forked processes have the rows as they are open here: nothing is read or counted once more.
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(self._workers, fork, initializer=_enter_worker, initargs=(render, rows)) as pool:
@@ -281,18 +288,26 @@ def _enter_worker(render: Render, rows: Rows) -> None:
     _of_worker.append((render, rows))
 
 
-def _render_in_worker(chunk: range) -> pa.RecordBatch:
+def _render_in_worker(chunk: range) -> _Chunk:
     render, rows = _of_worker[-1]
     return _render_chunk(render, rows, chunk)
 
 
-def _render_chunk(render: Render, rows: Rows, chunk: range) -> pa.RecordBatch:
+def _render_chunk(render: Render, rows: Rows, chunk: range) -> _Chunk:
     records = []
-    for index in chunk:
-        with noted_files() as files:
-            record = render(rows, index)
-        records.append({"location": rows.location(index), "files": [*files.values()], **record})
-    return pa.RecordBatch.from_pydict({name: [one.get(name) for one in records] for name in SCHEMA.names}, SCHEMA)
+    with mask_notes() as notes:
+        for index in chunk:
+            with noted_files() as files:
+                record = render(rows, index)
+            records.append({"location": rows.location(index), "files": [*files.values()], **record})
+    batch = pa.RecordBatch.from_pydict({name: [one.get(name) for one in records] for name in SCHEMA.names}, SCHEMA)
+    return _Chunk(batch, notes)
+
+
+def _write_joined(writer: pa.ipc.RecordBatchFileWriter, chunks: Sequence[_Chunk]) -> None:
+    notes = "\n".join(dict.fromkeys(note for chunk in chunks for note in chunk.notes))
+    for batch in pa.Table.from_batches([chunk.batch for chunk in chunks]).combine_chunks().to_batches():
+        writer.write_batch(batch, custom_metadata={NOTES: notes})
 
 
 def _read(file: Path) -> PreparedRows | None:
