@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 
 RESERVE = 16 * 2**20
@@ -19,6 +20,11 @@ LOCK = ".lock"
 def user_cache() -> Path:
     """Under ``XDG_CACHE_HOME``, or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlpipe"
+
+
+def python_files(folder: Path) -> list[str]:
+    """Python's files in a folder and those below, linked ones too, by their paths in it; in order."""
+    return sorted(glob("**/*.py", root_dir=folder, recursive=True))
 
 
 @contextmanager

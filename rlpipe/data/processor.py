@@ -17,6 +17,7 @@ from rlpipe.data.images import as_png, open_image
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ModelError
+from rlpipe.folders import python_files
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
 from rlpipe.types import Images, IntArray, PlacedImage
@@ -115,7 +116,8 @@ class ImageProcessor:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """What it is read from, by name; empty for models without one, or that are not there yet."""
+        """What it is read from, by name, with the model's own code where that is in a folder and trusted; empty for
+        models without a processor, or that are not there yet."""
         from transformers.utils import cached_file
 
         found = {}
@@ -126,7 +128,19 @@ class ImageProcessor:
                 file = None
             if file is not None:
                 found[name] = Path(file)
-        return found if found.keys() & PROCESSOR_FILES else {}
+        if not found.keys() & PROCESSOR_FILES:
+            return {}
+        folder = Path(self._path)
+        has_code = self._model.trust_remote_code and folder.is_dir()
+        return found | ({name: folder / name for name in python_files(folder)} if has_code else {})
+
+    @property
+    def commit(self) -> str | None:
+        """Of the hub's model, whose own code is trusted, and comes with its processor."""
+        from transformers.utils.hub import extract_commit_hash
+
+        file = next(iter(self.files.values()), None)
+        return extract_commit_hash(str(file), None) if file is not None and self._model.trust_remote_code else None
 
     @property
     def _path(self) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from disk_cases import largest_file
 
-from rlpipe.folders import check_room, whole_folder, why_not_writable, write_whole
+import rlpipe
+from rlpipe.folders import check_room, python_files, whole_folder, why_not_writable, write_whole
 
 
 def test_a_folder_replaces_the_one_before(tmp_path: Path) -> None:
@@ -60,3 +61,12 @@ def test_a_large_file_must_leave_room_for_the_others(tmp_path: Path) -> None:
         OSError, match=r"\[Errno 28\] the disk has .* MiB left, needed are .*, and 16 MiB for the ledger"
     ):
         check_room(tmp_path, free + 2**30)
+
+
+def test_python_files_are_found_behind_links(tmp_path: Path) -> None:
+    for name in ("package/own.py", "package/deep/own.py", "package/data.json", "beside/linked.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "package" / "link").symlink_to("../beside")
+    assert python_files(tmp_path / "package") == ["deep/own.py", "link/linked.py", "own.py"]
+    assert "configs/role_boundaries.py" in python_files(Path(rlpipe.__file__).parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,20 @@ def test_a_change_of_what_images_are_made_from_is_seen(
     prepare(options)
     assert num_found(options, caplog) == 1
     assert story(config_of(options)) == rendered
+
+
+def test_a_model_s_own_code_is_looked_at_where_it_is_trusted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = shutil.copytree(model, tmp_path / "model")
+    (own / "processing_own.py").write_text("SIZE = 1\n")
+    options = images(tmp_path, own)
+    trusting = [*options, "model.trust_remote_code=true"]
+    prepare(trusting)
+    prepare(options)
+    (own / "processing_own.py").write_text("SIZE = 2\n")
+    assert num_found(trusting, caplog) == 0
+    assert num_found(options, caplog) == 1
 
 
 def test_an_image_is_stored_once_with_its_row(model: Path, tmp_path: Path) -> None:

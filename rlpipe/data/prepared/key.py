@@ -25,7 +25,7 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.sources import load_split
 from rlpipe.errors import DataError
-from rlpipe.folders import user_cache
+from rlpipe.folders import python_files, user_cache
 from rlpipe.imports import USER_CODE_ERRORS, describe_error, import_object
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _data_set_content(data: DataConfig) -> Any:
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Of the files that it would be stored in, and of its class where that is not of transformers."""
+    """Of the files that it would be stored in, and of its class's code where that is not of transformers."""
     with TemporaryDirectory() as folder:
         try:
             tokenizer.save_pretrained(folder)
@@ -136,13 +136,13 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> Any:
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         digests = [[str(path.relative_to(folder)), _file_digest(path)] for path in files]
     module = type(tokenizer).__module__
-    own = [] if module.partition(".")[0] == "transformers" else [_module_digest(module)]
+    own = [] if module.partition(".")[0] == "transformers" else [_module_digest(module), *_imported_digests(module)]
     return [type(tokenizer).__name__, *digests, *own]
 
 
 def _images_digest(processor: ImageProcessor) -> Any:
     files = {name: _file_digest(path) for name, path in processor.files.items()}
-    return [files, processor.options, processor.feature_id]
+    return [files, processor.commit, processor.options, processor.feature_id]
 
 
 def _transform_digests(path: str) -> Iterator[str]:
@@ -158,6 +158,15 @@ def _module_digest(name: str) -> str:
     return name if file is None else _file_digest(Path(file))
 
 
+def _imported_digests(name: str) -> Iterator[str]:
+    """Of the files beside a module that it imports, as a model's own code does."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is not None:
+        yield from (_file_digest(Path(path)) for path in sorted(get_relative_import_files(file)))
+
+
 def _shows_date(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
     """Whether the chat template may write today's date, as that of Llama 3 does without ``date_string``."""
     template = str(tokenizer.chat_template)
@@ -167,6 +176,6 @@ def _shows_date(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 
 @cache
 def _own_code() -> str:
-    """Of what renders rows."""
+    """Of what renders rows, and of all else that is rlpipe's."""
     folder = Path(__file__).parents[1]
-    return _digest({str(path.relative_to(folder)): _file_digest(path) for path in folder.rglob("*.py")})
+    return _digest({name: _file_digest(folder / name) for name in python_files(folder)})
