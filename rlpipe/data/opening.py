@@ -20,20 +20,32 @@ if TYPE_CHECKING:
 
 
 def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | SequenceSource:
-    """The rows to train on; raises ``DataError`` as ``open_prompts`` does."""
+    """The rows to train on, of which none need be usable, to look at; raises ``DataError`` as ``open_prompts`` does."""
     if config.algorithm.kind == "rl":
-        return open_run_prompts(config, config.model, tokenizer)[0]
+        return open_run_prompts(config, config.model, tokenizer, tried=False)[0]
     return open_run_sequences(
-        config.data, config.model, tokenizer, algorithm=config.algorithm, learner=config.learner, seed=config.seed
+        config.data,
+        config.model,
+        tokenizer,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        seed=config.seed,
+        tried=False,
     )[0]
 
 
 def open_run_prompts(
-    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, tried: bool = True
 ) -> tuple[PromptSource, list[Prompt]]:
     """``open_prompts`` of a run of RL, whose model may have been prepared."""
-    processor = processor_of(config.algorithm, model)
-    return open_prompts(config.data, tokenizer, seed=config.seed, ebft=compared(config.algorithm), processor=processor)
+    return open_prompts(
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        ebft=compared(config.algorithm),
+        processor=processor_of(config.algorithm, model),
+        tried=tried,
+    )
 
 
 def open_run_sequences(
@@ -44,6 +56,7 @@ def open_run_sequences(
     algorithm: AlgorithmConfig,
     learner: LearnerConfig,
     seed: int,
+    tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """``open_sft_rows`` of a run that trains on rows."""
     return open_sft_rows(
@@ -52,6 +65,7 @@ def open_run_sequences(
         seed=seed,
         max_tokens=longest_row(algorithm, learner),
         processor=processor_of(algorithm, model),
+        tried=tried,
     )
 
 

@@ -54,12 +54,13 @@ def open_prompts(
     seed: int,
     ebft: EbftConfig | None = None,
     processor: ImageProcessor | None = None,
+    tried: bool = True,
 ) -> tuple[PromptSource, list[Prompt]]:
     """The source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
 
     Held-out are the rows of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows that
     ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises ``DataError`` if
-    the data can't be read, lacks a column, or yields no prompt.
+    the data can't be read, lacks a column, or, unless it is not ``tried``, yields no prompt.
     """
 
     def renderer_of(data: DataConfig) -> tuple[CheckColumns, Render[Prompt]]:
@@ -75,7 +76,7 @@ def open_prompts(
         return renderer.check, render
 
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=prompt_settings(ebft))
-    split = _Split(data, rendering, renderer_of, seed)
+    split = _Split(data, rendering, renderer_of, seed, tried=tried)
 
     def trained(data: DataConfig) -> Render[Prompt]:
         _, render_any = renderer_of(data)
@@ -97,6 +98,7 @@ def open_sft_rows(
     seed: int,
     max_tokens: int,
     processor: ImageProcessor | None = None,
+    tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
     """The source of SFT sequences of at most ``max_tokens`` tokens, and the held-out ones.
 
@@ -127,7 +129,7 @@ def open_sft_rows(
         return render
 
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data))
-    split = _Split(data, rendering, prompts_of, seed)
+    split = _Split(data, rendering, prompts_of, seed, tried=tried)
 
     def trained(data: DataConfig) -> Render[Rollout]:
         _, render_prompt = prompts_of(data)
@@ -151,7 +153,8 @@ def open_sft_rows(
 class _Split:
     """The rows of a data config, and its held-out prompts.
 
-    ``prompts_of`` gives a source's check of columns, and what renders its prompts.
+    ``prompts_of`` gives a source's check of columns, and what renders its prompts. ``tried``: data of which no row can be
+    used fails at once.
     """
 
     def __init__(
@@ -160,8 +163,11 @@ class _Split:
         rendering: Rendering,
         prompts_of: PromptsOf,
         seed: int,
+        *,
+        tried: bool,
     ) -> None:
         self._seed = seed
+        self._tried = tried
         self._prompts_of = prompts_of
         self._sources = [
             _Source.open(source, number, seed, prompts_of(source.data)[0], rendering)
@@ -187,13 +193,14 @@ class _Split:
         return [
             item
             for source, rows in self._held
-            for item, _ in _render_held_out(source, rows, len(rows), render_of(source.data))
+            for item, _ in self._render_held_out(source, rows, len(rows), render_of(source.data))
         ]
 
     def source(self, render_of: Callable[[DataConfig], Render[Item]]) -> RowSource[Item]:
-        """The training rows; one of each source is tried at once, so that data which can't be used fails here."""
+        """The training rows."""
         source = RowSource([opened.part(render_of(opened.data), self._seed) for opened in self._sources])
-        source.examples()
+        if self._tried:
+            source.examples()
         return source
 
     def _split_off(self, size: int) -> None:
@@ -201,10 +208,11 @@ class _Split:
         shares = Mixture([source.weight for source in self._sources]).counts(size)
         for source, share in zip(self._sources, shares, strict=True):
             order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices).tolist()
-            rows = self._hold_out(source, order, share) if share else []
+            # Its other rows stay in the training source, which tells about them.
+            rows = self._hold_out(source, order, share, level=logging.INFO) if share else []
             source.indices = np.setdiff1d(source.indices, rows)
             source.num_split_off = len(rows)
-            if len(rows) < share or not len(source.indices):
+            if (rows or self._tried) and (len(rows) < share or not len(source.indices)):
                 wanted = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
                 usable = f"of whose {len(order)} rows {len(rows)} can be held out"
                 fix = "set it lower" if source.name else f"set it below {len(rows)}"
@@ -213,12 +221,38 @@ class _Split:
                     "are left to train on"
                 )
 
-    def _hold_out(self, source: _Source, order: Iterable[int], count: int) -> list[int]:
-        found = _render_held_out(source, order, count, self._prompts_of(source.data)[1])
+    def _hold_out(
+        self, source: _Source, order: Iterable[int], count: int, *, level: int = logging.WARNING
+    ) -> list[int]:
+        found = self._render_held_out(source, order, count, self._prompts_of(source.data)[1], level)
         rows = [row for _, row in found]
         self._held.append((source, rows))
         self.held_out += [prompt for prompt, _ in found]
         return rows
+
+    def _render_held_out(
+        self,
+        source: _Source,
+        order: Iterable[int],
+        count: int,
+        render: Render[Item],
+        level: int = logging.WARNING,
+    ) -> list[tuple[Item, int]]:
+        """The first ``count`` rows of ``order`` that can be rendered, with their numbers; the others are logged."""
+        found: list[tuple[Item, int]] = []
+        part, reason = source.part(render, 0), ""
+        for row in order:
+            location = source.rows.location(row)
+            try:
+                found.append((part.read(row, Place(row=row, epoch=0, location=location)), row))
+            except UnusableRow as problem:
+                reason = reason or f"{location} because {problem.reason}"
+                logger.log(level, "%s can't be held out: %s", location, problem.reason)
+            if len(found) == count:
+                break
+        if not found and self._tried:
+            raise DataError(f"data.held_out: none of the rows of {source.rows.name} can be held out, {reason}")
+        return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -287,22 +321,3 @@ def _reaches(rows: Rows) -> Callable[[int], bool]:
 
 def _key(prompt: Prompt) -> tuple[bytes, ...]:
     return (prompt.token_ids.tobytes(), *(image.content for image in prompt.images))
-
-
-def _render_held_out(source: _Source, order: Iterable[int], count: int, render: Render[Item]) -> list[tuple[Item, int]]:
-    """The first ``count`` rows of ``order`` that can be rendered, with their numbers; the others are logged."""
-    found: list[tuple[Item, int]] = []
-    first = ""
-    part = source.part(render, 0)
-    for row in order:
-        location = source.rows.location(row)
-        try:
-            found.append((part.read(row, Place(row=row, epoch=0, location=location)), row))
-        except UnusableRow as problem:
-            logger.warning("%s can't be held out: %s", location, problem.reason)
-            first = first or f"{location} because {problem.reason}"
-        if len(found) == count:
-            break
-    if not found:
-        raise DataError(f"data.held_out: none of the rows of {source.rows.name} can be held out, {first}")
-    return found

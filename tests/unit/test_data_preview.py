@@ -73,6 +73,11 @@ def test_skipped_rows_are_shown_with_place_and_reason(tmp_path: Path, capsys: py
     assert "⟦y<|im_end|>⟧" not in text  # three rows are shown
 
 
+def test_rows_are_shown_where_all_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, *write_run(tmp_path, [{"messages": []}] * 2))
+    assert text.count("skipped, unrenderable: column 'messages' is an empty list\n") == 2
+
+
 def test_held_out_rows_are_shown_as_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = write_run(tmp_path, [conversation(name, "a") for name in "pqr"], held_out={"size": 1})
     assert printed(capsys, *arguments).count("skipped, held_out: its prompt is held out for evaluation") == 1

@@ -103,6 +103,37 @@ def test_text_holds_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "1 of at most 1,100 tokens, 27% full" in text
 
 
+UNUSABLE = [{"messages": []}, {"messages": [{"role": "user", "content": "q"}]}, {"messages": []}]
+
+
+@pytest.mark.parametrize("options", [[], ["data.held_out.size=2"], ["algorithm=grpo", "data.prompt_column=messages"]])
+def test_rows_of_which_none_can_be_used_are_counted_by_their_reasons(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = UNUSABLE if "algorithm=grpo" not in options else UNUSABLE[::2]
+    arguments = write_run(tmp_path, rows, TOKENIZER)
+    found = stats(capsys, *arguments, *options)
+    assert (found["num_rows"], found["num_used"], found["tokens"]) == (len(rows), 0, None)
+    assert found["skipped"]["unrenderable"]["count"] == len(rows)
+    assert cli.main(["data", "stats", *arguments, *options]) == 0
+    text = capsys.readouterr().out
+    assert "rows, of which a run can use none\n" in text
+    assert f"{tmp_path / 'rows.jsonl'}, line 1: " in text
+    assert "is skipped" not in caplog.text
+    assert "can't be held out" not in caplog.text
+
+
+def test_a_skipped_row_is_told_about_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = write_run(tmp_path, [{"messages": []}, conversation("q", "a")], TOKENIZER, shuffle=False)
+    for command in ("preview", "stats", "prepare"):
+        options = [f"data.cache={tmp_path / 'cache'}"] if command == "prepare" else []
+        assert cli.main(["data", command, *arguments, *options]) == 0
+        assert capsys.readouterr().out.count("'messages' is an empty list") == (command != "prepare")
+    assert "skipped" not in caplog.text
+
+
 def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = write_run(tmp_path, [{"other": 1}], TOKENIZER)
     assert "line 1: no columns 'prompt' and 'completion'" in refused(capsys, "stats", *arguments)

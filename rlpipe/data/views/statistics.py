@@ -203,7 +203,8 @@ def count_rows(source: PromptSource | SequenceSource, places: Iterable[RowPlace]
 
 def describe(found: Statistics) -> list[str]:
     """The statistics as lines of text, those of all sources first."""
-    lines = [f"{found.source}: {found.num_rows:,} rows, {found.num_used:,} used", *_describe_tokens(found)]
+    used = f"{found.num_used:,} used" if found.num_used else "of which a run can use none"
+    lines = [f"{found.source}: {found.num_rows:,} rows, {used}", *_describe_tokens(found)]
     if found.num_cut:
         lines.append(f"cut            {found.num_cut:,} rows, of which a window is trained")
     if found.images.num_rows:
