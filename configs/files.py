@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpipe.configs.paths import data_files
+from rlpipe.configs.paths import cache_folder, data_files
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
@@ -59,6 +59,11 @@ def check_data_files(data: DataConfig) -> Iterator[InputError]:
         yield from check_source_files(source.data, at=f"data.sources.{source.name}")
     if data.held_out.path is not None and not absolute(data.held_out.path).is_file():
         yield DataError(f"data.held_out.path: there is no file {absolute(data.held_out.path)}")
+    if data.cache is not None:
+        try:
+            cache_folder(data.cache)
+        except ConfigError as error:
+            yield error
 
 
 def check_source_files(data: DataConfig, at: str = "data") -> Iterator[InputError]:

@@ -1,11 +1,11 @@
-"""Finds the files that a path of JSONL or Parquet stands for."""
+"""Finds the files that a path of JSONL or Parquet stands for, and the folder of prepared rows."""
 
 from __future__ import annotations
 
 from glob import glob, has_magic
 from pathlib import Path
 
-from rlpipe.errors import DataError
+from rlpipe.errors import ConfigError, DataError
 
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
 """What the names of a folder's files end with, by source."""
@@ -34,3 +34,12 @@ def data_files(path: str | None, source: str, option: str) -> list[Path]:
     if not files:
         raise DataError(f"{option}: no file matches {place.absolute()}")
     return files
+
+
+def cache_folder(path: str) -> Path:
+    """That of ``data.cache``, which need not exist; raises ``ConfigError`` if it can't."""
+    folder = Path(path).expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"data.cache: {there} is a file; name a folder")
+    return folder

@@ -190,9 +190,9 @@ class ImageProcessor:
         try:
             processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+            given = " with model.processor_kwargs" if options else ", which rows with images need"
             raise ModelError(
-                f"model.path={self._model.path}: its processor can't be loaded with model.processor_kwargs "
-                f"({describe_error(error)})"
+                f"model.path={self._model.path}: its processor can't be loaded{given} ({describe_error(error)})"
             ) from None
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")

@@ -30,7 +30,7 @@ from rlpipe.data.rows import UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError
 from rlpipe.rollout.assemble import without_image
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.types import PlacedImage, Prompt
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -216,6 +216,17 @@ def test_a_model_of_texts_alone_takes_no_images(tmp_path: Path) -> None:
     renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
     with pytest.raises(ModelError, match="has no processor of images, but rows have images"):
         renderer.render({"prompt": "colour?", "images": [picture(8, 8)]}, places()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({}, r"can't be loaded, which rows with images need \("), ({"a": 1}, r"loaded with model\.processor_kwargs \(")],
+)
+def test_a_folder_with_a_tokenizer_alone_takes_no_images(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), processor_kwargs=options)
+    with pytest.raises(ModelError, match=problem):
+        ImageProcessor(config).encode("<image>", [picture(8, 8)])
 
 
 def test_a_completion_that_ends_with_the_token_of_an_image_is_not_complete() -> None:

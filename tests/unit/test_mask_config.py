@@ -103,6 +103,13 @@ def test_the_loss_mask_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> 
     assert f"assistant [{ids('[/INST]')}] to [{ids('</s>')}]" in line
 
 
+@pytest.mark.parametrize("options", [{"train_on_inputs": True}, {"loss_mask": "all"}])
+def test_no_roles_are_told_where_all_tokens_count(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        resolve_mask(template_of(FAMILIES["pixtral"]), DataConfig(source="jsonl", **options))
+    assert caplog.messages == ["loss mask: all tokens count, but padding and those of images, audio and videos"]
+
+
 # Markers of the config ------------------------------------------------------------------------------------------------
 
 USER = {"role": "user", "start": "<|im_start|>user\n", "end": "<|im_end|>"}

@@ -334,6 +334,16 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nothing.jsonl" in streams.err
 
 
+@pytest.mark.parametrize("command", ["prepare", "preview", "stats"])
+@pytest.mark.parametrize("below", ["", "/rows"])
+def test_a_cache_that_is_a_file_is_refused_by_name(
+    command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "taken").write_text("")
+    assert cli.main(["data", command, *sft(tmp_path), f"data.cache={file}{below}"]) == 2
+    assert capsys.readouterr().err == f"rlpipe: error: data.cache: {file} is a file; name a folder\n"
+
+
 def test_only_plain_values_are_stored() -> None:
     value = {"a": (1, [2.5, None]), "b": {3, 4}, "c": datetime.date(2024, 1, 1), "d": np.arange(3), "e": np.float32(2)}
     assert plain(load(dump(value, "here"))) == plain(value)

@@ -413,7 +413,9 @@ def test_existing_files_pass(tmp_path: Path) -> None:
             {**changes, "model.adapter.path": str(tmp_path), "scoring.rewards": rewards, "resume": str(tmp_path)}
         )
     )
-    assert "is a file; name a folder" in str(problem_of(output=f"{tmp_path}/rows.jsonl"))
+    for option in ("output", "data.cache"):
+        message = f"{option}: {tmp_path}/rows.jsonl is a file; name a folder"
+        assert str(problem_of(**{option: f"{tmp_path}/rows.jsonl"})) == message
 
 
 def test_reinforcement_learning_needs_a_reward() -> None:

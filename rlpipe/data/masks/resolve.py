@@ -26,7 +26,7 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
     """Says in the log what it is. Raises ``ConfigError`` for markers that can't be, and ``DataError`` if there are none
     and ``data.loss_mask`` does not ask for all tokens."""
     counts_all = data.train_on_inputs or data.loss_mask == "all"
-    source, boundaries = ("all tokens count", []) if counts_all else find_boundaries(template, data)
+    source, boundaries = ("", []) if counts_all else find_boundaries(template, data)
     roles = {boundary.role for boundary in boundaries}
     for role in data.roles_to_train:
         if not counts_all and role not in roles:
@@ -42,19 +42,8 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
         pad_id=tokenizer.pad_token_id,
         end_id=tokenizer.eos_token_id,
     )
-    endless = mask.roles - {boundary.role for boundary in boundaries if boundary.include_end and boundary.end}
-    markers = [_describe(boundary) for boundary in boundaries] or ["no markers"]
-    if endless and not counts_all:
-        markers.append(
-            f"no end is learned of turns of {', '.join(sorted(endless))}, which have no end marker of their own"
-        )
-    logger.info(
-        "loss mask: %s; trained roles %s, end markers %s; %s",
-        source,
-        ", ".join(sorted(mask.roles)) or "none",
-        mask.ends.value,
-        "; ".join(markers),
-    )
+    everything = "all tokens count, but padding and those of images, audio and videos"
+    logger.info("loss mask: %s", everything if counts_all else _describe(mask, source))
     return mask
 
 
@@ -120,7 +109,18 @@ def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
     return all(marker.end in vocabulary for marker in markers)
 
 
-def _describe(boundary: RoleBoundary) -> str:
+def _describe(mask: LossMask, source: str) -> str:
+    markers = [_describe_boundary(boundary) for boundary in mask.boundaries]
+    endless = mask.roles - {boundary.role for boundary in mask.boundaries if boundary.include_end and boundary.end}
+    if endless:
+        markers.append(
+            f"no end is learned of turns of {', '.join(sorted(endless))}, which have no end marker of their own"
+        )
+    roles = ", ".join(sorted(mask.roles)) or "none"
+    return f"{source}; trained roles {roles}, end markers {mask.ends.value}; {'; '.join(markers)}"
+
+
+def _describe_boundary(boundary: RoleBoundary) -> str:
     flags = f"{', with start' * boundary.include_start}{', without end' * (not boundary.include_end)}"
     flags += ", also within turns" * boundary.interrupts
     end = "the end" if boundary.end is None else f"{list(boundary.end)}"

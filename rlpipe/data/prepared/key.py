@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.configs.paths import data_files
+from rlpipe.configs.paths import cache_folder, data_files
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.sources import load_split
@@ -44,8 +44,8 @@ Settings = Mapping[str, Any]
 
 
 def cache_root(data: DataConfig) -> Path:
-    """The folder of all prepared rows."""
-    return user_cache() / "rows" if data.cache is None else Path(data.cache).expanduser().absolute()
+    """The folder of all prepared rows; raises ``ConfigError`` if ``data.cache`` can be none."""
+    return user_cache() / "rows" if data.cache is None else cache_folder(data.cache)
 
 
 @dataclass(kw_only=True, frozen=True)
