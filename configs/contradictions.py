@@ -15,6 +15,7 @@ from rlpipe.configs.contradictions_learner import (
     check_step_size,
 )
 from rlpipe.configs.contradictions_masks import check_masks
+from rlpipe.configs.contradictions_template import check_template
 from rlpipe.configs.schema import Config, ReplayConfig, TrackingConfig, WeightsConfig
 from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_data import DataConfig
@@ -54,6 +55,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
     yield from check_processor(config.model)
     yield from check_source(config.data)
+    yield from check_template(config.data)
     yield from check_masks(config)
     yield from check_held_out(config.data)
     yield from check_learner(config.learner)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import inspect
 import re
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_data import HeldOutConfig
@@ -326,6 +328,21 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
             "model.processor_kwargs.trust_remote_code",
             "set model.trust_remote_code instead",
         ),
+        (
+            {"data.chat_template_kwargs": {"enable_thinking": False, "tools": []}},
+            "data.chat_template_kwargs.tools",
+            "set data.tools instead",
+        ),
+        (
+            {"data.chat_template_kwargs": {"chat_template": "x"}},
+            "data.chat_template_kwargs.chat_template",
+            "set model.chat_template instead",
+        ),
+        *(
+            ({"data.chat_template_kwargs": {name: True}}, f"data.chat_template_kwargs.{name}", "leave it out")
+            for name in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+            if name not in ("self", "tools", "documents", "chat_template", "kwargs")
+        ),
     ],
 )
 def test_contradictions_name_the_option_and_the_fix(changes: dict[str, Any], option: str, fix: str) -> None:
@@ -470,6 +487,14 @@ def test_a_mix_of_sources_is_valid() -> None:
         ),
         ({"data.sources": {"a": {"source": "reasoning_gym"}}}, "data.sources.a.task: .* needs the name of a task"),
         ({"data.sources": {"a": {**SUMS, "transform": "mine"}}}, "data.sources.a.transform: 'mine' is not of the form"),
+        (
+            {"data.sources": {"a": {**SUMS, "chat_template_kwargs": {"tools": []}}}},
+            r"^data\.sources\.a\.chat_template_kwargs\.tools: it can't be set here; set data\.sources\.a\.tools instead",
+        ),
+        (
+            {"data.chat_template_kwargs": {"messages": []}},
+            r"^data\.chat_template_kwargs\.messages: rlpipe sets it itself",
+        ),
         ({"data.held_out": HeldOutConfig(split="test")}, "data.held_out.split: data.source=mix has no splits"),
     ],
 )
