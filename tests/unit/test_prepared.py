@@ -32,6 +32,21 @@ def die(cfg):
         return {}
     return map_row
 """
+WAITING = """
+import os
+import time
+from pathlib import Path
+
+def wait(cfg):
+    def map_row(row):
+        folder = Path(cfg.folder)
+        if os.getpid() != cfg.other:
+            (folder / "started").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        return {}
+    return map_row
+"""
 RECIPE = """
 def rename(cfg):
     def map_row(row):
@@ -238,7 +253,6 @@ CHANGES = [
     lambda folder: ["data.chat_template_kwargs.thinking=true"],
     lambda folder: ["data.train_on_eos=none"],
     lambda folder: ["data.roles_to_train=[assistant,user]"],
-    lambda folder: ["data.held_out.size=2"],
     lambda folder: ["algorithm=grpo", "learner.max_tokens_per_microbatch=2000"],
 ]
 
@@ -251,6 +265,17 @@ def test_a_change_of_what_rows_are_made_from_is_seen(
     prepare(options)
     assert is_found(options, caplog)
     assert not is_found([*options, *change(tmp_path)], caplog)
+
+
+def test_rows_that_are_prepared_to_hold_some_out_have_their_prompts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = sft(tmp_path)
+    prepare(options)
+    assert not is_found([*options, "data.held_out.size=2"], caplog)
+    prepare([*options, "data.held_out.size=2"])
+    assert is_found([*options, "data.held_out.size=3"], caplog)
+    assert is_found(options, caplog)
 
 
 @pytest.mark.parametrize("option", ["seed=4", "data.shuffle=false", "learner.max_tokens_per_microbatch=1100"])
@@ -315,6 +340,26 @@ def test_a_killed_preparation_leaves_nothing_that_is_used(tmp_path: Path, caplog
     prepare(options)
     assert is_found(options, caplog)
     assert not list((tmp_path / "cache").rglob("*.writing"))
+
+
+def test_two_preparations_at_one_time_do_not_write_the_same_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*sft(tmp_path), f"data.transform={tmp_path / 'recipe.py'}:wait"]
+    options += [f"data.transform_args.folder={tmp_path}", f"data.transform_args.other={os.getpid()}"]
+    (tmp_path / "recipe.py").write_text(WAITING)
+    first = multiprocessing.get_context("fork").Process(target=prepare, args=(options,), daemon=True)
+    first.start()
+    while not (tmp_path / "started").exists():
+        assert first.is_alive()
+        first.join(0.01)
+    assert cli.main(["data", "prepare", *options, "--workers", "1"]) == 1
+    assert "another rlpipe data prepare writes to" in capsys.readouterr().err
+    (tmp_path / "go").touch()
+    first.join()
+    assert first.exitcode == 0
+    prepare(options)
+    assert "there already: 78 rows" in capsys.readouterr().out
 
 
 def test_a_worker_that_dies_ends_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
