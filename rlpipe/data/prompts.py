@@ -153,8 +153,8 @@ def open_sft_rows(
 class _Split:
     """The rows of a data config, and its held-out prompts.
 
-    ``prompts_of`` gives a source's check of columns, and what renders its prompts. ``tried``: data of which no row can be
-    used fails at once.
+    ``prompts_of`` gives a source's check of columns, and what renders its prompts. If it is ``tried``, data of which no
+    row can be used fails at once.
     """
 
     def __init__(

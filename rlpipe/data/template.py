@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueErr
 """What a template, or the tokenizer around it, raises on messages that it can't render."""
 
 PROBE_WORD = "Kestrel"
+
+ASKS_FOR_NULL = re.compile(r"content\b['\")\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
+"""A template that tells messages without content, such as DeepSeek's, which then renders their tool calls."""
 
 Span = tuple[int, int]
 """First character, and the one after the last."""
@@ -57,6 +61,15 @@ class ChatTemplate:
         self._options: dict[str, Any] = dict(data.chat_template_kwargs)
         self._tools = list(data.tools) or None
 
+    def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """With a row's own tools in place of the config's; the same without (None)."""
+        if tools is None:
+            return self
+        _ = self.takes_texts  # so that it is not looked at again for each row
+        template = copy(self)
+        template._tools = list(tools) or None
+        return template
+
     def require(self) -> None:
         """Raises ``DataError`` if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
@@ -73,8 +86,10 @@ class ChatTemplate:
     def text(self, messages: ChatMessages, *, add_generation_prompt: bool = False, resume: bool = False) -> str:
         """The rendered conversation; with ``resume`` its last turn stays open. Raises ``UnusableRow``."""
         self.require()
+        if resume and messages[-1].get("content") is None:
+            raise UnusableRow("its last turn, which the completion would go on from, has no content")
         return self._render(
-            [self._as_taken(message) for message in messages],
+            self._taken(messages),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=resume,
         )
@@ -90,11 +105,32 @@ class ChatTemplate:
     def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
         """With its content as the template renders it: parts of text alone are one text, and the other way round."""
         content = message.get("content")
+        if content is None and not ASKS_FOR_NULL.search(str(self.tokenizer.chat_template)):
+            message = {**message, "content": (content := "")}  # many templates write ``None``, or raise
         if isinstance(content, list) and self.takes_texts and all(part["type"] == "text" for part in content):
             return {**message, "content": "".join(part["text"] for part in content)}
         if isinstance(content, str) and not self.takes_texts:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
+
+    def _taken(self, messages: ChatMessages) -> ChatMessages:
+        """As the template renders them; raises ``UnusableRow`` if it leaves out what those without content hold."""
+        taken = [self._as_taken(message) for message in messages]
+        keys = {key for own in messages if own.get("content") is None for key in own.keys() - {"role", "content"}}
+        if not keys:
+            return taken
+        bare = [
+            {"role": own["role"], "content": own.get("content")} if message.get("content") is None else own
+            for message, own in zip(messages, taken, strict=True)
+        ]
+        text = self._render(taken)
+        try:
+            is_left_out = self._render(bare) == text
+        except UnusableRow:
+            is_left_out = False
+        if is_left_out:
+            raise UnusableRow(f"the chat template leaves out {' and '.join(sorted(keys))} of a turn without content")
+        return taken
 
     def _render(self, messages: ChatMessages, **options: Any) -> str:
         try:
@@ -127,7 +163,7 @@ class ChatTemplate:
 
         try:
             rendered: Any = render_jinja_template(
-                [[self._as_taken(message) for message in messages]],
+                [self._taken(messages)],
                 tools=self._tools,
                 chat_template=self.tokenizer.get_chat_template(tools=self._tools),
                 return_assistant_tokens_mask=True,

@@ -1,0 +1,62 @@
+"""Messages that call tools may have no content: templates get what they render as nothing, and never write ``None``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpipe.configs.schema_data import DataConfig
+from rlpipe.data.chat import PromptRenderer, SequenceRenderer
+from rlpipe.data.rows import Place, UnusableRow
+from rlpipe.tiny import CHAT_TEMPLATE, make_tokenizer
+
+TURN = "<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}BODY"
+LOOP = "{% for message in messages %}" + TURN + "{% endif %}{% endfor %}"
+CALLS = "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}<|end|>"
+PRINTS = LOOP.replace("BODY", "{{ message.content }}" + CALLS)
+"""As GLM-4.5's template."""
+PARTS = LOOP.replace("BODY", "{% for part in message.content %}{{ part.text }}{% endfor %}" + CALLS)
+"""As Qwen3-VL's, if it took no texts."""
+ASKS = LOOP.replace(
+    "BODY", "{% if message['content'] is none %}" + CALLS + "{% else %}{{ message.content }}<|end|>{% endif %}"
+)
+"""As DeepSeek's."""
+PLACE = Place(row=0, epoch=0, location="row 1")
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+ASKED = {"role": "user", "content": "hi"}
+FOUND = [{"role": "tool", "content": "a cat"}, {"role": "assistant", "content": "ok"}]
+
+
+def trained(template: str, message: dict[str, Any], role_boundaries: Any = None) -> tuple[str, str]:
+    """The rendered conversation, and what of it counts."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", role_boundaries=role_boundaries), max_tokens=512)
+    sequence = renderer.render({"messages": [ASKED, message, *FOUND]}, PLACE)
+    counted = sequence.token_ids[np.flatnonzero(sequence.loss_mask)]
+    return tokenizer.decode(sequence.token_ids), tokenizer.decode(counted)
+
+
+@pytest.mark.parametrize("template", [PRINTS, PARTS, ASKS])
+@pytest.mark.parametrize("message", [CALL, CALL | {"content": None}])
+@pytest.mark.parametrize("given", [None, [{"role": "assistant", "start": "<|assistant|>", "end": "<|end|>"}]])
+def test_a_call_without_content_is_rendered_as_the_call_alone(
+    template: str, message: dict[str, Any], given: Any
+) -> None:
+    text, counted = trained(template, message, given)
+    assert text == "<|user|>hi<|end|><|assistant|>(look)<|end|><|tool|>a cat<|end|><|assistant|>ok<|end|>"
+    assert counted == "(look)<|end|>ok<|end|>"
+
+
+def test_a_call_that_the_template_does_not_render_makes_a_row_unusable() -> None:
+    with pytest.raises(UnusableRow, match="the chat template leaves out tool_calls of a turn without content"):
+        trained(CHAT_TEMPLATE, CALL)
+
+
+def test_a_prompt_does_not_go_on_from_a_turn_without_content() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PRINTS
+    with pytest.raises(UnusableRow, match="its last turn, which the completion would go on from, has no content"):
+        PromptRenderer(tokenizer, DataConfig(source="jsonl")).render({"prompt": [ASKED, CALL]}, PLACE)
