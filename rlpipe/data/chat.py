@@ -17,6 +17,7 @@ from rlpipe.data.messages import column_messages
 from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import Place, Row, SkipKind, UnusableRow, require_columns
 from rlpipe.data.template import ChatTemplate, token_ids_of
+from rlpipe.data.tools import row_tools
 from rlpipe.errors import DataError
 from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, IntArray, Prompt, Rollout, RolloutStatus
 
@@ -70,12 +71,18 @@ class PromptRenderer:
             return self._prompt(value, encoded, task, place)
         messages = column_messages(value, self._data.prompt_column, "user")
         messages, contents = take_images(messages, images, images_folder(self._data))
-        return self.render_taken(messages, contents, task, place)
+        return self.render_taken(messages, contents, task, place, tools=row_tools(task, self._data.tools_column))
 
     def render_taken(
-        self, messages: ChatMessages, contents: Sequence[bytes], task: Mapping[str, Any], place: Place
+        self,
+        messages: ChatMessages,
+        contents: Sequence[bytes],
+        task: Mapping[str, Any],
+        place: Place,
+        *,
+        tools: Sequence[Any] | None,
     ) -> Prompt:
-        """The prompt of messages and their images, as ``take_images`` gives both."""
+        """The prompt of messages and their images, as ``take_images`` gives both, and ``row_tools``."""
         if contents and self._processor is None:
             raise DataError(f"{place.location}: {NO_IMAGES}")
         messages = self._template.with_system_prompt(messages)
@@ -83,7 +90,8 @@ class PromptRenderer:
             raise UnusableRow("the prompt is empty")
         if contents:
             task = {**task, self._data.images_column: list(contents)}
-        encoded = self._template.encode(self._template.prompt_text(messages), contents)
+        template = self._template.with_tools(tools)
+        encoded = template.encode(template.prompt_text(messages), contents)
         return self._prompt(messages, encoded, task, place)
 
     def _prompt(self, prompt: str | ChatMessages, encoded: Encoded, task: Mapping[str, Any], place: Place) -> Prompt:
@@ -152,7 +160,9 @@ class SequenceRenderer:
         if self._data.messages_column in row:
             roles = [message["role"] for message in messages]
             end = roles.index("assistant") if "assistant" in roles else len(roles)
-        return self._prompts.render_taken(messages[:end], contents[: count_images(messages[:end])], task, place)
+        tools = row_tools(row, self._data.tools_column)
+        contents = contents[: count_images(messages[:end])]
+        return self._prompts.render_taken(messages[:end], contents, task, place, tools=tools)
 
     def render(self, row: Row, place: Place) -> Rollout:
         """The row's training sequence. Raises ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit``."""
@@ -219,7 +229,8 @@ class SequenceRenderer:
             raise DataError(NO_IMAGES)
         with_system = self._template.with_system_prompt(messages)
         num_earlier = first + len(with_system) - len(messages) if first else 0
-        return self._mask.tokens(with_system, images, first_message=num_earlier)
+        tools = row_tools(row, self._data.tools_column)
+        return self._mask.tokens(with_system, images, first_message=num_earlier, tools=tools)
 
     def _is_plain(self, row: Row) -> bool:
         """Whether a pair of prompt and completion is rendered without the chat template."""
@@ -248,7 +259,7 @@ class SequenceRenderer:
     def _rendered_columns(self) -> set[str | None]:
         return {
             *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
-            *(self._completion_column, self._data.text_column),
+            *(self._completion_column, self._data.text_column, self._data.tools_column),
         }
 
     def _text(self, row: Row) -> str:

@@ -50,7 +50,10 @@ def _check_characters(text: str) -> None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``."""
+    """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``.
+
+    Tools of a row take the place of the config's, in ``with_tools``.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, processor: ImageProcessor | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_ebft import EbftConfig
 from rlpipe.data.chat import SequenceRenderer
-from rlpipe.data.rows import UnusableRow
+from rlpipe.data.rows import Row, UnusableRow
 from rlpipe.types import Prompt, Truth
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TruthRenderer:
     """Renders the column ``ebft.truth_column``, and where there is one ``remaining_turns``, as answer to a prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, ebft: EbftConfig) -> None:
-        self._column, self._prompt_column = ebft.truth_column, data.prompt_column
+        self._column, self._prompt_column, self._tools_column = ebft.truth_column, data.prompt_column, data.tools_column
         self._factor = ebft.gt_length_multiplier if ebft.adaptive_max_tokens else None
         # A reasoning-gym entry's answer is in a column of its own, which may not be the ground truth. And whatever SFT
         # trains of such rows, the policy would have to write the assistant's turns, with their ends.
@@ -45,7 +45,7 @@ class TruthRenderer:
 
     def render(self, prompt: Prompt) -> Truth:
         """Raises ``UnusableRow`` if the row has no ground truth that can be rendered."""
-        row = {self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
+        row = {**self._tools(prompt), self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
         encoded, loss_mask = self._renderer.encode(row)
         first = int(np.argmax(loss_mask))
         return Truth(token_ids=encoded.token_ids[first:], is_assistant=loss_mask[first:])
@@ -63,6 +63,9 @@ class TruthRenderer:
             limit = max(int(self._factor * longest), MIN_TOKENS)
         gaps = [truth.token_ids[end:start] for (_, end), (start, _) in pairwise(spans)]
         return replace(prompt, max_tokens=limit, turns=gaps, truth=truth)
+
+    def _tools(self, prompt: Prompt) -> Row:
+        return {name: value for name, value in prompt.task.items() if name == self._tools_column}
 
     def _answer(self, prompt: Prompt) -> Any:
         truth, remaining = prompt.task.get(self._column), prompt.task.get(REMAINING_TURNS)

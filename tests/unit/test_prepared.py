@@ -149,13 +149,21 @@ def tables(folder: Path) -> list[str]:
     return [*options, "data.held_out.size=0", "data=datasets", f"data.path={folder / 'set'}", "data.held_out.split=dev"]
 
 
+def tools(folder: Path) -> list[str]:
+    """Each row has tools of its own, which its template writes."""
+    schema = {"type": "function", "function": {"name": "look"}}
+    rows = [{**row, "tools": [schema] * (number % 3)} for number, row in enumerate(CONVERSATIONS)]
+    (folder / "template.jinja").write_text("{{ tools | length }}" + CHAT_TEMPLATE)
+    return [*sft(folder, rows), "data.held_out.size=2", f"model.chat_template={folder / 'template.jinja'}"]
+
+
 def parquet(folder: Path) -> list[str]:
     options = [option for option in prompts(folder) if not option.startswith(("data=", "data.path"))]
     Dataset.from_list(PROMPTS).to_parquet(folder / "rows.parquet")
     return [*options, "data=parquet", f"data.path={folder / 'rows.parquet'}"]
 
 
-CASES = [sft, texts, reasoning, held_out_file, batched, renamed, prompts, plain_prompts, truths, tables, parquet]
+CASES = [sft, texts, reasoning, held_out_file, batched, renamed, prompts, plain_prompts, truths, tables, tools, parquet]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -252,6 +260,7 @@ CHANGES = [
     lambda folder: ["data.max_prompt_tokens=1000"],
     lambda folder: ["data.chat_template_kwargs.thinking=true"],
     lambda folder: ["data.train_on_eos=none"],
+    lambda folder: ["data.tools_column=null"],
     lambda folder: ["data.roles_to_train=[assistant,user]"],
     lambda folder: ["algorithm=grpo", "learner.max_tokens_per_microbatch=2000"],
 ]

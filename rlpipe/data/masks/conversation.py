@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -68,19 +69,27 @@ class ConversationMask:
         return [*media_token_ids(tokenizer), *pads]
 
     def tokens(
-        self, messages: ChatMessages, images: Sequence[bytes] = (), *, first_message: int = 0
+        self,
+        messages: ChatMessages,
+        images: Sequence[bytes] = (),
+        *,
+        first_message: int = 0,
+        tools: Sequence[Any] | None = None,
     ) -> tuple[Encoded, BoolArray]:
         """The conversation's T tokens, and which of them count ``[T]``: by roles, none before ``first_message``.
+
+        ``tools``: the row's own, in place of the config's.
 
         Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if one of the
         assistant's turns can't be found again, as its markers merge with what stands beside them.
         """
+        template = self._template.with_tools(tools)
         if self._by_generation:
-            encoded, mask = mark_generation(self._template, messages, images, first_message)
+            encoded, mask = mark_generation(template, messages, images, first_message)
             mask &= ~np.isin(encoded.token_ids, self._never_counted)
         else:
-            encoded = self._template.encode(self._template.text(messages), images)
-            mask = self._mark(encoded, messages, first_message)
+            encoded = template.encode(template.text(messages), images)
+            mask = self._mark(encoded, messages, first_message, template)
         for image in encoded.images:
             mask[image.place : image.place + image.num_tokens] = False
         mask[:1] = False  # the first token has no predecessor
@@ -88,7 +97,7 @@ class ConversationMask:
             raise UnusableRow(f"no token of a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
         return encoded, mask
 
-    def _mark(self, encoded: Encoded, messages: ChatMessages, first_message: int) -> BoolArray:
+    def _mark(self, encoded: Encoded, messages: ChatMessages, first_message: int, template: ChatTemplate) -> BoolArray:
         rules, token_ids = self.rules, encoded.token_ids
         turns = find_turns(token_ids, rules.boundaries)
         mask = rules.mark_turns(token_ids, turns)
@@ -108,22 +117,23 @@ class ConversationMask:
                 "what stands beside them, or the chat template leaves turns out"
             )
         if first_message:
-            mask[: self._num_prompt_tokens(encoded, messages, first_message, answers)] = False
+            mask[: _num_prompt_tokens(encoded, messages, first_message, answers, template)] = False
         return mask
 
-    def _num_prompt_tokens(
-        self, encoded: Encoded, messages: ChatMessages, first_message: int, answers: Sequence[Turn]
-    ) -> int:
-        """Of the prompt as the policy gets it, which may open its reasoning; else up to the marker of its turn."""
-        token_ids = encoded.token_ids
-        earlier = len(assistant_turns(messages[:first_message]))
-        if messages[first_message - 1]["role"] == ASSISTANT and earlier < len(answers):
-            return answers[earlier].marker  # the prompt's last turn has an end, which the resumed prompt has not
-        images = [image.content for image in encoded.images[: count_images(messages[:first_message])]]
-        prompt = self._template.encode(self._template.prompt_text(messages[:first_message]), images).token_ids
-        if np.array_equal(token_ids[: len(prompt)], prompt):
-            return len(prompt)
-        return answers[earlier].marker if earlier < len(answers) else len(token_ids)
+
+def _num_prompt_tokens(
+    encoded: Encoded, messages: ChatMessages, first_message: int, answers: Sequence[Turn], template: ChatTemplate
+) -> int:
+    """Of the prompt as the policy gets it, which may open its reasoning; else up to the marker of its turn."""
+    token_ids = encoded.token_ids
+    earlier = len(assistant_turns(messages[:first_message]))
+    if messages[first_message - 1]["role"] == ASSISTANT and earlier < len(answers):
+        return answers[earlier].marker  # the prompt's last turn has an end, which the resumed prompt has not
+    images = [image.content for image in encoded.images[: count_images(messages[:first_message])]]
+    prompt = template.encode(template.prompt_text(messages[:first_message]), images).token_ids
+    if np.array_equal(token_ids[: len(prompt)], prompt):
+        return len(prompt)
+    return answers[earlier].marker if earlier < len(answers) else len(token_ids)
 
 
 def _num_blocks(messages: ChatMessages) -> int:
