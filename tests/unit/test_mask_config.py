@@ -261,6 +261,35 @@ def test_markers_of_the_config_are_encoded_before_any_row() -> None:
             ConversationMask(ChatTemplate(tokenizer, data), data)
 
 
+@pytest.mark.parametrize("marker", ["€", "A€"])
+def test_markers_that_are_unknown_to_the_tokenizer_are_refused(marker: str) -> None:
+    data = DataConfig(source="jsonl", role_boundaries=[USER, ASSISTANT | {"start": marker}])
+    message = (
+        rf"data.role_boundaries\[1\].start: '{marker}' has text that the tokenizer .* does not know \(<\|unknown\|>\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve_mask(ChatTemplate(make_tokenizer(), data), data)
+
+
+def test_an_unknown_token_that_is_written_out_is_a_marker() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.unk_token = tokenizer.eos_token  # as GPT-2's
+    data = DataConfig(source="jsonl", role_boundaries=[ASSISTANT | {"start": "<|assistant|>", "end": "<|end|>"}])
+    assert resolve_mask(ChatTemplate(tokenizer, data), data).boundaries[0].end == (tokenizer.eos_token_id,)
+
+
+def test_turns_that_a_template_marks_with_unknown_text_are_not_told() -> None:
+    tokenizer = make_tokenizer()
+    marker = "{{ '€' if message.role == 'user' else '<|assistant|>' }}"
+    tokenizer.chat_template = "{% for message in messages %}" + marker + "{{ message.content }}<|end|>{% endfor %}"
+    data = DataConfig(source="jsonl")
+    with pytest.raises(
+        DataError,
+        match=r"where turns begin and end \(its markers\[0\]\.start: '€' has text .*: set data\.role_boundaries",
+    ):
+        resolve_mask(ChatTemplate(tokenizer, data), data)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

@@ -14,9 +14,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_markers(markers: Sequence[RoleMarkers], tokenizer: PreTrainedTokenizerBase) -> list[RoleBoundary]:
-    """Raises ``ConfigError`` if a marker has no tokens, with its place among the ``markers``."""
-    return [_encode(one, tokenizer, f"{OPTION}[{index}]") for index, one in enumerate(markers)]
+def encode_markers(
+    markers: Sequence[RoleMarkers], tokenizer: PreTrainedTokenizerBase, name: str = OPTION
+) -> list[RoleBoundary]:
+    """Raises ``ConfigError`` if a marker has no tokens, or the unknown one, with its place among the ``markers``.
+
+    ``name`` is what messages call these.
+    """
+    return [_encode(one, tokenizer, f"{name}[{index}]") for index, one in enumerate(markers)]
 
 
 def _encode(markers: RoleMarkers, tokenizer: PreTrainedTokenizerBase, name: str) -> RoleBoundary:
@@ -40,4 +45,10 @@ def _ids(marker: str, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[in
     ids = tuple(tokenizer(marker, add_special_tokens=False)["input_ids"])
     if not ids:
         raise ConfigError(f"{name}: {marker!r} has no tokens in the tokenizer {tokenizer.name_or_path!r}")
+    unknown = tokenizer.unk_token
+    if unknown is not None and tokenizer.unk_token_id in ids and unknown not in marker:  # GPT-2's is its end token
+        raise ConfigError(
+            f"{name}: {marker!r} has text that the tokenizer {tokenizer.name_or_path!r} does not know ({unknown}), so "
+            "that any other such text would match it; take a marker of known tokens"
+        )
     return ids

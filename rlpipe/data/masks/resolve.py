@@ -61,13 +61,14 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
     template.require()
     probe = Probe(template)
     for family, markers in FAMILIES.items():
-        if _are_known(markers, template) and are_found(own := encode_markers(markers, template.tokenizer), probe):
-            return f"built in for {family}", own
+        with suppress(ConfigError):
+            if _are_known(markers, template) and are_found(own := encode_markers(markers, template.tokenizer), probe):
+                return f"built in for {family}", own
     try:
-        derived = encode_markers(derive_markers(probe), template.tokenizer)
+        derived = encode_markers(derive_markers(probe), template.tokenizer, "its markers")
         if not are_found(derived, probe):
             raise NotDerivable("the markers that it seems to have do not hold what they should")
-    except NotDerivable as problem:
+    except (NotDerivable, ConfigError) as problem:
         raise DataError(
             f"the chat template of {template.tokenizer.name_or_path!r} does not show where turns begin and end "
             f"({problem}): set {OPTION} to its markers, or data.loss_mask=all to train all tokens"
