@@ -14,21 +14,6 @@ from typing import Any
 
 from rlpipe.errors import InputError, RlpipeError
 
-USER_CODE_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""What a user's own code may raise by mistake; all of ``Exception`` but the signals of frameworks around it."""
-
 
 def import_object(path: str, *, what: str = "object", error: type[InputError] = InputError) -> Any:
     """The object at ``package.module:name`` or ``path/to/file.py:name``; the name may be dotted (``Class.method``).

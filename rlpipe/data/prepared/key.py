@@ -26,7 +26,7 @@ from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.sources import load_split
 from rlpipe.errors import DataError
 from rlpipe.folders import python_files, user_cache
-from rlpipe.imports import USER_CODE_ERRORS, describe_error, import_object
+from rlpipe.imports import describe_error, import_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,10 +126,9 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> Any:
     with TemporaryDirectory() as folder:
         try:
             tokenizer.save_pretrained(folder)
-        except USER_CODE_ERRORS as error:
-            raise DataError(
-                f"tokenizer {tokenizer.name_or_path!r}: it can't be stored ({describe_error(error)})"
-            ) from None
+        except Exception as error:  # a tokenizer may be a user's class
+            reason = describe_error(error)
+            raise DataError(f"tokenizer {tokenizer.name_or_path!r}: it can't be stored ({reason})") from error
         config = Path(folder) / "tokenizer_config.json"
         known = {key: value for key, value in json.loads(config.read_text()).items() if key not in LOADING_KEYS}
         config.write_text(json.dumps(known, sort_keys=True))
