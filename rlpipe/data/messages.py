@@ -15,6 +15,9 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
 }
 """What ``from`` may say, and the role that it means."""
+CALLS = ("tool_calls", "function_call")
+INSTEAD = (*CALLS, "reasoning_content", "reasoning", "thinking")
+"""What a message without content may have in its place."""
 
 
 def chat_messages(value: Any) -> ChatMessages:
@@ -53,6 +56,13 @@ def content_text(content: Any) -> str:
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
+def without_nulls(value: Any) -> Any:
+    """Tables give every dict the keys of all others, filled up with None."""
+    if isinstance(value, dict):
+        return {key: without_nulls(child) for key, child in value.items() if child is not None}
+    return [without_nulls(child) for child in value] if isinstance(value, list | tuple) else value
+
+
 def assistant_turns(messages: ChatMessages) -> list[int]:
     """Which messages are the assistant's."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -67,15 +77,16 @@ def no_assistant(messages: ChatMessages, column: str) -> UnusableRow:
 def _message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UnusableRow(f"{name}: a chat message must be a dict with role and content, found {message!r:.80}")
-    # Tables give every message the keys of all others, filled up with None.
-    known = {key: value for key, value in message.items() if value is not None}
+    known = {
+        key: without_nulls(value) if key in CALLS else value for key, value in message.items() if value is not None
+    }
     if "role" not in known and "from" in known:
         known = _of_sharegpt(known, name)
     if not isinstance(known.get("role"), str):
         found = f"the role is {known['role']!r:.80}" if "role" in known else f"no key 'role' in {message!r:.80}"
         raise UnusableRow(f"{name}: a chat message must be a dict with role and content, and {found}")
     content = known.get("content")
-    if content is None and not known.keys() - {"role", "content"}:
+    if content is None and not any(known.get(key) for key in INSTEAD):
         raise UnusableRow(f"{name}: its key 'content' is {'null' if 'content' in message else 'missing'}")
     return {**known, "content": _content(content, name)}
 

@@ -227,7 +227,7 @@ def _open_parquet(path: Path, check: CheckColumns | None) -> TableRows:
 
 
 def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
-    from rlpipe.data.stored_images import reads_rows
+    from rlpipe.data.stored_media import reads_rows
 
     found = load_split(data)
     name = f"{data.path} ({data.split})"
@@ -239,10 +239,10 @@ def _open_dataset(data: DataConfig, check: CheckColumns | None) -> TableRows:
 def _load_stream(data: DataConfig) -> datasets.IterableDataset:
     from datasets import Dataset
 
-    from rlpipe.data.stored_images import with_stored_images
+    from rlpipe.data.stored_media import with_stored_media
 
     found = load_split(data)
-    return with_stored_images(found.to_iterable_dataset() if isinstance(found, Dataset) else found)
+    return with_stored_media(found.to_iterable_dataset() if isinstance(found, Dataset) else found)
 
 
 def load_split(data: DataConfig) -> Any:

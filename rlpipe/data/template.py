@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rlpipe.configs.schema_data import DataConfig
+from rlpipe.data.messages import INSTEAD
 from rlpipe.data.processor import Encoded, ImageProcessor
 from rlpipe.data.rows import UnusableRow
 from rlpipe.errors import DataError
@@ -27,9 +29,6 @@ RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueErr
 """What a template, or the tokenizer around it, raises on messages that it can't render."""
 
 PROBE_WORD = "Kestrel"
-
-ASKS_FOR_NULL = re.compile(r"content\b['\")\]]*\s+is\s+(not\s+)?none", re.IGNORECASE)
-"""A template that tells messages without content, such as DeepSeek's, which then renders their tool calls."""
 
 Span = tuple[int, int]
 """First character, and the one after the last."""
@@ -105,11 +104,11 @@ class ChatTemplate:
         except UnusableRow:
             return True
 
-    def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _as_taken(self, message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
         """With its content as the template renders it: parts of text alone are one text, and the other way round."""
         content = message.get("content")
-        if content is None and not ASKS_FOR_NULL.search(str(self.tokenizer.chat_template)):
-            message = {**message, "content": (content := "")}  # many templates write ``None``, or raise
+        if content is None:
+            message = {**message, "content": (content := nothing)}
         if isinstance(content, list) and self.takes_texts and all(part["type"] == "text" for part in content):
             return {**message, "content": "".join(part["text"] for part in content)}
         if isinstance(content, str) and not self.takes_texts:
@@ -117,23 +116,36 @@ class ChatTemplate:
         return message
 
     def _taken(self, messages: ChatMessages) -> ChatMessages:
-        """As the template renders them; raises ``UnusableRow`` if it leaves out what those without content hold."""
-        taken = [self._as_taken(message) for message in messages]
-        keys = {key for own in messages if own.get("content") is None for key in own.keys() - {"role", "content"}}
-        if not keys:
-            return taken
+        """As the template renders them; raises ``UnusableRow`` if it leaves out what those without content hold.
+
+        No content is an empty text: many templates write ``None``, or raise. Some render tool calls only beside None.
+        """
+        taken = [self._as_taken(message, "") for message in messages]
+        try:
+            self._check_shown(taken, messages)
+        except UnusableRow:
+            beside_none = [self._as_taken(message, None) for message in messages]
+            with suppress(UnusableRow):
+                self._check_shown(beside_none, messages)
+                return beside_none
+            raise
+        return taken
+
+    def _check_shown(self, taken: ChatMessages, messages: ChatMessages) -> None:
+        held = {key for own in messages if own.get("content") is None for key in INSTEAD if own.get(key)}
+        if not held:
+            return
         bare = [
-            {"role": own["role"], "content": own.get("content")} if message.get("content") is None else own
+            {key: value for key, value in own.items() if key not in INSTEAD} if message.get("content") is None else own
             for message, own in zip(messages, taken, strict=True)
         ]
         text = self._render(taken)
         try:
-            is_left_out = self._render(bare) == text
+            is_shown = self._render(bare) != text
         except UnusableRow:
-            is_left_out = False
-        if is_left_out:
-            raise UnusableRow(f"the chat template leaves out {' and '.join(sorted(keys))} of a turn without content")
-        return taken
+            is_shown = True
+        if not is_shown:
+            raise UnusableRow(f"the chat template leaves out {' and '.join(sorted(held))} of a turn without content")
 
     def _render(self, messages: ChatMessages, **options: Any) -> str:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rlpipe.data.messages import without_nulls
 from rlpipe.data.rows import Row, UnusableRow
 
 
@@ -14,22 +15,30 @@ def row_tools(row: Row, column: str | None) -> list[Any] | None:
     An empty list, or an empty text, is a row without any. Raises ``UnusableRow``.
     """
     value = None if column is None else row.get(column)
+    try:
+        return _read(value)
+    except UnusableRow as problem:
+        hint = "set data.tools_column=null if it holds something else"
+        raise UnusableRow(f"column {column!r}{problem.reason}; {hint}") from None
+
+
+def _read(value: Any) -> list[Any] | None:
     if isinstance(value, str):
-        value = _parse(value, f"column {column!r}")
+        value = _parse(value)
     elif value is not None:
-        value = _without_nulls(value)
+        value = without_nulls(value)
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise UnusableRow(f"column {column!r}: expected a list of tools, or its JSON, found {type(value).__name__}")
-    return [_schema(tool, f"column {column!r}, tool {number}") for number, tool in enumerate(value, start=1)]
+        raise UnusableRow(f": expected a list of tools, or its JSON, found {type(value).__name__}")
+    return [_schema(tool, f", tool {number}") for number, tool in enumerate(value, start=1)]
 
 
-def _parse(text: str, name: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return json.loads(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
-        raise UnusableRow(f"{name}: not JSON ({error}): {text!r:.80}") from None
+        raise UnusableRow(f": not JSON ({error}): {text!r:.80}") from None
 
 
 def _schema(tool: Any, name: str) -> dict[str, Any]:
@@ -41,10 +50,3 @@ def _schema(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise UnusableRow(f"{name}: its key 'name' is {function.get('name')!r:.80}, not a text")
     return tool
-
-
-def _without_nulls(value: Any) -> Any:
-    """Tables give every schema the keys of all others, filled up with None."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
-    return [_without_nulls(child) for child in value] if isinstance(value, list | tuple) else value

@@ -23,6 +23,12 @@ ASKS = LOOP.replace(
     "BODY", "{% if message['content'] is none %}" + CALLS + "{% else %}{{ message.content }}<|end|>{% endif %}"
 )
 """As DeepSeek's."""
+ASKS_OF_REASONING = LOOP.replace(
+    "BODY",
+    "{% if message.reasoning_content is not none %}{% if '</think>' in message.content %}{% endif %}{% endif %}"
+    "{{ message.content }}" + CALLS,
+)
+"""As Qwen3's first."""
 PLACE = Place(row=0, epoch=0, location="row 1")
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
 ASKED = {"role": "user", "content": "hi"}
@@ -39,7 +45,7 @@ def trained(template: str, message: dict[str, Any], role_boundaries: Any = None)
     return tokenizer.decode(sequence.token_ids), tokenizer.decode(counted)
 
 
-@pytest.mark.parametrize("template", [PRINTS, PARTS, ASKS])
+@pytest.mark.parametrize("template", [PRINTS, PARTS, ASKS, ASKS_OF_REASONING])
 @pytest.mark.parametrize("message", [CALL, CALL | {"content": None}])
 @pytest.mark.parametrize("given", [None, [{"role": "assistant", "start": "<|assistant|>", "end": "<|end|>"}]])
 def test_a_call_without_content_is_rendered_as_the_call_alone(
@@ -53,6 +59,25 @@ def test_a_call_without_content_is_rendered_as_the_call_alone(
 def test_a_call_that_the_template_does_not_render_makes_a_row_unusable() -> None:
     with pytest.raises(UnusableRow, match="the chat template leaves out tool_calls of a turn without content"):
         trained(CHAT_TEMPLATE, CALL)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+    ],
+)
+def test_a_message_with_nothing_in_the_place_of_its_content_makes_a_row_unusable(message: dict[str, Any]) -> None:
+    with pytest.raises(UnusableRow, match="message 2: its key 'content' is null"):
+        trained(PRINTS, message)
+
+
+def test_nulls_that_tables_add_to_calls_are_dropped() -> None:
+    template = PRINTS.replace("call.function.name", "call.function.arguments | tojson")
+    arguments = {"city": "x", "unit": None, "more": [{"a": 1, "b": None}]}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    assert trained(template, call)[1] == '({"city": "x", "more": [{"a": 1}]})<|end|>ok<|end|>'
 
 
 def test_a_prompt_does_not_go_on_from_a_turn_without_content() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from data_cases import conversation, refused
 from image_cases import IMAGE_FAMILIES, picture, rows_with_files
 from prepared_cases import config_of, prepare, story, write
 
+import rlpipe
 from rlpipe.tiny import make_tokenizer
 
 CHATS = [conversation("q" * (number % 9 + 1), f"a{number}", "and?", "yes") for number in range(30)]
@@ -210,6 +214,19 @@ def test_a_model_s_own_code_is_looked_at_where_it_is_trusted(
     (own / "processing_own.py").write_text("SIZE = 2\n")
     assert num_found(trusting, caplog) == 0
     assert num_found(options, caplog) == 1
+
+
+def test_all_of_rlpipe_s_code_is_looked_at(tmp_path: Path) -> None:
+    shutil.copytree(Path(rlpipe.__file__).parent, tmp_path / "rlpipe")
+    command = [sys.executable, "-c", "from rlpipe.data.prepared.key import _own_code; print(_own_code())"]
+    found = []
+    for changed in (None, "types.py", "configs/role_boundaries.py", "data/chat.py"):
+        if changed is not None:
+            with (tmp_path / "rlpipe" / changed).open("a") as file:
+                file.write("# another line\n")
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        found.append(subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True).stdout)
+    assert len(set(found)) == 4
 
 
 def test_an_image_is_stored_once_with_its_row(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ def test_nulls_that_tables_add_to_schemas_are_dropped_and_those_of_json_are_not(
     assert json.loads(tokenizer.decode(as_text.token_ids)) == [schema]
 
 
+def test_a_column_of_something_else_is_told_with_the_way_out() -> None:
+    with pytest.raises(UnusableRow, match=r"found 'search'; set data\.tools_column=null if it holds something else"):
+        prompt_of(tools=["search"])
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

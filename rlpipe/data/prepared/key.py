@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import rlpipe
 from rlpipe.configs.paths import cache_folder, data_files
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.processor import ImageProcessor
@@ -176,5 +177,5 @@ def _shows_date(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 @cache
 def _own_code() -> str:
     """Of what renders rows, and of all else that is rlpipe's."""
-    folder = Path(__file__).parents[1]
+    folder = Path(rlpipe.__file__).parent
     return _digest({name: _file_digest(folder / name) for name in python_files(folder)})

@@ -10,16 +10,17 @@ from zipfile import ZipFile
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image, List, Value
+from datasets import Audio, ClassLabel, Dataset, Features, Image, List, Value
 from PIL import Image as Pillow
 
 from rlpipe.configs.schema_data import DataConfig
 from rlpipe.data.images import take_images
 from rlpipe.data.messages import chat_messages
-from rlpipe.data.rows import Row
+from rlpipe.data.rows import Row, UnusableRow
 from rlpipe.data.sources import open_rows, open_stream
-from rlpipe.data.stored_images import StoredImage, with_stored_images
+from rlpipe.data.stored_media import StoredImage, reads_rows, with_stored_media
 
 
 def jpeg(seed: int) -> bytes:
@@ -106,7 +107,7 @@ def test_rows_of_a_data_set_that_was_saved_with_a_format_are_plain(tmp_path: Pat
 
 def test_a_stream_that_threads_decode_ahead_keeps_the_bytes() -> None:
     stream = Dataset.from_list([ROW], features=FEATURES).to_iterable_dataset().decode(num_threads=2)
-    assert images(next(iter(with_stored_images(stream))), "images") == PICTURES[1:]
+    assert images(next(iter(with_stored_media(stream))), "images") == PICTURES[1:]
 
 
 def test_images_of_a_folder_are_read_from_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +126,23 @@ def test_an_image_that_is_elsewhere_is_fetched(tmp_path: Path) -> None:
     assert StoredImage().decode_example(value).size == (12, 8)
     local = {"bytes": None, "path": "a.jpg"}
     assert StoredImage().decode_example(local) == local
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("https://127.0.0.1:9/a.png", "is on the net: download the images"),
+        ("zip://a.jpg::nowhere.zip", "the data set can't decode it"),
+    ],
+)
+def test_an_image_that_can_not_be_had_makes_its_row_unusable(path: str, problem: str) -> None:
+    rows = [{"image": {"bytes": None, "path": path}}]
+    read = reads_rows(Dataset.from_list(rows, features=Features({"image": Image()})))
+    with pytest.raises(UnusableRow, match=problem):
+        images(read(0), "image")
+
+
+def test_sounds_are_not_decoded() -> None:
+    features, sound = Features({"sound": Audio()}), {"bytes": b"RIFF", "path": None}
+    table = pa.Table.from_pylist([{"sound": sound}], schema=features.arrow_schema)
+    assert reads_rows(Dataset(table))(0) == {"sound": sound}
