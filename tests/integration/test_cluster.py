@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,15 @@ LIST_NODES = (
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for entry in sockets:
-            entry.bind(("127.0.0.1", 0))
-        return [entry.getsockname()[1] for entry in sockets]
+    """Above those of Ray's workers, and below those of connections, of which another test's could take one."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with suppress(OSError), socket.socket() as entry:
+            entry.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no ports are free")
 
 
 @pytest.fixture(scope="module")

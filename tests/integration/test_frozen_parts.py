@@ -164,9 +164,12 @@ def test_a_frozen_engine_that_should_load_weights_is_named(
 
     def engine_waits() -> bool:
         counts = ledger_of(tmp_path).counts()
-        return counts == {GroupState.TRAINED: 2 * GROUPS_PER_STEP, GroupState.GENERATED: GROUPS_PER_STEP}
+        generated = counts.get(GroupState.GENERATED, 0)
+        is_third_step = counts.get(GroupState.TRAINED) == 2 * GROUPS_PER_STEP
+        return is_third_step and 0 < generated == GROUPS_PER_STEP - counts.get(GroupState.SCORED, 0)
 
-    with signals(tmp_path, {2: "rollout"}, signal.SIGSTOP, also=engine_waits):
+    with signals(tmp_path, {2: "rollout"}, signal.SIGSTOP, also=engine_waits) as frozen:
         rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path, *overrides))
+    assert frozen == ["rollout"]
     said = [event.message for event in ledger_of(tmp_path).events()]
     assert any("engine rollout-0 died: it has not loaded weights version" in text for text in said)
