@@ -73,7 +73,8 @@ class ImageProcessor:
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise UnusableRow(f"the model's processor can't take its images ({describe_error(error)})") from error
         token_ids = np.array(made["input_ids"][0], np.int32)
-        spans = _find_spans(type(processor).__name__, made, token_ids, self._image_id)
+        offsets = np.array(made.get("offset_mapping", [[]])[0]).reshape(-1, 2)  # in the text with images' tokens
+        spans = _find_spans(type(processor).__name__, made, offsets, token_ids, self._image_id)
         if len(spans) != len(images):
             raise UnusableRow(f"the chat template has {len(spans)} placeholders for its {len(images)} images")
         return Encoded(
@@ -83,7 +84,7 @@ class ImageProcessor:
                 PlacedImage(place=start, num_tokens=stop - start, content=image)
                 for (start, stop), image in zip(spans, images, strict=True)
             ),
-            offsets=_find_offsets(made, len(text)),
+            offsets=_before_images(offsets, made, len(text)),
         )
 
     def check(self, encoded: Encoded) -> None:
@@ -236,20 +237,21 @@ def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
     return seen
 
 
-def _find_spans(processor: str, made: Any, token_ids: IntArray, image_id: int) -> list[tuple[int, int]]:
+def _find_spans(
+    processor: str, made: Any, offsets: IntArray, token_ids: IntArray, image_id: int
+) -> list[tuple[int, int]]:
     """The first token of each image, and the one behind its last."""
     if "text_replacement_offsets" not in made:
         if "cross_attention_mask" not in made:
             raise ModelError(f"{processor}: this kind of processor does not say which tokens stand for an image")
         return [(place, place + 1) for place in np.flatnonzero(token_ids == image_id).tolist()]
-    starts, ends = np.array(made["offset_mapping"][0]).reshape(-1, 2).T
+    starts, ends = offsets.T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
     return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
 
 
-def _find_offsets(made: Any, length: int) -> IntArray:
+def _before_images(offsets: IntArray, made: Any, length: int) -> IntArray:
     """The characters of each token ``[T, 2]`` in the text of that length, in which an image has its placeholder."""
-    offsets = np.array(made["offset_mapping"][0]).reshape(-1, 2)
     entries = made.get("text_replacement_offsets", [[]])[0]
     grown = [(new, old) for entry in entries for new, old in zip(entry["new_span"], entry["span"], strict=True)]
     last = grown[-1] if grown else (0, 0)

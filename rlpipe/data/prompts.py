@@ -36,7 +36,7 @@ def open_prompts(
 
     Held-out are the rows of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows that
     ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises ``DataError`` if
-    the data can't be read, lacks a column, or, unless it is not ``tried``, yields no prompt.
+    the data can't be read, lacks a column, or, where its rows are ``tried``, yields no prompt.
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Prompt]:

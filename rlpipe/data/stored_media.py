@@ -36,7 +36,7 @@ def reads_rows(dataset: Dataset) -> Callable[[int], Row]:
 
 
 def with_stored_media(dataset: IterableDataset) -> IterableDataset:
-    """The data set, whose images are stored ones; one whose columns are not known before they are read has none."""
+    """The data set, whose media are stored ones; one whose columns are not known before they are read is as it was."""
     if not dataset.features:
         return dataset
     not_ahead = dataset.decode(num_threads=0)  # else the library's threads have decoded them already
