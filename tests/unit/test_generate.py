@@ -155,6 +155,7 @@ def test_command_reads_standard_input(
 def test_images_stand_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = IMAGE_FAMILIES["idefics3"].write(tmp_path / "model")
     (tmp_path / "one.png").write_bytes(picture(20, 20))
+    capsys.readouterr()  # what libraries wrote as the model was made
     arguments = ["generate", "--model", str(folder), "--engine", "hf", "--dtype", "float32", "--max-tokens", "3"]
     assert cli.main([*arguments, "--image", str(tmp_path / "one.png"), "--json", "the cat"]) == 0
     (completion,) = json.loads(capsys.readouterr().out)["completions"]
