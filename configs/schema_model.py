@@ -45,7 +45,12 @@ class ModelConfig(Freezable):
         {}, "Further arguments of the processor's from_pretrained, such as min_pixels (models that take images)."
     )
     chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
-    dtype: str = option("bfloat16", "Type of weights and activations.", choices=("float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "Type of weights and activations; auto: bfloat16 where the devices of learner and engines compute in it, else "
+        "float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     attention: str = option(
         "sdpa",
         "transformers' attention implementation.",

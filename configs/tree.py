@@ -75,6 +75,7 @@ FREE_ON_RESUME = (
     "cluster",
 )
 """Options, or whole sections, that say how a run is carried out, and not what it trains."""
+DTYPE = "model.dtype"
 
 
 def to_tree(config: Config | ModelConfig) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def to_yaml(config: Config) -> str:
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What differs between two trees of ``to_tree`` and matters for training, as "option: old -> new".
 
-    Options that are younger than the old tree had their defaults.
+    Options that are younger than the old tree had their defaults. ``model.dtype=auto`` is whatever the other tree has.
     """
     before, after = dict(training_options(old)), dict(training_options(new))
     defaults = {option.name: plain(option.default) for option in options()}
@@ -114,7 +115,7 @@ def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     return [
         f"{name}: {show(before, name)} -> {show(after, name)}"
         for name in names
-        if show(before, name) != show(after, name)
+        if show(before, name) != show(after, name) and not (name == DTYPE and "auto" in (before[name], after[name]))
     ]
 
 

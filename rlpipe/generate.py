@@ -19,6 +19,7 @@ from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, EngineFailed, InputError
+from rlpipe.hardware.dtypes import choose_dtype
 from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
@@ -37,7 +38,8 @@ class SamplingRequest:
     """A folder or hub id."""
     adapter: str | None = None
     engine: str = "auto"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
+    """auto: bfloat16 where this machine computes in it, else float32."""
     tensor_parallel_size: int = 1
     """GPUs that share the model (vllm)."""
     chat: bool = True
@@ -96,6 +98,18 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
             yield SampledPrompt(prompt=text, completions=[read_completion(rollout, tokenizer) for rollout in group])
     finally:
         engine.stop()
+
+
+def settle_dtype(asked: str) -> tuple[str, str | None]:
+    """The type that ``asked`` stands for on this machine, and what the user should know of it."""
+    # Of GPUs by the driver's library: torch would start CUDA in this process, which processes of vLLM's fork off.
+    import torch
+
+    from rlpipe.actors.node import node_types
+
+    devices = node_types(torch.cuda.device_count() > 0, asked)
+    choice = choose_dtype(asked, devices, option="--dtype")
+    return choice.dtype, choice.line
 
 
 def model_config(request: SamplingRequest) -> ModelConfig:

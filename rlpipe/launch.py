@@ -171,7 +171,9 @@ def _served_pool(
 def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engines) -> Callable[[], GroupScorer]:
     """Makes a replica's scorer, there."""
     if next(iter(members.values())).path == FEATURE_PATH:
-        return partial(make_features, run.model, run.config.algorithm.ebft.features)
+        # It computes by itself, perhaps on another kind of device than the policy.
+        model = replace(run.model, dtype=run.asked_dtype)
+        return partial(make_features, model, run.config.algorithm.ebft.features)
     return partial(
         make_scorer, dict(members), _callables_of(run, members), run.model, run.config.algorithm.num_steps, engines
     )

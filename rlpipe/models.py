@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,11 +22,22 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.hardware.dtypes import AUTO, device_types
 
 
 def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:
     """transformers' config of the model."""
     return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+
+
+def with_dtype(config: ModelConfig, device: torch.device) -> ModelConfig:
+    """With the type in the place of ``auto`` that this device computes in; a run has settled one for all before."""
+    return replace(config, dtype=device_types(device).auto) if config.dtype == AUTO else config
+
+
+def own_device() -> torch.device:
+    """The GPU that this process has, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,7 @@ from rlpipe.learner_group import end_learner, start_learner
 from rlpipe.news import Follower
 from rlpipe.parts import Parts
 from rlpipe.placement import Need, connect, end_actors, placement_groups, release_placement_groups
+from rlpipe.precision import ask_cluster, settle_dtype
 from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
@@ -124,15 +126,18 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
     needs = [*launch.generation_needs(run), *launch.learner_needs(config)]
+    policy_needs = [*launch.engine_needs(config), *launch.learner_needs(config)]
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
         # Before models are loaded, which takes minutes where they are large.
         replay = launch.start_replay(run)
         accounts = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
+        # The ledger keeps the config as it was written: a run that goes on from it alone may find another type.
+        run, types = settle_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
         parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
         weights = launch.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
-        for message in (*notes, *accounts.messages):
+        for message in (*notes, *accounts.messages, *types):
             reporter.message(message)
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)
@@ -167,7 +172,13 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
 def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Supervised fine-tuning on the same learner group, without engines."""
     config = run.config
-    with _cluster(config, launch.learner_needs(config)), _reporter(run, start) as reporter:
+    needs = launch.learner_needs(config)
+    with ExitStack() as stack:
+        is_own = stack.enter_context(_cluster(config, needs))
+        run, types = settle_dtype(run, needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        reporter = stack.enter_context(_reporter(run, start))
+        for message in types:
+            reporter.message(message)
         batches = launch.start_dataset(run, start)
         setup = _learner_setup(run, start, batches, None)
 
@@ -215,11 +226,12 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
-    with (
-        _cluster(config, launch.generation_needs(run)) as is_own,
-        launch.open_parts(run, cluster_is_own=is_own) as parts,
-    ):
-        return _run(_evaluate_once(run, parts, held_out))
+    with _cluster(config, launch.generation_needs(run)) as is_own:
+        run, types = settle_dtype(run, launch.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
+        for message in types:
+            print(message, file=sys.stderr)
+        with launch.open_parts(run, cluster_is_own=is_own) as parts:
+            return _run(_evaluate_once(run, parts, held_out))
 
 
 def _drain_hook(config: Config, replay: ActorHandle) -> None:

@@ -44,6 +44,8 @@ class ResumePoint:
     """Of the rows of SFT; the prompts of RL have theirs in the ledger."""
     run_id: str | None = None
     """Which run wrote the checkpoint."""
+    dtype: str | None = None
+    """The type that it computed in."""
     messages: Sequence[str] = ()
     """What people should know of it."""
 
@@ -59,6 +61,8 @@ class Run:
     callables: Mapping[str, RewardLike]
     """The rewards that were handed over as objects."""
     output: Path
+    asked_dtype: str
+    """``model.dtype`` as it was written, which may be ``auto`` where config and model have a type by now."""
 
 
 def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
@@ -75,6 +79,7 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
         rewards=run_rewards,
         callables=callables,
         output=Path(config.output).absolute(),
+        asked_dtype=config.model.dtype,
     )
 
 
@@ -269,7 +274,13 @@ def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
             f"algorithm.num_steps: {config.algorithm.num_steps} steps are less than the {step} of {checkpoint}: "
             "set it to at least that, or resume from an older checkpoint"
         )
-    return ResumePoint(checkpoint=checkpoint, step=step, cursor=Cursor(**extra["resume"]), run_id=extra.get("run_id"))
+    return ResumePoint(
+        checkpoint=checkpoint,
+        step=step,
+        cursor=Cursor(**extra["resume"]),
+        run_id=extra.get("run_id"),
+        dtype=extra["config"]["model"]["dtype"],
+    )
 
 
 def run_start(config: Config, start: ResumePoint) -> RunStart:

@@ -9,12 +9,15 @@ from rlpipe.commands.arguments import Commands, add_command, at_least
 from rlpipe.errors import InputError
 
 
+DTYPE_HELP = "auto: bfloat16 where the device computes in it, else float32"
+
+
 def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "generate", run_generate, "sample from a policy and adapter, without Ray")
     parser.add_argument("--model", required=True, metavar="PATH", help="folder or hub id of the model")
     parser.add_argument("--adapter", metavar="FOLDER", help="a PEFT adapter on top of it")
     parser.add_argument("--engine", choices=("auto", "vllm", "hf"), default="auto", help="auto: vllm where installed")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=DTYPE_HELP)
     parser.add_argument(
         "--tensor-parallel", type=at_least(int, 1), default=1, metavar="N", help="GPUs that share the model (vllm)"
     )
@@ -38,13 +41,16 @@ def run_generate(arguments: argparse.Namespace) -> None:
     prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
     if not all(prompts):
         raise InputError("the prompt is empty; give one as an argument or on standard input")
-    from rlpipe.generate import SamplingRequest, sample_texts
+    from rlpipe.generate import SamplingRequest, sample_texts, settle_dtype
 
+    dtype, line = settle_dtype(arguments.dtype)
+    if line is not None:
+        print(line, file=sys.stderr)
     request = SamplingRequest(
         model=arguments.model,
         adapter=arguments.adapter,
         engine=arguments.engine,
-        dtype=arguments.dtype,
+        dtype=dtype,
         tensor_parallel_size=arguments.tensor_parallel,
         system_prompt=arguments.system,
         chat=not arguments.raw,

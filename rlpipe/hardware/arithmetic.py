@@ -21,7 +21,7 @@ def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float
     found = {}
     for name in DTYPES:
         try:
-            found[name] = _flops(device, getattr(torch, name), scale)
+            found[name] = product_flops(device, name, scale)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -30,11 +30,11 @@ def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float
     return found
 
 
-def _flops(device: torch.device, dtype: torch.dtype, scale: float) -> float:
-    """Of matrices as large as time allows: of small ones a device does not reach its rate."""
+def product_flops(device: torch.device, dtype: str, scale: float) -> float:
+    """FLOP a second, of matrices as large as time allows: of small ones a device does not reach its rate."""
     width = SMALLEST_MATRIX
     while True:
-        multiply = _product(device, dtype, width)
+        multiply = _product(device, getattr(torch, dtype), width)
         multiply()
         next_s = 8 * time_calls(multiply, 1, device)
         if width == LARGEST_MATRIX or next_s > scale * LONGEST_PRODUCT_S:

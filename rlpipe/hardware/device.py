@@ -9,6 +9,7 @@ from typing import Literal
 
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.curve import Link
+from rlpipe.hardware.dtypes import NARROW, WIDE
 
 ADAM_ACCESSES = 7
 """Of an element: weight, both moments and gradient are read; all but the gradient are written."""
@@ -81,6 +82,13 @@ class Device:
             known = ", ".join(self.matmul_flops)
             raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {known}")
         return self.matmul_flops[dtype]
+
+    def auto_dtype(self, *, on_gpu: bool = True) -> str:
+        """What ``dtype: auto`` is there: bfloat16 where it is faster. Nothing is known of the processors beside a GPU,
+        which are taken to compute in float32."""
+        if self.kind == "cuda" and not on_gpu:
+            return WIDE
+        return NARROW if self.matmul_flops.get(NARROW, 0) > self.matmul_flops[WIDE] else WIDE
 
 
 def _rates_of(name: str, value: object) -> dict[str, float]:

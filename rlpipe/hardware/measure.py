@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from datetime import date
-from pathlib import Path
 
 import torch
 
 from rlpipe.hardware.arithmetic import adam_elements, added_elements, matmul_flops
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.dtypes import cpu_name
 from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.timing import all_cores
 from rlpipe.hardware.transfers import measure_transfers, memory_bandwidth
@@ -67,12 +66,7 @@ def hardware_name(device: torch.device) -> str:
     """What the driver calls the GPU, or the machine its processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # no Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.machine())
+    return cpu_name()
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 
 import torch
@@ -50,11 +50,16 @@ def time_calls(work: Work, num_calls: int, device: torch.device) -> float:
         return first.elapsed_time(last) / 1e3
 
 
-@contextmanager
-def all_cores() -> Iterator[None]:
+def all_cores() -> AbstractContextManager[None]:
     """Torch computes with as many threads as there are cores: a rank may have fewer, the machine's rates have all."""
+    return threads(num_cores())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch computes with so many."""
     before = torch.get_num_threads()
-    torch.set_num_threads(num_cores())
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ from rlpipe.learner.single import SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.weight_scales import normalize_weight_scales
 from rlpipe.learner.workload import Workload
-from rlpipe.models import describe_model, has_vision, hollow_model, open_model
+from rlpipe.models import describe_model, has_vision, hollow_model, open_model, with_dtype
 from rlpipe.nf4 import nf4_config, settle_nf4
 from rlpipe.types import MicroBatch, WeightsKind
 
@@ -142,6 +142,7 @@ def load_policy(
     What is trained is kept in float32 and computed with in ``model.dtype``. Raises ``ModelError``, in one line, where
     the model or adapter can't be found, loaded, or trained.
     """
+    model = with_dtype(model, device)
     sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none", workload=workload)
     scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
     if model.gradient_checkpointing:
@@ -158,6 +159,7 @@ def load_policy(
 def outline_policy(model: ModelConfig) -> Policy:
     """A policy whose adapter a checkpoint can be read into, on the CPU; the base is hollow, and can't be run."""
     source = find_source(model.path, "model.path", revision=model.revision)
+    model = with_dtype(model, torch.device("cpu"))
     try:
         base = hollow_model(
             describe_model(source, model), images=model.images, trust_remote_code=model.trust_remote_code
@@ -193,6 +195,7 @@ def make_sharding(
 
 def load_scorer(config: ModelConfig, device: torch.device | str, *, frozen: bool = False) -> TokenScorer:
     """The model without adapter, on ``device``; in float32 if it is trained as a whole, else in ``config.dtype``."""
+    config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
     trained_whole = config.adapter.kind == "none" and not frozen
     model = _load_model(config, torch.float32 if trained_whole else compute_dtype)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from transformers import PreTrainedConfig
 
+from rlpipe.configs.contradictions import check_model
 from rlpipe.configs.schema import Config
+from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.dtypes import AUTO
 from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.device_section import device_section
 from rlpipe.plan.engine import plan_engine
@@ -48,10 +51,24 @@ def make_report(config: Config, device: Device) -> Report:
     return Report(sections=[*make_sections(config, described, device)])
 
 
+def settle_dtype(config: Config, device: Device) -> Config:
+    """With the type in the place of ``auto`` that a run on such devices takes.
+
+    Raises ``ConfigError`` where another option does not go with it.
+    """
+    if config.model.dtype != AUTO:
+        return config
+    settled = replace(config, model=replace(config.model, dtype=device.auto_dtype()))
+    for problem in check_model(settled.model, on_gpu=device.kind == "cuda"):
+        raise ConfigError(f"{problem} (model.dtype={AUTO} is {settled.model.dtype} on {device.name})")
+    return settled
+
+
 def make_sections(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
     """In the order in which they are shown; each kind of actor has one."""
+    asked, config = config, settle_dtype(config, device)
     yield device_section(device, [config.model.dtype])
-    yield model_section(config, described)
+    yield model_section(config, described, asked_dtype=asked.model.dtype)
     if config.algorithm.kind == "ebft_strided":
         yield unplanned_section(config.algorithm.kind)
     elif config.algorithm.kind != "rl":
@@ -59,17 +76,20 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
         yield learner_section(plan_case(case), device)
         yield machine_section(plan_machine(case, None, [], device), device)
     else:
-        yield from _make_sections_of_rl(config, described, device)
+        yield from _make_sections_of_rl(config, asked, described, device)
 
 
-def _make_sections_of_rl(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
+def _make_sections_of_rl(
+    config: Config, asked: Config, described: PreTrainedConfig, device: Device
+) -> Iterator[Section]:
+    """Scorers settle their types themselves."""
     engine = plan_engine(config, described, device)
     yield engine_section(engine, device)
     case = LearnerCase(config=config, drafts=Drafts(described, device), engines=engine.setup)
     learner = plan_case(case)
     yield learner_section(learner, device)
     engines = engine_kind(config, engine)
-    scorers = plan_scorers(config, described, device, [engines, rank_kind(config, case.memory, case.room, device)])
+    scorers = plan_scorers(asked, described, device, [engines, rank_kind(config, case.memory, case.room, device)])
     if scorers:
         yield scorers_section(scorers, device)
     planned = [scorer for scorer in scorers if isinstance(scorer, ScorerPlan)]
@@ -78,12 +98,14 @@ def _make_sections_of_rl(config: Config, described: PreTrainedConfig, device: De
         yield loop_section(loop)
 
 
-def model_section(config: Config, described: PreTrainedConfig) -> Section:
+def model_section(config: Config, described: PreTrainedConfig, *, asked_dtype: str) -> Section:
     shape = read_shape(described, config.model)
     active = f", {count(shape.num_active + shape.num_looked_up)} active" if shape.num_experts > 1 else ""
     rows = [
         ("parameters", f"{count(shape.num_parameters)}{active}"),
         ("layers", f"{shape.num_layers:,} of width {shape.hidden_size:,}"),
         ("vocabulary", f"{shape.vocab_size:,}"),
+        ("type", config.model.dtype + (" (model.dtype=auto)" if asked_dtype == AUTO else "")),
     ]
-    return Section(name="model", title=f"model {config.model.path}", rows=rows, data=asdict(shape))
+    data = {**asdict(shape), "dtype": config.model.dtype}
+    return Section(name="model", title=f"model {config.model.path}", rows=rows, data=data)

@@ -67,14 +67,14 @@ def outline_scorer(setup: ScorerSetup, config: Config, described: PreTrainedConf
     """``described`` is transformers' config of the policy. Raises ``ModelError`` where the model can't be described or
     outlined."""
     if setup.reward is None:
-        return _outline_features(config, described)
-    return _outline_reward(setup.reward, setup.option, config)
+        return _outline_features(replace(config, model=replace(config.model, dtype=setup.dtype)), described)
+    return _outline_reward(setup.reward, setup.dtype, setup.option, config)
 
 
-def _outline_reward(reward: ClassifierReward, option: str, config: Config) -> ScorerModel:
+def _outline_reward(reward: ClassifierReward, dtype_name: str, option: str, config: Config) -> ScorerModel:
     model = replace(config.model, **reward.options)
     described = describe_offline(reward.source, model, f"{option}.kwargs.model")
-    dtype: torch.dtype = getattr(torch, reward.dtype)
+    dtype: torch.dtype = getattr(torch, dtype_name)
     code = {"trust_remote_code": model.trust_remote_code}
     try:
         with torch.device("meta"):
@@ -92,7 +92,7 @@ def _outline_reward(reward: ClassifierReward, option: str, config: Config) -> Sc
     weights = sum(parameter.nbytes for parameter in classifier.parameters())
     return ScorerModel(
         path=reward.source,
-        dtype=reward.dtype,
+        dtype=dtype_name,
         weights_bytes=weights,
         starting_bytes=weights,
         is_mapped=(described.dtype or dtype) is dtype,

@@ -9,6 +9,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.dtypes import AUTO
 from rlpipe.imports import import_object
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, feature_configs, split_rewards, split_served
@@ -30,6 +31,8 @@ class ScorerSetup:
     batch_option: str
     reward: ClassifierReward | None
     """As it is before it loads its model; None: EBFT's feature network."""
+    dtype: str
+    """That it computes in."""
     copies: int
     """Processes, or replicas under load."""
     num_gpus: float
@@ -84,17 +87,18 @@ def read_scorer_setups(config: Config, device: Device) -> Iterator[ScorerSetup]:
     for members in scoring_pools(config).values():
         name, reward = next(iter(members.items()))
         if has_model(members):
-            setup = _read_setup(config, name, reward, num_copies(config, members))
+            setup = _read_setup(config, name, reward, num_copies(config, members), device)
             if device.kind == "cpu" and reward.num_gpus > 0:
                 asked = f"{setup.option}.num_gpus={reward.num_gpus:g}"
                 raise ConfigError(f"{asked}: {device.name} has no GPU; give the GPU's --device, or set 0")
             yield setup
 
 
-def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int) -> ScorerSetup:
+def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, device: Device) -> ScorerSetup:
     is_features = reward.path == FEATURE_PATH
     option = "algorithm.ebft.features" if is_features else f"scoring.rewards.{name}"
     model = None if is_features else _make_reward(option, reward)
+    asked = config.model.dtype if model is None else model.dtype
     groups, length = -(-config.algorithm.groups_per_step // copies), sequence_tokens(config)
     per_call = reward.serve.batch_groups if reward.is_served else MAX_GROUPS_PER_CALL
     return ScorerSetup(
@@ -102,6 +106,7 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int) ->
         option=option,
         batch_option=_batch_option(option, reward),
         reward=model,
+        dtype=device.auto_dtype(on_gpu=reward.num_gpus > 0) if asked == AUTO else asked,
         copies=copies,
         num_gpus=reward.num_gpus,
         batch_tokens=config.algorithm.ebft.features.micro_batch_tokens if model is None else model.batch_tokens,

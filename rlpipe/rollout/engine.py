@@ -100,6 +100,10 @@ def open_engine(
         ConfigError: an option is unknown to the engine, or not supported by it.
         ModelError: the model or adapter can't be loaded.
     """
+    if model.dtype == "auto":  # to vLLM, the type of the model's files
+        from rlpipe.models import own_device, with_dtype
+
+        model = with_dtype(model, own_device())
     engine = resolve_engine(rollout.engine)
     if rollout.engine == "auto" and engine == "hf":
         logger.warning("vllm is not installed: engine %s samples with transformers, which is slower", name)

@@ -21,10 +21,12 @@ from transformers import (
 )
 
 from rlpipe.data.packing import padded_parts
+from rlpipe.hardware.dtypes import AUTO, device_types
+from rlpipe.models import own_device
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import ChatMessages, RolloutGroup
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
 HOW: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
 """How the values of steps become one."""
 
@@ -34,17 +36,19 @@ class ClassifierReward(RewardActor):
 
     ``model`` is a folder or hub id. Conversations go through the chat template of its own tokenizer; a text prompt and
     its completion are put together as they are. Batches have at most ``batch_tokens`` tokens, filling included; a
-    sequence of more than ``max_tokens`` fails its group. It takes the GPU if it is given one.
+    sequence of more than ``max_tokens`` fails its group. It takes the GPU if it is given one. ``dtype=auto`` is
+    bfloat16 where the device computes in it, else float32.
     """
 
     auto_class: Any
+    has_dtype = True
 
     def __init__(
         self,
         *,
         model: str,
         revision: str | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = AUTO,
         batch_tokens: int = 16384,
         max_tokens: int = 8192,
         trust_remote_code: bool = False,
@@ -56,11 +60,11 @@ class ClassifierReward(RewardActor):
         self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
 
     def setup(self) -> None:
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = own_device()
         self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
         if self._own.pad_token_id is None:
             self._own.pad_token = self._own.eos_token
-        dtype = getattr(torch, self.dtype)
+        dtype = getattr(torch, device_types(self._device).auto if self.dtype == AUTO else self.dtype)
         loaded: PreTrainedModel = self.auto_class.from_pretrained(self.source, dtype=dtype, **self.options)
         loaded.config.pad_token_id = self._own.pad_token_id
         loaded.config.use_cache = False  # keys and values of all layers would be kept, and nobody reads them

@@ -50,6 +50,10 @@ class RewardActor(ABC):
     tokenizer: Tokenizer
     chat: Chat | None = None
     """Asks the run's engines; None where there are none."""
+    has_dtype = False
+    """Whether it loads a model in the type that ``dtype`` names."""
+    dtype: str
+    """May be ``auto``; there from the constructor on."""
 
     @classmethod  # noqa: B027 - most subclasses need none
     def check_run(cls, model: ModelConfig, kwargs: Mapping[str, Any]) -> None:

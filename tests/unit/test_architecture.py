@@ -51,6 +51,7 @@ FLOORS = [
     ("rlpipe.evaluation", 6),
     ("rlpipe.reporting", 6),
     ("rlpipe.prepare", 6),
+    ("rlpipe.precision", 6),
     ("rlpipe.launch", 6),
     ("rlpipe.learner_group", 6),
     ("rlpipe.controller", 6),

@@ -34,6 +34,7 @@ ROUND = Device(
 )
 BASE = (
     "experiment=gsm8k",  # 32 groups of 8, prompts of 512 tokens, completions of 1,024, LoRA of rank 32
+    "model.dtype=bfloat16",
     "rollout.engine_args.gpu_memory_utilization=0.5",
     "rollout.engine_args.max_num_seqs=100",
     "rollout.engine_args.max_num_batched_tokens=1000",

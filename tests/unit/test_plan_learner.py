@@ -38,7 +38,7 @@ GIB = 2**30
 @cache
 def config_of(model: str, *overrides: str) -> Config:
     """32 groups of 8, of 1,536 tokens; LoRA of rank 32, gradient checkpointing, one GPU."""
-    options = [f"model.path={model}", "learner.max_tokens_per_microbatch=3072", *overrides]
+    options = [f"model.path={model}", "model.dtype=bfloat16", "learner.max_tokens_per_microbatch=3072", *overrides]
     return load_config(["experiment=gsm8k", *options], need_files=False)
 
 

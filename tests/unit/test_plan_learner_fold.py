@@ -30,7 +30,7 @@ DEVICE = DEVICES["h100-80g"]
 
 def config_of(*overrides: str) -> Config:
     options = ["model.path=x", "learner.logprob_chunk_tokens=16", "rollout.sampling.temperature=1", *overrides]
-    return load_config(["experiment=gsm8k", *options], need_files=False)
+    return load_config(["experiment=gsm8k", "model.dtype=bfloat16", *options], need_files=False)
 
 
 def trace_whole(outline: Outline, config: Config, dtype: torch.dtype | None) -> Trace:

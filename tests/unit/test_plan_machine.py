@@ -23,7 +23,7 @@ ON_CPU = ("rollout.num_gpus=0", "learner.num_gpus=0")
 def cases(*overrides: str, device: Device = H100) -> tuple[LearnerCase, ActorKind]:
     """One engine, one rank, and one process of functions."""
     options = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "learner.max_tokens_per_microbatch=1536"]
-    config = load_config([*options, "scoring.num_processes=1", *overrides], need_files=False)
+    config = load_config([*options, "model.dtype=bfloat16", "scoring.num_processes=1", *overrides], need_files=False)
     described = describe_offline(config.model.path, config.model)
     engine = plan_engine(config, described, device)
     learner = LearnerCase(config=config, drafts=Drafts(described, device), engines=engine.setup)

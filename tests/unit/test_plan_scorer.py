@@ -32,7 +32,7 @@ from rlpipe.tiny import make_tiny_policy, make_tokenizer
 
 H100 = DEVICES["h100-80g"]
 CPU = replace(H100, name="laptop", kind="cpu", memory_bytes=H100.host_memory_bytes, measured_at="2026-11-22")
-POLICY = "model.path=Qwen/Qwen3-0.6B"
+POLICY = ("model.path=Qwen/Qwen3-0.6B", "model.dtype=bfloat16")
 LAYER = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
 EMBEDDING = 151_936 * 1024
 NUM_SMALL = 28 * LAYER + EMBEDDING + 1024
@@ -44,7 +44,7 @@ OWN_GPU = "scoring.rewards.preference.num_gpus=1"
 @cache
 def config_of(experiment: str, *overrides: str) -> Config:
     """Of 32 groups, all sequences of 2,048 tokens."""
-    return load_config([f"experiment={experiment}", POLICY, *overrides], need_files=False)
+    return load_config([f"experiment={experiment}", *POLICY, *overrides], need_files=False)
 
 
 def plans(
