@@ -120,15 +120,25 @@ class LearnerTrainer(TorchTrainer):
 
 
 def make_trainer(
-    setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float, started: Callable[[ActorHandle], None]
+    setup: LearnerSetup,
+    run_name: str,
+    *,
+    schedule_timeout_s: float,
+    started: Callable[[ActorHandle], None],
+    controller_variables: Mapping[str, str],
+    rank_variables: Mapping[str, str],
 ) -> TorchTrainer:
     """The Ray Train job whose workers are the learner ranks; ``started`` gets its controller.
+
+    ``controller_variables`` and ``rank_variables`` are environment variables of their processes.
 
     ``fit`` raises ``ControllerError`` if the cluster has no room for them within ``schedule_timeout_s``.
     """
     learner = setup.learner
     per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
-    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | dict(
+        controller_variables
+    )
     return LearnerTrainer(
         train_loop,
         started=started,
@@ -145,6 +155,7 @@ def make_trainer(
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=-1, max_preemption_failures=-1, controller_failure_limit=0
             ),
+            worker_runtime_env={"env_vars": dict(rank_variables)} if rank_variables else None,
             callbacks=[ReportDeaths(setup.batches, setup.call_timeout_s)],  # type: ignore[list-item]
         ),
     )

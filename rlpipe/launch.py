@@ -46,6 +46,7 @@ from rlpipe.placement import (
     start_actor,
     wait_started,
 )
+from rlpipe.preload import preloading
 from rlpipe.prepare import ResumePoint, RewardLike, Run
 from rlpipe.replay.location import ledger_path
 from rlpipe.scorer_pool import ScorerPool, ScoringPool, Spawn
@@ -200,6 +201,7 @@ def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: b
                 max_concurrency=ENGINE_CALLS,
                 concurrency_groups={QUESTIONS: QUESTION_CALLS},
                 restarts=True,
+                stage=preloading.engine_stage(config),
             )
             for name, need in needs.items()
         }

@@ -17,6 +17,7 @@ from rlpipe.actors.trainer import LearnerSetup, make_trainer
 from rlpipe.configs.schema import Config
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.placement import no_room, placement_groups, release_placement_groups
+from rlpipe.preload import preloading
 from rlpipe.waiting import describe_failure, get_answer
 
 THREAD_END_S = 10.0
@@ -91,6 +92,8 @@ class LearnerThread(threading.Thread):
                 self._setup,
                 self._config.name,
                 schedule_timeout_s=self._config.cluster.schedule_timeout_s,
+                controller_variables=preloading.stage_variables("torch"),
+                rank_variables=preloading.stage_variables("learner"),
                 started=self._take_controller,
             )
             try:

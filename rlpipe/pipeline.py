@@ -35,6 +35,7 @@ from rlpipe.learner_group import end_learner, start_learner
 from rlpipe.news import Follower
 from rlpipe.parts import Parts
 from rlpipe.placement import Need, connect, end_actors, placement_groups, release_placement_groups
+from rlpipe.preload import preloading
 from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
@@ -333,6 +334,7 @@ def _first_error(error: BaseException) -> BaseException:
 def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
     """A cluster that the run fits on; what the run started is ended with it. Says whether it is the run's own."""
     joined = ray.is_initialized()
+    preloading.begin(config)
     is_own = connect(config.cluster, needs)
     actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
     try:
@@ -344,6 +346,7 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
             release_placement_groups(placement_groups() - places_before)
         else:
             ray.shutdown()
+            preloading.end()
 
 
 @contextmanager

@@ -39,6 +39,7 @@ FLOORS = [
     ("rlpipe.health", 4),
     ("rlpipe.waiting", 5),
     ("rlpipe.actors", 5),
+    ("rlpipe.preload", 6),
     ("rlpipe.placement", 6),
     ("rlpipe.learner_pool", 6),
     ("rlpipe.scorer_pool", 6),
