@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe import launch
-from rlpipe.actors.trainer import LearnerSetup
+from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated

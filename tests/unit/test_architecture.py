@@ -53,6 +53,7 @@ FLOORS = [
     ("rlpipe.reporting", 6),
     ("rlpipe.prepare", 6),
     ("rlpipe.launch", 6),
+    ("rlpipe.learner_fit", 6),
     ("rlpipe.learner_group", 6),
     ("rlpipe.controller", 6),
     ("rlpipe.pipeline", 6),
