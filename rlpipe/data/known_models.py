@@ -14,7 +14,7 @@ TOKENIZER_CLASSES = {
     "qwen2": {"Qwen2Tokenizer"},
     "qwen3": {"Qwen2Tokenizer", "TokenizersBackend", "PreTrainedTokenizerFast"},
 }
-"""By ``model_type``, for models of text alone: tokenizer classes that ``AutoTokenizer`` takes as the files name them."""
+"""Of models of text alone, by ``model_type``: the classes that ``AutoTokenizer`` takes as the files name them."""
 
 
 def read_known_config(folder: str | Path) -> dict[str, Any] | None:

@@ -61,9 +61,15 @@ def begin(config: Config) -> None:
 
     Called first of all, the libraries load while this process reads its data and starts Ray.
     """
+    if starts_cluster(config) and config.cluster.preload:
+        begin_stages(stages_of(config))
+
+
+def begin_stages(stages: Sequence[str]) -> None:
+    """As ``begin``, for a local cluster that several runs will join from this process."""
     global _preloading
-    if _preloading is None and starts_cluster(config) and config.cluster.preload and sys.platform == "linux":
-        _preloading = Preloading(stages_of(config))
+    if _preloading is None and sys.platform == "linux":
+        _preloading = Preloading(stages)
 
 
 @contextmanager
