@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test lint unit parity integration clean
+.PHONY: install quickstart test test-all soak lint unit parity chaos integration clean
 
 install: $(STAMP)
 
@@ -24,7 +24,19 @@ $(STAMP): pyproject.toml tools/cpu_requirements.py
 quickstart: install
 	$(BIN)/rlpipe train experiment=quickstart
 
+# What to run before a change lands: `make test`, with what every promise of the docs rests on, in one real form at least.
+# `make test-all` has the whole matrices, random deaths, long examples and benchmark runs besides; docs/contributing.md.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+MARKS := not slow
+
 test: lint unit parity integration
+
+test-all: MARKS := slow or not slow
+test-all: lint unit parity chaos integration
+
+soak: install
+	$(BIN)/python -m benchmarks.chaos --minutes 30 --seed 1
+	$(BIN)/python -m benchmarks.chaos --minutes 30 --seed 2 --engines 2 --ranks 2
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -32,20 +44,23 @@ lint: install
 	$(BIN)/mypy -p rlpipe
 
 unit: install
-	$(BIN)/pytest -q -n 2 tests/unit
+	$(BIN)/pytest -q -n $(CORES) -m "$(MARKS)" tests/unit
 
 parity: install
-	$(BIN)/pytest -q tests/parity
+	$(BIN)/pytest -q -n $(CORES) -m "$(MARKS)" tests/parity
 
-# The random deaths have the machine for themselves, and the random schedules, which keep a core busy, both cores. Much
-# of the rest goes into waiting, for processes to start and for silence to be noticed: three files run at one time.
+# The random deaths have the machine for themselves, and the random schedules, which keep a core busy, all cores. Much of
+# the rest goes into waiting, for processes to start and for silence to be noticed: a file more than cores at one time.
 CHAOS := tests/integration/test_chaos.py
 SCHEDULES := tests/integration/test_many_schedules.py
 
-integration: install
+chaos: install
 	$(BIN)/pytest -q $(CHAOS)
-	$(BIN)/pytest -q -n 2 $(SCHEDULES)
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES)
+	$(BIN)/pytest -q -n $(CORES) $(SCHEDULES)
+
+integration: install
+	$(BIN)/pytest -q -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" --durations 20 \
+		tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES)
 
 clean:
 	rm -rf outputs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -15,8 +15,8 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.feature_rank import FeatureRank, Waits
+from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.publishing import Calls, make_publisher
-from rlpipe.actors.trainer import LearnerSetup
 from rlpipe.configs.tree import to_tree
 from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.learner.checkpoint import CheckpointStore

@@ -9,7 +9,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from rlpipe.actors.trainer import LearnerSetup
+from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.learner.direct import DirectSender
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.publish import publish_weights

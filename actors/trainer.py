@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,12 +26,7 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.result import Result
 
-from rlpipe.configs.schema import CheckpointConfig, WeightsConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_rollout import SamplingConfig
-from rlpipe.learner.workload import Workload
+from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.waiting import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
@@ -43,31 +36,6 @@ ENVIRONMENT = {
     TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S: "5",  # 30 by default, each time that a rank hangs; it is killed after that
 }
 """How Ray Train's controller is set up, where the driver's environment says nothing else."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class LearnerSetup:
-    """What a rank needs for a run; ``weights_actor`` is None where no engine follows, as in SFT."""
-
-    model: ModelConfig
-    algorithm: AlgorithmConfig
-    learner: LearnerConfig
-    workload: Workload
-    sampling: SamplingConfig
-    weights: WeightsConfig
-    checkpoint: CheckpointConfig
-    output: Path
-    seed: int
-    evaluate_every: int
-    """Steps between evaluations on held-out rows, where the learner does them; 0: at the start and the end."""
-    resume_from: Path | None
-    resolved_config: Mapping[str, Any]
-    batches: ActorHandle
-    weights_actor: ActorHandle | None
-    call_timeout_s: float
-    start_timeout_s: float
-    """Of the engines, whose start a batch may have to wait for."""
-    step_timeout_s: float
 
 
 class ReportDeaths(UserCallback):
@@ -120,15 +88,25 @@ class LearnerTrainer(TorchTrainer):
 
 
 def make_trainer(
-    setup: LearnerSetup, run_name: str, *, schedule_timeout_s: float, started: Callable[[ActorHandle], None]
+    setup: LearnerSetup,
+    run_name: str,
+    *,
+    schedule_timeout_s: float,
+    started: Callable[[ActorHandle], None],
+    controller_variables: Mapping[str, str],
+    rank_variables: Mapping[str, str],
 ) -> TorchTrainer:
     """The Ray Train job whose workers are the learner ranks; ``started`` gets its controller.
+
+    ``controller_variables`` and ``rank_variables`` are environment variables of their processes.
 
     ``fit`` raises ``ControllerError`` if the cluster has no room for them within ``schedule_timeout_s``.
     """
     learner = setup.learner
     per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
-    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | dict(
+        controller_variables
+    )
     return LearnerTrainer(
         train_loop,
         started=started,
@@ -145,6 +123,7 @@ def make_trainer(
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=-1, max_preemption_failures=-1, controller_failure_limit=0
             ),
+            worker_runtime_env={"env_vars": dict(rank_variables)} if rank_variables else None,
             callbacks=[ReportDeaths(setup.batches, setup.call_timeout_s)],  # type: ignore[list-item]
         ),
     )

@@ -82,6 +82,9 @@ class TrackingConfig(Freezable):
 class ClusterConfig(Freezable):
     address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
     num_cpus: int | None = option(None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1)
+    preload: bool = option(
+        True, "Fork the processes of a local cluster from ones that have their imports done (Linux); a faster start."
+    )
     log_to_driver: bool = option(False, "Print what the actors print, here too.")
     schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
     start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
@@ -94,3 +97,15 @@ def enter_folder(folder: str) -> None:
     """
     if Path(folder).is_dir():
         os.chdir(folder)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Switches the garbage collector off: it takes a sixth of the time of large imports, which leave next to none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

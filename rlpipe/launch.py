@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
@@ -21,16 +21,6 @@ from rlpipe.actors.hook import HookActor
 from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import QUESTIONS, RolloutActor
-from rlpipe.actors.served import (
-    GroupScorer,
-    Lease,
-    ServedSetup,
-    deploy,
-    end_apps,
-    make_features,
-    make_scorer,
-    start_serve,
-)
 from rlpipe.actors.weights import WeightsActor
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_scoring import RewardConfig
@@ -46,12 +36,16 @@ from rlpipe.placement import (
     start_actor,
     wait_started,
 )
+from rlpipe.preload import preloading
 from rlpipe.prepare import ResumePoint, RewardLike, Run
 from rlpipe.replay.location import ledger_path
 from rlpipe.scorer_pool import ScorerPool, ScoringPool, Spawn
 from rlpipe.scoring.memory import MemoryLimit
 from rlpipe.scoring.pools import FEATURE_PATH, SHARED_POOL, pool_size, split_learner, split_rewards, split_served
-from rlpipe.served_pool import ServedPool
+
+if TYPE_CHECKING:
+    from rlpipe.actors.served import GroupScorer
+    from rlpipe.served_pool import ServedPool
 
 
 def engine_needs(config: Config) -> list[Need]:
@@ -138,6 +132,8 @@ def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Itera
     if not served:
         yield []
         return
+    from rlpipe.actors.served import Lease, end_apps, start_serve  # Ray Serve takes a second to import
+
     lease = start_actor(Lease, Need(name="lease"))
     started = start_serve()
     pools = {f"{run.config.name}-{name}-{uuid4().hex[:8]}": (name, members) for name, members in served.items()}
@@ -151,6 +147,9 @@ def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Itera
 def _served_pool(
     run: Run, name: str, members: Mapping[str, RewardConfig], app: str, lease: ActorHandle, engines: Engines
 ) -> ServedPool:
+    from rlpipe.actors.served import ServedSetup, deploy
+    from rlpipe.served_pool import ServedPool
+
     config, reward = run.config, next(iter(members.values()))
     setup = ServedSetup(
         app=app,
@@ -170,6 +169,8 @@ def _served_pool(
 
 def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engines) -> Callable[[], GroupScorer]:
     """Makes a replica's scorer, there."""
+    from rlpipe.actors.served import make_features, make_scorer
+
     if next(iter(members.values())).path == FEATURE_PATH:
         # It computes by itself, perhaps on another kind of device than the policy.
         model = replace(run.model, dtype=run.asked_dtype)
@@ -202,6 +203,7 @@ def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: b
                 max_concurrency=ENGINE_CALLS,
                 concurrency_groups={QUESTIONS: QUESTION_CALLS},
                 restarts=True,
+                stage=preloading.engine_stage(config),
             )
             for name, need in needs.items()
         }

@@ -8,16 +8,9 @@ from contextlib import suppress
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
-from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
-from rlpipe import launch
-from rlpipe.actors.trainer import LearnerSetup, make_trainer
+from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.configs.schema import Config
-from rlpipe.errors import LearnerFailed, RlpipeError
-from rlpipe.placement import no_room, placement_groups, release_placement_groups
-from rlpipe.waiting import describe_failure, get_answer
 
 THREAD_END_S = 10.0
 """Seconds that the thread may take to end once its controller is killed."""
@@ -53,17 +46,10 @@ class LearnerThread(threading.Thread):
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        error: Exception | None = None
+        from rlpipe.learner_fit import fit  # Ray Train and torch load beside the engines
+
         try:
-            self._fit()
-        except WorkerGroupError as failure:
-            error = _learner_error(failure)
-        except ControllerError as failure:
-            error = _controller_error(self._config, failure)
-        except RlpipeError as failure:
-            error = failure
-        except Exception as failure:  # noqa: BLE001 - the thread's boundary; raised again where it is awaited
-            error = LearnerFailed(f"the learner group failed: {failure}")
+            error = fit(self._config, self._setup, is_over=self._is_over, started=self._take_controller)
         except SystemExit:  # Ray raises it in threads that wait for something when the driver disconnects
             return
         with suppress(RuntimeError):  # the loop is closed where the run has failed elsewhere
@@ -84,52 +70,7 @@ class LearnerThread(threading.Thread):
         else:
             self.ended.set_exception(error)
 
-    def _fit(self) -> None:
-        others = placement_groups()
-        while not self._is_over.is_set():
-            trainer = make_trainer(
-                self._setup,
-                self._config.name,
-                schedule_timeout_s=self._config.cluster.schedule_timeout_s,
-                started=self._take_controller,
-            )
-            try:
-                trainer.fit()
-            except ControllerError as failure:
-                if not isinstance(failure.controller_failure, WorkerGroupStartupFailedError):
-                    raise
-                cause = f"a rank did not start: {describe_failure(failure)}"
-            except RayActorError as death:
-                cause = f"Ray Train's controller: {describe_failure(death)}"
-            else:
-                return
-            if self._is_over.is_set():
-                return
-            get_answer(
-                self._setup.batches.learner_died.remote(cause),
-                "the death of the learner group to be noted",
-                within=self._config.cluster.call_timeout_s,
-                option="cluster.call_timeout_s",
-            )
-            release_placement_groups(placement_groups() - others)
-
     def _take_controller(self, controller: ActorHandle) -> None:
         self._controller = controller
         if self._is_over.is_set():  # it was too late to be ended with the others
             ray.kill(controller)
-
-
-def _learner_error(failure: WorkerGroupError) -> RlpipeError:
-    """rlpipe's own error out of those of the ranks; any other becomes ``LearnerFailed`` with its traceback."""
-    for error in failure.worker_failures.values():
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, RlpipeError):
-            return cause
-    return LearnerFailed(f"the learner group failed: {failure}")
-
-
-def _controller_error(config: Config, failure: ControllerError) -> RlpipeError:
-    if isinstance(failure.controller_failure, WorkerGroupStartupTimeoutError):
-        asked = {need.name: need.asked for need in launch.learner_needs(config)}
-        return no_room(asked, config.cluster.schedule_timeout_s)
-    return LearnerFailed(f"the learner group failed: {failure}")

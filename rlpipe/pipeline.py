@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe import launch
-from rlpipe.actors.trainer import LearnerSetup
+from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
@@ -37,6 +37,7 @@ from rlpipe.news import Follower
 from rlpipe.parts import Parts
 from rlpipe.placement import Need, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.precision import ask_cluster, settle_dtype
+from rlpipe.preload import preloading
 from rlpipe.prepare import (
     ResumePoint,
     RewardLike,
@@ -345,6 +346,7 @@ def _first_error(error: BaseException) -> BaseException:
 def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
     """A cluster that the run fits on; what the run started is ended with it. Says whether it is the run's own."""
     joined = ray.is_initialized()
+    preloading.begin(config)
     is_own = connect(config.cluster, needs)
     actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
     try:
@@ -356,6 +358,7 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
             release_placement_groups(placement_groups() - places_before)
         else:
             ray.shutdown()
+            preloading.end()
 
 
 @contextmanager

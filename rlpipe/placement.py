@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
+from rlpipe.preload import preloading
 from rlpipe.waiting import describe_failure, root_cause
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,10 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
         if address is None:
             wanted = sum(need.num_cpus for need in needs)
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
+            os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
         try:
-            ray.init(address or "local", **options)
+            with preloading.used_by_ray():
+                ray.init(address or "local", **options)
         except ConnectionError as error:
             raise ConfigError(
                 f"cluster.address={address}: no Ray cluster answers there ({error}); "
@@ -167,13 +170,14 @@ def start_actor(
     concurrency_groups: Mapping[str, int] | None = None,
     restarts: bool = False,
     repeats_calls: bool = False,
+    stage: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
     """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``.
 
     ``concurrency_groups`` are calls of their own, beside those of ``max_concurrency``. Where it ``restarts``, Ray puts
     another process in the place of a dead one; where it also ``repeats_calls``, that one gets the calls which the dead
-    one had not answered.
+    one had not answered. ``stage`` is the one of ``rlpipe.preload`` that a local process is forked from.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.
@@ -183,6 +187,8 @@ def start_actor(
         options["resources"] = dict(need.resources)
     if max_concurrency:
         options["max_concurrency"] = max_concurrency
+    if stage is not None and (variables := preloading.stage_variables(stage)):
+        options["runtime_env"] = {"env_vars": dict(variables)}
     if reservation is not None:
         options |= reservation.place(place or need.name)
     remote: Any = ray.remote

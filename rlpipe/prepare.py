@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-from transformers import AutoConfig
 
 from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
+from rlpipe.data.known_models import read_known_config
 from rlpipe.data.order import Cursor
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.folders import held, why_not_writable, write_whole
@@ -218,12 +218,18 @@ def check_context(run: Run) -> None:
 
 def _num_positions(model: ModelConfig) -> int | None:
     """As far as its config says."""
-    try:
-        config = AutoConfig.from_pretrained(
-            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        ).get_text_config()
-    except (OSError, ValueError):
-        return None  # the engine and the learner say what is wrong with it
+    known = read_known_config(model.path)
+    if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
+        config: Any = SimpleNamespace(**known)
+    else:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(
+                model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            ).get_text_config()
+        except (OSError, ValueError):
+            return None  # the engine and the learner say what is wrong with it
     positions = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None) or {}
     return None if positions is None else int(positions * scaling.get("factor", 1))

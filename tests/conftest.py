@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from covering import covering
 
 # A shell's background jobs ignore Ctrl-C, and so does what they start: tests send it to their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -13,3 +19,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 PREFIX = "rlpipe-tests-cache-"
 if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=PREFIX)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is loaded by now out of garbage collections, which would go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked ``covering``, those that nothing else covers stay; the rest is slow."""
+    matrices: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("covering"):
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for matrix in matrices.values():
+        marker = matrix[0].get_closest_marker("covering")
+        kept = covering([item.callspec.params for item in matrix], strength=marker.args[0])
+        for index, item in enumerate(matrix):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments
 from rlpipe.errors import InputError
+from rlpipe.imports import without_collection
 
 if TYPE_CHECKING:
     from rlpipe.hardware.device import Device
@@ -68,9 +69,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
         if not 0 < arguments.host_memory_gib < math.inf:
             raise InputError(f"--host-memory-gib is {arguments.host_memory_gib:g}: give a number above 0")
         device = replace(device, host_memory_bytes=int(arguments.host_memory_gib * 2**30))
-    from rlpipe.plan.report import make_report
+    with without_collection():  # the largest part of a plan is imports, the next a trace of a million small objects
+        from rlpipe.plan.report import make_report
 
-    report = make_report(config, device)
+        report = make_report(config, device)
     print(report.to_json() if arguments.json else report.to_text())
 
 

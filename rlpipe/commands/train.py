@@ -30,6 +30,9 @@ def run_train(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.overrides, file=arguments.config)
     require_rewards(config)
+    from rlpipe.preload import preloading
+
+    preloading.begin(config)
     from rlpipe.pipeline import train
 
     train(config)

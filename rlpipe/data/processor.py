@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.data.images import as_png, open_image
+from rlpipe.data.known_models import read_known_config
 from rlpipe.data.rows import UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import ModelError
@@ -98,8 +100,9 @@ class ImageProcessor:
     @cached_property
     def feature_id(self) -> int:
         """-1 for models that take no images, or are not there yet."""
+        known = read_known_config(self._path)
         try:
-            found = feature_token_id(self._described)
+            found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
         except (OSError, ValueError):  # whoever needs the model says so; to look at rows, nobody does
             return -1
         return -1 if found is None else found

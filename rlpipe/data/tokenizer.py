@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.known_models import known_tokenizer_class
 from rlpipe.errors import ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
@@ -20,8 +21,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
     Raises ``ModelError`` if its folder or hub id does not exist or holds no tokenizer.
     """
-    from transformers import AutoTokenizer
-
     option = "model.path" if config.tokenizer is None else "model.tokenizer"
     path = config.path if config.tokenizer is None else config.tokenizer
     folder = Path(path).expanduser()
@@ -29,7 +28,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         path, kind="model", option=option, error=ModelError, revision=config.revision
     )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        import transformers
+
+        tokenizer_class = getattr(transformers, known_tokenizer_class(folder) or "AutoTokenizer")
+        tokenizer = tokenizer_class.from_pretrained(
             str(folder) if folder.exists() else path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,

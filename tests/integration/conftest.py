@@ -16,6 +16,7 @@ from run_cases import SIX_STEPS, make_config
 import rlpipe
 from rlpipe.configs.schema import WeightsConfig
 from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.preload import preloading
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.tiny import make_tiny_policy
 
@@ -56,10 +57,13 @@ def local_ray() -> Iterator[None]:
     """A local cluster with more CPUs than the machine has, so that every run fits."""
     started_here = not ray.is_initialized()
     if started_here:
-        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
+        preloading.begin_stages(["learner", "engine"])
+        with preloading.used_by_ray():
+            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
     yield
     if started_here:
         ray.shutdown()
+        preloading.end()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,16 @@ from multiprocessing.sharedctypes import Synchronized
 import torch
 import torch.distributed as dist
 
+IMPORTS = [
+    "rlpipe.learner.checkpoint",
+    "rlpipe.learner.export",
+    "rlpipe.learner.fsdp2",
+    "rlpipe.learner.publish",
+    "rlpipe.learner.step",
+    "rlpipe.learner.zero3",
+]
+"""What takes each rank seconds to import: one process does, and ranks are forked from it."""
+
 
 class Ranks:
     """Processes that have joined torch's default process group."""
@@ -22,7 +32,8 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
         self._pool = ProcessPoolExecutor(
             num_ranks, mp_context=context, initializer=_join, initargs=(address, context.Value("i", 0), num_ranks)
         )

@@ -9,7 +9,7 @@ import torch
 from rlpipe import cli
 from rlpipe.hardware.machines import load_stored, own_name, path_of, stored_names
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="its GPU would be measured")]
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="its GPU would be measured")]
 ON_CPU = ("experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "rollout.num_gpus=0", "learner.num_gpus=0")
 
 
@@ -31,6 +31,7 @@ def test_the_machine_is_measured_and_stored(capsys: pytest.CaptureFixture[str]) 
     assert shown["host_adam"] == load_stored(own_name("cpu")).host_adam
 
 
+@pytest.mark.slow
 def test_a_plan_follows_where_a_config_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *ON_CPU, "--calibrate", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -35,7 +35,7 @@ from rlpipe.replay.restore import RunStart
 from rlpipe.replay.steps import StepReport
 from rlpipe.scorer_pool import ScorerPool
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 ENGINE = "canary-engine"
 POLL_S = 0.5
 SHORT_POLLS = f"cluster.suspect_after_s={3 * POLL_S}"
@@ -90,7 +90,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
+)
 def test_wrong_weights_stop_the_run(
     config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], case: str, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_wrong_weights_stop_the_run(
     assert reporter.num_trained == 1  # the step before the wrong version is trained, none after it
 
 
+@pytest.mark.slow
 def test_right_weights_do_not_stop_the_run(
     config: Config, engine: ActorHandle, scorer: ActorHandle, versions: list[Published], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 EBFT = (
     "algorithm=ebft",
@@ -54,6 +54,7 @@ def test_features_of_the_learner_and_of_a_copy_train_alike(
         assert row["reward"] == pytest.approx(row["ebft/reward"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_that_score_are_replaced_in_an_asynchronous_run_over_several_turns(
     local_ray: None, tiny_policy: Path, tmp_path: Path
 ) -> None:

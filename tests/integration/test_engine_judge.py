@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlpipe
 from rlpipe.errors import ConfigError
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
 def judged_by(engine: str, folder: Path, *settings: str, system: str = "") -> str:
@@ -45,6 +45,7 @@ class Base:
         return sum(map(ord, self._tokenizer.decode(said, skip_special_tokens=True))) / 1000
 
 
+@pytest.mark.slow
 def test_the_base_judges_the_same_all_along_and_a_killed_engine_loses_nothing(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_base_judges_the_same_all_along_and_a_killed_engine_loses_nothing(
         assert value == base.value(prompt, completion), "a trained adapter has no part in it"
 
 
+@pytest.mark.slow
 def test_served_judges_ask_the_policy(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "judge"
     reward = judged_by("policy", folder, "serve: {replicas: 1, batch_wait_s: 0.05}")
@@ -83,6 +85,7 @@ def test_served_judges_ask_the_policy(local_ray: None, tiny_policy: Path, prompt
     assert not all(agreeing), "a later one is not"
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_engines_to_ask(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from rlpipe.cli import main
 from rlpipe.imports import import_object
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray", "in_the_repository")]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray", "in_the_repository")]
 
 TWO_SMALL_STEPS = (
     "algorithm.num_steps=2",
@@ -61,6 +61,7 @@ def engine_of(output: Path) -> str:
     ("experiment", "engine"),
     [("full_finetuning", "vllm"), ("rloo", "hf"), ("gspo", "hf"), ("dr_grpo", "hf"), ("dapo", "vllm")],
 )
+@pytest.mark.slow
 def test_algorithm(experiment: str, engine: str, tiny_policy: Path, tmp_path: Path) -> None:
     steps = run(
         tmp_path, tiny_policy, f"experiment={experiment}", *SMALL_GROUPS, f"rollout={engine}", "data.held_out.size=4"
@@ -71,6 +72,7 @@ def test_algorithm(experiment: str, engine: str, tiny_policy: Path, tmp_path: Pa
     assert (tmp_path / "policy" / saved).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_custom_reward(tiny_policy: Path, tmp_path: Path) -> None:
     steps = run(tmp_path, tiny_policy, "--config", "examples/custom_reward/run.yaml", *SMALL_GROUPS, "rollout=vllm")
@@ -90,12 +92,14 @@ def test_custom_reward_in_python(tiny_policy: Path, tmp_path: Path) -> None:
     assert all({"rewards/alphabet/mean", "rewards/Novelty/mean"} <= step.keys() for step in trained_steps(tmp_path))
 
 
+@pytest.mark.slow
 def test_own_data(tiny_policy: Path, tmp_path: Path) -> None:
     steps = run(tmp_path, tiny_policy, "--config", "examples/own_data/run.yaml", *SMALL_GROUPS, "rollout=hf")
     assert [step["step"] for step in steps] == [1, 2]
     assert "rewards/accuracy/mean" in steps[-1]
 
 
+@pytest.mark.slow
 def test_sft(tiny_policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     loud = [option for option in TWO_SMALL_STEPS if option != "tracking=quiet"]
     options = ["--config", "examples/sft/run.yaml", "data.max_prompt_tokens=44", f"model.path={tiny_policy}"]
@@ -107,6 +111,7 @@ def test_sft(tiny_policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "more than data.max_prompt_tokens=44" in said
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_images(tmp_path: Path) -> None:
     """A model with random weights learns to name colours; vLLM, which is given the pictures, then samples the names."""
@@ -122,6 +127,7 @@ def test_images(tmp_path: Path) -> None:
     assert engine_of(tmp_path / "rl") == "vllm"
 
 
+@pytest.mark.slow
 def test_ebft_on_prompts_with_answers(tiny_policy: Path, tmp_path: Path) -> None:
     few = ("data.held_out.size=4", "data.held_out.every_steps=1", *SMALL_GROUPS)
     steps = run(tmp_path, tiny_policy, "--config", "examples/ebft/run.yaml", *few)
@@ -131,6 +137,7 @@ def test_ebft_on_prompts_with_answers(tiny_policy: Path, tmp_path: Path) -> None
     assert all(row["eval/accuracy"] == row["eval/rewards/exact/mean"] for row in rows if "eval/accuracy" in row)
 
 
+@pytest.mark.slow
 def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
     """A run that is stopped in the middle draws what a whole run draws, and evaluates as often."""
     few = ("data.held_out.size=4", "data.held_out.every_steps=1", "algorithm.group_size=2")
@@ -150,6 +157,7 @@ def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
     assert again[-1]["ebft/ce_loss"] == pytest.approx(whole[-1]["ebft/ce_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_reward_model(tiny_policy: Path, tmp_path: Path) -> None:
     """Served by Ray Serve; the reward model itself is trained for two steps."""
     folder = tmp_path / "reward_model"
@@ -170,6 +178,7 @@ def test_reward_model(tiny_policy: Path, tmp_path: Path) -> None:
     assert steps[-1]["groups/failed"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "reward"), [("math", "accuracy"), ("code", "tests")])
 def test_verified_answers(example: str, reward: str, tiny_policy: Path, tmp_path: Path) -> None:
     steps = run(
@@ -186,6 +195,7 @@ def test_verified_answers(example: str, reward: str, tiny_policy: Path, tmp_path
     assert steps[-1]["groups/failed"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_gsm8k_on_made_rows(tiny_policy: Path, tmp_path: Path) -> None:
     steps = run(

@@ -27,7 +27,7 @@ from rlpipe.models import open_model
 from rlpipe.rollout.engine import open_engine
 from rlpipe.types import WeightsKind
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 BACK_ENDS = ["sdpa", "eager", "flex_attention"]
 MISSING = [(name, "flex_attention") for name in ("qwen3.5", "qwen3.5-images", "qwen3-vl")]
 """What transformers has not."""

@@ -22,7 +22,7 @@ from rlpipe.replay.database import NAME
 from rlpipe.replay.ledger import GroupState, Ledger
 from rlpipe.tracking.jsonl import read_rows
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 Options = Callable[..., list[str]]
 
 
@@ -116,6 +116,7 @@ def refusal(options: list[str], capsys: pytest.CaptureFixture[str], code: int = 
     return line
 
 
+@pytest.mark.slow
 def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mounted(tmp_path / "disk", "size=96m") as disk:
         output, filler = disk / "run", disk / "filler"
@@ -204,6 +205,7 @@ def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
     assert_accounts(finished, 8)
 
 
+@pytest.mark.slow
 def test_the_ledger_of_another_run_is_refused(
     options: Options, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +233,7 @@ def test_a_read_only_disk_is_refused(options: Options, tmp_path: Path, capsys: p
         assert f"({disk} can't be written to)" in refusal(options(disk / "run"), capsys)
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_begins_a_branch(
     options: Options, finished: Path, undisturbed_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, Truth
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 NUM_RANKS = 2
 FEATURES = FeatureConfig(weights="learner", micro_batch_tokens=48)
 CASES = [(strategy, adapter) for strategy in ("fsdp2", "zero3") for adapter in ("lora", "none")]

@@ -16,11 +16,12 @@ from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.placement import placement_groups
 from rlpipe.replay.ledger import GroupState
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 NUM_STEPS, GROUPS_PER_STEP = 6, 4
 
 
+@pytest.mark.slow
 def test_a_frozen_scorer_is_replaced_and_named(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -48,6 +49,7 @@ AT_START: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AT_START)
 def test_a_part_that_is_frozen_at_its_start_is_named(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, kind: str
@@ -75,6 +77,7 @@ SUPERVISED: dict[str, tuple[int, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SUPERVISED)
 def test_a_frozen_dataset_actor_is_named(local_ray: None, tiny_policy: Path, tmp_path: Path, case: str) -> None:
     step, limit, message = SUPERVISED[case]
@@ -85,6 +88,7 @@ def test_a_frozen_dataset_actor_is_named(local_ray: None, tiny_policy: Path, tmp
     assert frozen == ["dataset"]
 
 
+@pytest.mark.slow
 def test_a_frozen_controller_of_ray_train_is_named_once_it_should_end(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +122,7 @@ FROZEN: dict[str, tuple[str, list[str], type[RlpipeError], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FROZEN)
 def test_a_frozen_part_is_named_within_the_timeout(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, case: str
@@ -142,6 +147,7 @@ def test_a_frozen_engine_is_named_and_replaced(
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_and_the_group_begins_again(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +162,7 @@ def test_a_frozen_rank_is_named_and_the_group_begins_again(
     )
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_that_should_load_weights_is_named(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from rlpipe.hardware.link import TENSOR_BYTES
 from rlpipe.hardware.machines import load_stored, own_name
 from rlpipe.hardware.own import own_device
 
-pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

@@ -40,7 +40,7 @@ from rlpipe.learner.export import export_policy
 from rlpipe.learner.publish import served_weights
 from rlpipe.tiny import make_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4
 MAX_TOKENS = 48
 """Of a micro batch: every step of each rank has several."""

@@ -10,7 +10,7 @@ from run_cases import REWARDS_FILE, make_config, trained_steps
 
 import rlpipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
 def test_the_hook_sees_every_scored_group(
@@ -24,6 +24,7 @@ def test_the_hook_sees_every_scored_group(
     assert all(len(json.loads(rewards)) == 4 for _, rewards in lines)
 
 
+@pytest.mark.slow
 def test_a_bad_hook_costs_nothing(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

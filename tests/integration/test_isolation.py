@@ -26,7 +26,7 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.scoring.seccomp import unsupported
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 DEATHS_S = 30.0
 START_S = 120.0

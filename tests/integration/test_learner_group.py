@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlpipe
 from rlpipe.errors import WaitTimeout
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 SAME_ON_ALL = (
     "reward",
@@ -28,6 +28,7 @@ SAME_ON_ALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learner", ["fsdp2", "zero3"])
 def test_two_ranks_train_as_one(
     local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path, learner: str
@@ -59,7 +60,7 @@ def test_a_learner_that_finds_no_place_ends_the_run(
         remove_placement_group(other_work)
 
 
-@pytest.mark.parametrize(("learner", "chat"), [("single", True), ("fsdp2", False)])
+@pytest.mark.parametrize(("learner", "chat"), [pytest.param("single", True, marks=pytest.mark.slow), ("fsdp2", False)])
 def test_supervised_run(local_ray: None, tiny_policy: Path, tmp_path: Path, learner: str, chat: bool) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(supervised_row(number, chat)) + "\n" for number in range(32)))

@@ -19,7 +19,7 @@ from learner_cases import (
 from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 CHUNKS = ChunkedConfig(chunk_mib=0.1, num_persistent=0, num_checkpointed=1, num_offloaded=1)
 
 

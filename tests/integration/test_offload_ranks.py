@@ -48,7 +48,7 @@ from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 from rlpipe.tiny import make_tiny_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 OPTIONS = {"num_steps": 3, "num_micro_batches": 4, "max_norm": 0.5}
 CYCLES = {

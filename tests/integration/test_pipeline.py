@@ -21,7 +21,7 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.learner.merge.merging import MergeRequest, merge
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 STEP_METRICS = {
     "reward",
@@ -163,7 +163,9 @@ def test_asynchronous_run_on_two_engines(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("model", [[], ["model=full", "model.dtype=float32"]], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "model", [[], pytest.param(["model=full", "model.dtype=float32"], marks=pytest.mark.slow)], ids=["lora", "full"]
+)
 def test_rollouts_go_on_with_new_weights_while_they_are_sampled(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, model: list[str]
 ) -> None:
@@ -226,6 +228,7 @@ class EngineWatch:
                 self.num_tokens[name] = max(self.num_tokens[name], health.num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_qlora_trains_and_serves_over_the_same_base(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
@@ -242,6 +245,7 @@ def test_qlora_trains_and_serves_over_the_same_base(
     AutoModelForCausalLM.from_pretrained(merged)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_adapter_that_engines_cant_add_reaches_vllm_in_whole_models(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
@@ -258,6 +262,7 @@ def test_an_adapter_that_engines_cant_add_reaches_vllm_in_whole_models(
     assert any("norm" in name for name in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_adapter_of_experts_is_merged_and_sent_directly(local_ray: None, prompts_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
@@ -277,7 +282,9 @@ def test_an_adapter_of_experts_is_merged_and_sent_directly(local_ray: None, prom
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("learner", "transport"), [("fsdp2", "object_store"), ("zero3", "nccl")])
+@pytest.mark.parametrize(
+    ("learner", "transport"), [pytest.param("fsdp2", "object_store", marks=pytest.mark.slow), ("zero3", "nccl")]
+)
 def test_full_finetuning_on_two_ranks_reaches_vllm(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, learner: str, transport: str
 ) -> None:

@@ -22,7 +22,7 @@ from rlpipe.replay.audit import audit
 from rlpipe.replay.database import NAME
 from rlpipe.replay.ledger import Ledger
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 NUM_STEPS, GROUPS_PER_STEP = 6, 4
 
@@ -45,6 +45,7 @@ def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
     assert "the replay actor died; another one has read the ledger" in said
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_an_asynchronous_run_with_two_engines_and_two_ranks_keeps_its_accounts(
     assert any("the learner group died: Ray Train's controller: its process died" in text for text in said)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_parts_that_hand_weights_over_directly_are_replaced(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
@@ -77,6 +79,7 @@ def test_parts_that_hand_weights_over_directly_are_replaced(
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rollout", "scorer", "learner"])
 def test_a_part_that_is_killed_at_its_start_is_replaced(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path, kind: str
@@ -87,6 +90,7 @@ def test_a_part_that_is_killed_at_its_start_is_replaced(
     assert_accounts_add_up(tmp_path, num_steps=3, groups_per_step=GROUPS_PER_STEP)
 
 
+@pytest.mark.slow
 def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(
     local_ray: None, undisturbed_run: Path, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +114,7 @@ def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(
     assert not accounts.problems
 
 
+@pytest.mark.slow
 def test_a_supervised_run_survives_its_dataset_actor_and_its_learner(
     local_ray: None, tiny_policy: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +131,7 @@ def test_a_supervised_run_survives_its_dataset_actor_and_its_learner(
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_learner_that_always_dies_ends_the_run_with_the_cause(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -135,6 +141,7 @@ def test_a_learner_that_always_dies_ends_the_run_with_the_cause(
     assert "died 1 time without a new step (learner.max_failures): rank 0: its process died" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_without_engines_the_run_checkpoints_and_stops(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from signal_cases import signals
 from benchmarks.processes import find_processes
 from rlpipe import cli
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 HANGS_S = 300
 """No run here needs that long, also where the runs of two other files share the cores."""
 
@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert json.loads((output / "summary.json").read_text())["steps"] == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     cluster_environment: dict[str, str],
     undisturbed_run: Path,
@@ -126,6 +126,7 @@ def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(
     cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_second_signal_ends_the_run_at_once(
     assert "rlpipe: interrupted" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_while_it_starts_ends_at_once(
     cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_run_that_is_told_to_end_while_it_starts_ends_at_once(
     assert not (output / "policy").exists()
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_whose_driver_dies_keeps_its_accounts(
     cluster_environment: dict[str, str], tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

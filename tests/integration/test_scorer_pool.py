@@ -11,7 +11,7 @@ from run_cases import REWARDS_FILE, make_config, read_jsonl, trained_steps
 
 import rlpipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 BAD_ROWS = ["sleep", "die", "raise", "nan", "short"]
 REASONS = [
@@ -82,6 +82,7 @@ def test_a_run_survives_bad_rewards_and_scores_on_several_processes(
     assert len(list(actors.glob("*.scored"))) == 2
 
 
+@pytest.mark.slow
 def test_a_failing_reward_can_stop_the_run(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

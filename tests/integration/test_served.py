@@ -18,7 +18,7 @@ from signal_cases import ledger_of
 import rlpipe
 from rlpipe.replay.audit import audit
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 WAIT_S = 120
 
 
@@ -81,6 +81,7 @@ def test_a_replica_that_is_killed_loses_nothing(
     assert not any(map(is_alive, processes(folder)))
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_costs_its_group(
     local_ray: None, tiny_policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_replica_that_hangs_costs_its_group(
     assert "took longer than" in shown.out + shown.err
 
 
+@pytest.mark.slow
 def test_replicas_do_not_outlive_a_driver_that_is_killed(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -134,6 +136,7 @@ def address_of_local_ray() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+@pytest.mark.slow
 def test_replicas_that_cannot_start_end_the_run(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

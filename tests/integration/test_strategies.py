@@ -25,7 +25,7 @@ from rlpipe.learner.step import Learner
 from rlpipe.offload.flat_part import FlatPart
 from rlpipe.tiny import make_tiny_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 NUM_STEPS, HALF, MAX_NORM = 5, 3, 0.05
 LEARNING_RATE = 1e-4
 """AdamW turns rounding errors of gradients near 0 into parts of it."""

@@ -28,7 +28,7 @@ from rlpipe.configs.schema_model import AdapterConfig
 from rlpipe.learner.publish import outline_weights, served_weights
 from rlpipe.tiny import make_tiny_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4
 PADDED_BUDGET = 45
 """A packed micro batch of more tokens is cut."""

@@ -20,7 +20,7 @@ from rlpipe.learner.step import Learner
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import TrainBatch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 NUM_RANKS, NUM_STEPS = 2, 3
 LENGTHS = (30, 6, 22, 17, 26)
 """One of them is too short for a block."""

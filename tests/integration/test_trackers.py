@@ -32,6 +32,7 @@ def test_wandb_offline_needs_no_account_and_resumes_the_same_run(
     assert all(folder.name.endswith(run_id) and list(folder.glob("*.wandb")) for folder in folders)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ray_serves_the_metrics_to_prometheus(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.tiny import make_tiny_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covering(1)
 NUM_RANKS = 2
 LEARNING_RATES = {"lora": 1e-3, "none": 1e-4}
 WITH_REFERENCE = LossConfig(beta=0.1)

@@ -34,7 +34,7 @@ from rlpipe.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.types import GroupRequest
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from learner_cases import make_adapter_config, make_batches, make_learner, make_
 from serving_cases import largest_gap, publish_policy
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.types import GroupRequest, Rollout
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,6 @@ import pytest
 import ray
 from run_cases import REWARDS_FILE, run_options
 
-pytestmark = pytest.mark.slow
-
 NO_CLUSTER = "127.0.0.1:1"
 """Where no Ray answers, so that a run which gets as far as joining it fails with another message."""
 

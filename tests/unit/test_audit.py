@@ -217,6 +217,7 @@ def test_another_combination_of_rewards_decides_itself_which_groups_have_varianc
     assert problems(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_a_lost_group_is_found_among_many(tmp_path: Path) -> None:
     num_groups, num_rows = 200_000, 7_000
     ledger = Ledger(tmp_path / NAME)

@@ -78,6 +78,7 @@ def test_a_machine_is_measured_once(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"hardware": "another processor"}, {"kind": "cuda"}])
 def test_another_devices_measurement_is_replaced(measured: Device, change: dict[str, str]) -> None:
     other = replace(measured, measured_at="2020-01-01", **change)  # type: ignore[arg-type]

@@ -26,6 +26,8 @@ from rlpipe.learner.rows import Layout
 from rlpipe.rollout.hf_engine import HfEngine
 from rlpipe.types import GroupRequest, Rollout
 
+pytestmark = pytest.mark.covering(1)
+
 CPU = torch.device("cpu")
 GENERATION_TEMPLATE = (
     "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}"

@@ -387,5 +387,5 @@ def request(group_: Admitted) -> GroupRequest:
 
 TestSchedules = Schedule.TestCase
 TestSchedules.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

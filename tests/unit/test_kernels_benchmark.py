@@ -30,6 +30,7 @@ def side_of(seconds: float, roof_s: float = 1.0, **more: Any) -> dict[str, Any]:
     return {"seconds": seconds, "forward_s": None, "roof_s": roof_s, "roof_forward_s": None, "note": "", **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", kernels_head.VARIANTS)
 @pytest.mark.parametrize("name", ["rlpipe", "torch"])
 def test_sides_of_the_head_agree_with_float64(name: str, variant: str) -> None:

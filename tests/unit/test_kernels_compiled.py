@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_spills_and_wait_for_memory_alone(capability: int) -> None:
     command = [sys.executable, "-m", "benchmarks.kernels_compiled", "--capability", str(capability)]

@@ -50,6 +50,8 @@ from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.tiny import make_tiny_policy
 from rlpipe.units import gib
 
+pytestmark = pytest.mark.covering(1)
+
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SIZES = [100 * 1024]
 KIB = 1024

@@ -26,6 +26,8 @@ from rlpipe.offload.ranks import Alone
 from rlpipe.offload.runtime import Arrangement, OffloadedModel, Precision
 from rlpipe.offload.training import OffloadedAdamW
 
+pytestmark = pytest.mark.covering(1)
+
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SIZES = [100 * 1024]
 

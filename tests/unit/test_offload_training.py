@@ -30,6 +30,8 @@ from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.profile import Mode
 from rlpipe.offload.runtime import OffloadedModel
 
+pytestmark = pytest.mark.covering(1)
+
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 KEEP, CHECKPOINT, SWAP, OFFLOAD = Mode.KEEP, Mode.CHECKPOINT, Mode.SWAP, Mode.OFFLOAD
 CYCLES = {

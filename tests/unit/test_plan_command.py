@@ -86,6 +86,7 @@ def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["device"]["matmul_flops"]["bfloat16"] == pytest.approx(544e12, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     short = "learner.max_tokens_per_microbatch=1536"
     arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B", short]

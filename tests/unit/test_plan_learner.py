@@ -198,6 +198,7 @@ def test_a_large_model_with_an_adapter_fits_in_chunks() -> None:
     assert found.time.transfer_s > 0
 
 
+@pytest.mark.slow
 def test_changes_fit_when_they_are_made() -> None:
     config = config_of(SMALL, "model.gradient_checkpointing=false")
     device = replace(H100, memory_bytes=10 * 10**9)
@@ -216,6 +217,7 @@ def test_changes_fit_when_they_are_made() -> None:
         assert changes[text].seconds == again.time.seconds
 
 
+@pytest.mark.slow
 def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
     model, device = "Qwen/Qwen3-14B", DEVICES["rtx3090-24g"]
     found = plan(model, "model=full", device=device)
@@ -238,12 +240,14 @@ def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
     assert not plan(model, "model=full", *chunked.split(), device=device).fits
 
 
+@pytest.mark.slow
 def test_limits_that_the_config_sets_are_what_changes_first() -> None:
     found = plan(SMALL, *CHUNKED, "learner.chunked.device_memory_gib=0.5", "learner.chunked.host_memory_gib=50")
     assert not found.fits
     assert found.changes[0].change == "learner.chunked.device_memory_gib=null"
 
 
+@pytest.mark.slow
 def test_what_the_host_is_short_of_is_had_with_less_ranks_or_more_memory() -> None:
     options = ("model=full", "learner.strategy=fsdp2", "learner.num_gpus=1", "model.gradient_checkpointing=true")
     found = plan(QWEN_8B, *options, "learner.num_ranks=4")

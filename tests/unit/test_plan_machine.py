@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from rlpipe.configs.compose import load_config
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
@@ -64,6 +66,7 @@ def test_eight_gpus_are_one_machine() -> None:
     assert MachineCase(kinds=[engines, replace(ranks, count=2)], device=H100).num_machines == 1
 
 
+@pytest.mark.slow
 def test_on_a_cpu_all_memory_is_the_machines() -> None:
     learner, engine = cases(*ON_CPU, device=CPU)
     memory = learner.memory

@@ -124,6 +124,7 @@ def test_a_feature_network_of_qlora_is_in_four_bits() -> None:
     assert (found.memory.loading > 0, plain.memory.loading) == (True, 0)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_work_and_those_of_one_gpu_have_it_in_turns() -> None:
     seconds = {}
     for copies, part in ((1, 1), (2, 1), (2, 0.15)):
@@ -158,6 +159,7 @@ def test_what_is_asked_for_decides_who_comes_together() -> None:
     assert fill([none, small, ENGINE, whole], 1, lambda kind: kind.gpu_bytes) == [(none, 3), (small, 2), (ENGINE, 1)]
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_makes_it_fit() -> None:
     config = config_of("reward_model", OWN_GPU)
     device = replace(H100, memory_bytes=int(plan(config).memory.total / SHARE_USED) - 100 * 2**20)
@@ -205,6 +207,7 @@ def test_sequences_that_are_too_long_are_noted() -> None:
     assert plan(config_of("reward_model")).note is None
 
 
+@pytest.mark.slow
 def test_scoring_goes_on_beside_sampling_unless_they_share_a_gpu() -> None:
     config = config_of("reward_model")
     described = describe_offline(config.model.path, config.model)

@@ -145,6 +145,7 @@ def error_of_compiled(case: Case, queries: slice, window: int | None) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles")
 def test_rows_of_other_lengths_steps_and_windows_need_no_other_kernel() -> None:
     def row(*lengths: int, num_samples: int = 4) -> Case:

@@ -116,6 +116,7 @@ def test_so_they_do_for_the_families_that_people_train(name: str, attention: str
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_so_they_do_under_flex_attention_which_gpus_take(name: str) -> None:

@@ -1,0 +1,42 @@
+"""What a learner rank is given of a run; imports neither torch nor Ray Train, as the driver makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from rlpipe.configs.schema import CheckpointConfig, WeightsConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_rollout import SamplingConfig
+from rlpipe.learner.workload import Workload
+
+
+@dataclass(kw_only=True, frozen=True)
+class LearnerSetup:
+    """What a rank needs for a run; ``weights_actor`` is None where no engine follows, as in SFT."""
+
+    model: ModelConfig
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    workload: Workload
+    sampling: SamplingConfig
+    weights: WeightsConfig
+    checkpoint: CheckpointConfig
+    output: Path
+    seed: int
+    evaluate_every: int
+    """Steps between evaluations on held-out rows, where the learner does them; 0: at the start and the end."""
+    resume_from: Path | None
+    resolved_config: Mapping[str, Any]
+    batches: ActorHandle
+    weights_actor: ActorHandle | None
+    call_timeout_s: float
+    start_timeout_s: float
+    """Of the engines, whose start a batch may have to wait for."""
+    step_timeout_s: float

@@ -1,0 +1,1 @@
+"""Starts Ray's worker processes as forks of processes that have their imports done."""

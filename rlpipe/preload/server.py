@@ -1,0 +1,244 @@
+"""Processes that import what workers need once, and fork a worker for each request of ``client``.
+
+``python -m rlpipe.preload.server FOLDER STAGE [STAGE ...]`` opens a socket for each stage in the folder. A stage is a
+process forked from its parent stage, so that a worker has the imports that it needs and few others. No process here
+starts a thread or opens a device before it forks. All of them end when their standard input ends, which is a pipe from
+the process that started the first.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpipe.imports import without_collection
+from rlpipe.preload.client import DEFAULT_STAGE
+
+REQUEST_TIMEOUT_S = 10.0
+BACKLOG = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a process imports after its parent.
+
+    Ray reads its variables, such as the job's id, when it is imported: ``ray_modules`` wait for the first worker.
+    """
+
+    parent: str | None
+    modules: tuple[str, ...]
+    ray_modules: tuple[str, ...]
+
+
+STAGES = {
+    DEFAULT_STAGE: Stage(
+        parent=None,
+        modules=("pandas", "pyarrow", "pydantic", "jsonschema", "rlpipe.replay.store", "rlpipe.scoring.scorer"),
+        ray_modules=("ray", "rlpipe.actors.replay", "rlpipe.actors.weights", "rlpipe.actors.reward"),
+    ),
+    "torch": Stage(
+        parent=DEFAULT_STAGE,
+        modules=("torch", "transformers.models.auto.modeling_auto"),
+        ray_modules=("ray.train.torch", "rlpipe.actors.trainer"),
+    ),
+    "learner": Stage(
+        parent="torch",
+        modules=("rlpipe.learner.step", "rlpipe.learner.checkpoint", "rlpipe.learner.export", "rlpipe.learner.publish"),
+        ray_modules=("rlpipe.actors.learner",),
+    ),
+    "engine": Stage(parent="torch", modules=("rlpipe.rollout.vllm_engine",), ray_modules=("rlpipe.actors.rollout",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A worker process that Ray asked for; ``fds`` are its standard input, output and error."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    fds: list[int]
+
+
+def serve(folder: Path, stages: Sequence[str]) -> Worker:
+    """Serves the stages and those above them; returns in each forked worker, with what it is to become."""
+    wanted = _with_parents(stages)
+    listeners = {name: _listen(folder / name) for name in wanted}
+    stage: str | None = DEFAULT_STAGE
+    while stage is not None:
+        with without_ray():
+            _import_all(STAGES[stage].modules)
+        own, stage = stage, _fork_children(stage, wanted)
+    worker = Server(listeners.pop(own), STAGES[own].ray_modules).run()
+    for listener in listeners.values():
+        listener.close()
+    return worker
+
+
+def _with_parents(stages: Sequence[str]) -> list[str]:
+    wanted = {DEFAULT_STAGE}
+    for name in stages:
+        current: str | None = name
+        while current is not None:
+            wanted.add(current)
+            current = STAGES[current].parent
+    return [name for name in STAGES if name in wanted]
+
+
+def _listen(path: Path) -> socket.socket:
+    """Requests wait in the socket until the stage has its imports done."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(BACKLOG)
+    return listener
+
+
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """As if Ray were not installed, for libraries that look whether it is."""
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["ray"]
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    with without_collection():
+        for module in modules:
+            with suppress(Exception):
+                importlib.import_module(module)
+    gc.freeze()  # a collection in a worker would copy all pages
+
+
+def _fork_children(stage: str, wanted: Sequence[str]) -> str | None:
+    """Starts the stages below; returns the name of its stage in each of these, None in this process."""
+    for name in wanted:
+        if STAGES[name].parent == stage and os.fork() == 0:
+            return name
+    return None
+
+
+class Server:
+    """Forks the workers of one cluster from one stage."""
+
+    def __init__(self, listener: socket.socket, ray_modules: Sequence[str]) -> None:
+        self._listener, self._ray_modules = listener, ray_modules
+        self._cluster: dict[str, str | None] | None = None
+        """What is the same for all workers that can be forked from here; None before the first."""
+
+    def run(self) -> Worker:
+        """Answers requests, and returns in each forked worker; exits when standard input ends."""
+        woken, wake = socket.socketpair()
+        wake.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            for file in (self._listener, woken, sys.stdin):
+                selector.register(file, selectors.EVENT_READ)
+            worker = None
+            while worker is None:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if woken in ready:
+                    woken.recv(4096)
+                    _reap()
+                if sys.stdin in ready and not os.read(0, 4096):
+                    os._exit(0)  # libraries would print what they find at an orderly end
+                if self._listener in ready:
+                    worker = self._answer()
+        signal.set_wakeup_fd(-1)
+        for opened in (woken, wake, self._listener):
+            opened.close()
+        return worker
+
+    def _answer(self) -> Worker | None:
+        """Forks the worker that a client asks for; None in this process, and for a client that is turned away."""
+        connection, _ = self._listener.accept()
+        with connection, suppress(OSError, ValueError):
+            connection.settimeout(REQUEST_TIMEOUT_S)
+            size, fds, _, _ = socket.recv_fds(connection, 4, 3)
+            worker = Worker(**json.loads(_read(connection, int.from_bytes(size, "big"))), fds=fds)
+            serves = self._serves(worker.environment)
+            if serves and os.fork() == 0:
+                return worker
+            connection.sendall(b"+" if serves else b"-")
+            for fd in fds:
+                os.close(fd)
+        return None
+
+    def _serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether the worker is of the cluster and the job that Ray was imported for here, at the first request."""
+        cluster = {name: environment.get(name) for name in ("RAY_JOB_ID", "RAY_RAYLET_PID")}
+        if self._cluster is None and all(cluster.values()):
+            self._cluster = cluster
+            _set_environment(environment)
+            _import_all(self._ray_modules)
+        return cluster == self._cluster
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = connection.recv(size)
+        if not part:
+            raise ValueError("the client has closed its connection")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def become(worker: Worker) -> None:
+    """Runs Ray's script for worker processes, as a new interpreter would."""
+    os.setpgrp()  # Ray ends the whole process group of a worker that died
+    for number, fd in enumerate(worker.fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    for received in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(received, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _set_environment(worker.environment)
+    os.chdir(worker.folder)
+    _draw_seeds()
+    script = worker.arguments[0]
+    sys.argv, sys.path[0] = worker.arguments, os.path.dirname(script)
+    runpy.run_path(script, run_name="__main__")
+
+
+_given = dict(os.environ)
+"""The environment, without what libraries have set in it when they were imported."""
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    """Takes over the variables of a worker; what libraries have set stays."""
+    global _given
+    set_by_imports = {name: value for name, value in os.environ.items() if _given.get(name) != value}
+    _given = dict(environment)
+    os.environ.clear()
+    os.environ.update(_given | set_by_imports)
+
+
+def _draw_seeds() -> None:
+    """numpy's generator would be the same in all forks; Python's own seeds itself."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+if __name__ == "__main__":
+    become(serve(Path(sys.argv[1]), sys.argv[2:]))
