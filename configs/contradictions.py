@@ -103,7 +103,7 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
     if not names or not all(isinstance(name, str) and name for name in names):
         yield f"model.adapter.target_modules: {modules!r} is no name or list of them; set all-linear or [q_proj,v_proj]"
     if model.dtype == "float16" and not on_gpu:
-        yield "model.dtype: float16 needs a GPU; set model.dtype=auto, or learner=single_gpu"
+        yield "model.dtype: float16 needs a GPU; set model.dtype=auto, float32 or bfloat16, or learner=single_gpu"
     if model.attention == "flash_attention_2" and not on_gpu:
         yield "model.attention: flash_attention_2 needs a GPU; set model.attention=sdpa, or learner=single_gpu"
     if model.attention == "flash_attention_2" and model.dtype == "float32":

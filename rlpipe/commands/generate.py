@@ -8,7 +8,6 @@ import sys
 from rlpipe.commands.arguments import Commands, add_command, at_least
 from rlpipe.errors import InputError
 
-
 DTYPE_HELP = "auto: bfloat16 where the device computes in it, else float32"
 
 

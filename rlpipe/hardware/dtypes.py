@@ -17,8 +17,8 @@ WIDE, NARROW = "float32", "bfloat16"
 """What ``auto`` chooses from."""
 CPU_INFO = Path("/proc/cpuinfo")
 _FLAGS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16"}}
-"""Linux's names of the instructions, the last of ARM. AVX-512 alone has none: oneDNN then converts to float32 and back, in
-several times the time of float32."""
+"""Linux's names of the instructions, the last of ARM. AVX-512 alone has none: oneDNN then converts to float32 and back,
+in several times the time of float32."""
 _SWITCHES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's, which multiplies for torch: the newest instructions that it may use. The first that is set counts."""
 _WITHOUT_BFLOAT16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
