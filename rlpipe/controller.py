@@ -44,6 +44,7 @@ from rlpipe.replay.steps import StepReport
 from rlpipe.replay.store import OpenAccounts, Outcome
 from rlpipe.reporting import Reporter
 from rlpipe.scoring.scorer import GroupScores
+from rlpipe.tracking.phases import PHASES
 from rlpipe.types import GroupRequest, Prompt
 from rlpipe.waiting import answer
 
@@ -362,6 +363,8 @@ class Controller:
 
     async def _evaluate(self, version: int) -> None:
         requests, metrics = self._evaluator.start(version)
+        if version == self._first_step:
+            PHASES.begin("evaluating the policy as it is")
         self._pool.dispatch(requests)
         self._reporter.evaluated(version, await metrics)
 

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.configs.schema import Config
+from rlpipe.tracking.phases import PHASES
 
 THREAD_END_S = 10.0
 """Seconds that the thread may take to end once its controller is killed."""
@@ -33,12 +34,18 @@ def end_learner() -> None:
             thread.end()
 
 
+def loading_phase(setup: LearnerSetup) -> str:
+    """What the ranks do until their first version of the weights."""
+    return "loading the learner" if setup.resume_from is None else f"restoring {setup.resume_from.name}"
+
+
 class LearnerThread(threading.Thread):
     """Ray Train restarts ranks that die. Where they die at their start, or its own controller dies, and the ranks with
     it, another controller begins."""
 
     def __init__(self, config: Config, setup: LearnerSetup) -> None:
         super().__init__(name="learner-group", daemon=True)
+        PHASES.begin(loading_phase(setup))
         self._config, self._setup = config, setup
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()

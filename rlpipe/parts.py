@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from rlpipe.placement import until_ready
 from rlpipe.scorer_pool import ScoringPool
+from rlpipe.tracking.phases import PHASES
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -27,9 +28,15 @@ class Parts:
         async with asyncio.TaskGroup() as tasks:
             for name in self.engines:
                 tasks.create_task(self._start_engine(name, timeout_s))
-            for pool in self.pools:
-                tasks.create_task(pool.start())
+            tasks.create_task(self._start_pools())
+
+    async def _start_pools(self) -> None:
+        with PHASES.phase("loading rewards"):
+            async with asyncio.TaskGroup() as tasks:
+                for pool in self.pools:
+                    tasks.create_task(pool.start())
 
     async def _start_engine(self, name: str, timeout_s: float) -> None:
         # Ray itself puts another process in the place of one that died, and repeats the call, but not at every moment.
-        await until_ready(name, self.start_engine(name), lambda: (name, self.start_engine(name)), timeout_s)
+        with PHASES.phase(f"loading engine {name}"):
+            await until_ready(name, self.start_engine(name), lambda: (name, self.start_engine(name)), timeout_s)

@@ -57,6 +57,7 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.signals import stop_on_signals
 from rlpipe.tracking.completions import CompletionsLog
 from rlpipe.tracking.jsonl import num_steps_logged
+from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
 from rlpipe.tracking.progress import open_progress
 from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
@@ -80,6 +81,11 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     ``rewards`` are reward functions or ``RewardActor`` classes beside those of the config, each with weight 1 under
     its ``__name__``. Raises ``InputError`` where the input is wrong, ``RunError`` where the run fails.
     """
+    with PHASES.run() as phases:
+        return _train(config, rewards, phases)
+
+
+def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict[str, Any]:
     started = time.monotonic()
     start = find_resume_point(config)
     run = prepare_run(config, rewards)
@@ -87,7 +93,8 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
         try:
             figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
             metrics = run.output / "metrics.jsonl"
-            summary = {**summarize_metrics(metrics), **figures, "seconds": round(time.monotonic() - started, 3)}
+            seconds = round(time.monotonic() - started, 3)
+            summary = {**summarize_metrics(metrics), **figures, **phases.summary(), "seconds": seconds}
             write_summary(run.output / "summary.json", summary)
         except OSError as error:
             if error.errno not in DISK_FULL:
@@ -119,9 +126,9 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
 def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
     config = run.config
-    tokenizer = load_tokenizer(run.model)
     notes: list[str] = []
-    with told(notes.append, warnings=False):
+    with PHASES.phase("reading the data"), told(notes.append, warnings=False):
+        tokenizer = load_tokenizer(run.model)
         prompts, held_out = open_run_prompts(config, run.model, tokenizer)
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
@@ -180,7 +187,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
         reporter = stack.enter_context(_reporter(run, start))
         for message in types:
             reporter.message(message)
-        batches = launch.start_dataset(run, start)
+        with PHASES.phase("reading the data"):
+            batches = launch.start_dataset(run, start)
         setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:
@@ -347,7 +355,8 @@ def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
     """A cluster that the run fits on; what the run started is ended with it. Says whether it is the run's own."""
     joined = ray.is_initialized()
     preloading.begin(config)
-    is_own = connect(config.cluster, needs)
+    with PHASES.phase("joining Ray" if joined or config.cluster.address else "starting Ray"):
+        is_own = connect(config.cluster, needs)
     actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
     try:
         yield is_own

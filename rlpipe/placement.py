@@ -70,6 +70,8 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
+        # Ray says at warning level that its own cluster asks for a token, which it then hands out by itself.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
         if address is None:
             wanted = sum(need.num_cpus for need in needs)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
+from rlpipe.tracking.phases import PHASES
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -17,8 +18,8 @@ def warm_up(config: Config) -> None:
     from rlpipe.pipeline import train
 
     output = Path(config.model.path).parent
-    print("warming the policy up by supervised fine-tuning; this is done once", flush=True)
-    train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}"]))
+    with PHASES.phase("warming up the policy by supervised fine-tuning, which is done once"):
+        train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}"]))
 
 
 def make_policy(config: Config) -> None:

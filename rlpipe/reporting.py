@@ -10,12 +10,15 @@ from collections import Counter
 from rlpipe.configs.schema_rollout import SamplingConfig
 from rlpipe.replay.steps import StepReport
 from rlpipe.tracking.completions import CompletionsLog
+from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.progress import Progress
 from rlpipe.tracking.trackers import Tracker
 
 logger = logging.getLogger(__name__)
 
 MAX_REASONS_SHOWN = 5
+SAMPLE_EVERY_S = 30.0
+"""Seconds between completions that are shown."""
 
 
 def cut_notice(sampling: SamplingConfig) -> str | None:
@@ -37,6 +40,7 @@ class Reporter:
     def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog) -> None:
         self._tracker, self._progress, self._completions = tracker, progress, completions
         self._sync_s = 0.0
+        self._sampled = -math.inf
         self._started = self._last = time.monotonic()
         self._reasons: Counter[str] = Counter()
         self._num_tokens = 0.0
@@ -51,6 +55,7 @@ class Reporter:
         return self._num_tokens / max(self._last - self._started, 1e-9)
 
     def start(self, total: int, done: int) -> None:
+        PHASES.hand_over(self._progress.message)
         self._progress.start(total, done)
         self.admitting()
 
@@ -60,11 +65,13 @@ class Reporter:
 
     def served(self, sync_s: float) -> None:
         """All engines have loaded a version, ``sync_s`` seconds after its publication."""
+        PHASES.end_all()
         self._sync_s = sync_s
 
     def trained(self, report: StepReport) -> None:
         for version, evaluation in report.evaluations.items():
             self.evaluated(version, evaluation)
+        PHASES.first_step()
         now = time.monotonic()
         tokens = report.metrics.get("num_tokens", 0.0)
         metrics = {
@@ -80,8 +87,12 @@ class Reporter:
         self._tracker.log(step, metrics)
         self._progress.update(step, metrics)
         self._completions.log(step, report.samples)
+        if report.samples and now - self._sampled >= SAMPLE_EVERY_S:
+            self._sampled = now
+            self.message(self._completions.describe(report.samples[0]))
 
     def evaluated(self, version: int, metrics: dict[str, float]) -> None:
+        PHASES.end("evaluating the policy as it is")
         self._tracker.log(version, metrics)
         self._progress.update(version, metrics)
 

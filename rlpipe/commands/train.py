@@ -30,10 +30,15 @@ def run_train(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.overrides, file=arguments.config)
     require_rewards(config)
-    from rlpipe.preload import preloading
+    import psutil
 
+    from rlpipe.preload import preloading
+    from rlpipe.tracking.phases import PHASES
+
+    PHASES.show(config.tracking, began=psutil.Process().create_time())
     preloading.begin(config)
-    from rlpipe.pipeline import train
+    with PHASES.phase("importing libraries"):
+        from rlpipe.pipeline import train
 
     train(config)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,23 @@ class CompletionsLog:
             texts = decode_completions(self._tokenizer, group)
             rows = [_describe(group, rollout, text) for rollout, text in zip(group, texts, strict=True)]
             self._log.append(step, rows)
+
+    def describe(self, group: RolloutGroup) -> str:
+        """The group's first rollout in a line that is safe to print, whatever the model wrote."""
+        rollout, text = group.rollouts[0], decode_completions(self._tokenizer, group)[0]
+        reward = "" if rollout.reward is None else f"  (reward {rollout.reward:.3g})"
+        return f"sample: {printable(_last_text(group.prompt.prompt))} -> {printable(text)}{reward}"
+
+
+def _last_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """The prompt, or the content of a conversation's last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+
+
+def printable(text: str, longest: int = 80) -> str:
+    """The beginning of a text with what steers a terminal, line breaks among it, as escapes."""
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:longest])
+    return shown[:longest] + ("…" if len(shown) > longest or len(text) > longest else "")
 
 
 def _describe(group: RolloutGroup, rollout: Rollout, text: str) -> dict[str, Any]:

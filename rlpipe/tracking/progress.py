@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlpipe.configs.schema import TrackingConfig
+from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.view import RunView, format_duration
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,8 @@ class LiveProgress:
         view = self._view
         figures = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in view.figures()]
         phases = [Text.assemble((f"{name} ", "dim"), f"{seconds} s") for name, seconds in view.phases()]
+        if lasting := PHASES.describe():
+            figures.insert(0, Text(lasting, style="cyan"))
         if sparkline := view.sparkline():
             phases.insert(0, Text(sparkline, style="green"))
         return [Columns(line, padding=(0, 2)) for line in (figures, phases) if line]

@@ -17,6 +17,11 @@ def is_phase(metric: str) -> bool:
     return metric.startswith(PHASES) and metric != f"{PHASES}step"
 
 
+def is_reward(metric: str) -> bool:
+    """Whether a metric is the mean of one of the run's rewards."""
+    return metric.startswith("rewards/") and metric.endswith("/mean")
+
+
 def format_number(value: float) -> str:
     """Three decimals, or three digits where these say nothing."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.3g}"
@@ -90,6 +95,11 @@ class RunView:
     def figures(self) -> list[tuple[str, str]]:
         """Names and values of what has been reported so far."""
         shown = [(label, show(self._metrics[key])) for key, label, show in FIGURES if key in self._metrics]
+        rewards = {
+            key[len("rewards/") : -len("/mean")]: value for key, value in self._metrics.items() if is_reward(key)
+        }
+        if len(rewards) > 1:
+            shown += [(name, format_number(value)) for name, value in rewards.items()]
         if self.step_s is not None:
             shown.append(("s/step", f"{self.step_s:.2f}"))
         return shown + self._accuracy_figure()

@@ -1,0 +1,170 @@
+"""What a run does until its first step: names each phase while it lasts, and keeps how long it took."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from rlpipe.configs.schema import TrackingConfig
+
+TICK_S = 0.5
+"""Seconds between updates of the line at the bottom of a terminal."""
+REMINDER_S = 10.0
+"""Seconds after which a phase that lasts is named again, where there is no such line."""
+WORTH_A_LINE_S = 1.0
+CLEAR_LINE = "\r\x1b[2K"
+
+
+@dataclass
+class Start:
+    """The start of one run; ``seconds`` are those of each phase that is over, in the order in which they ended."""
+
+    began: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    first_step_s: float | None = None
+    """From the start of the process, or of ``train``, to the end of the first step."""
+
+    def summary(self) -> dict[str, object]:
+        """For ``summary.json``; empty for a run that trained no step."""
+        if self.first_step_s is None:
+            return {}
+        startup = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
+        return {"first_step_s": round(self.first_step_s, 3), "startup": startup}
+
+
+class Phases:
+    """The phases of this process's runs; a run may prepare itself by another, whose phases come within one of its own.
+
+    It says nothing before ``show``. All methods may be called from any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._active: dict[str, tuple[float, Start | None]] = {}
+        """When each phase that lasts began, and in which run."""
+        self._start: Start | None = None
+        self._is_pending = False
+        """Whether phases were begun for a run that has not begun itself."""
+        self._say: Callable[[str], None] | None = None
+        self._stream: TextIO | None = None
+        self._reminded = 0.0
+
+    def show(self, tracking: TrackingConfig, *, began: float | None = None, stream: TextIO | None = None) -> None:
+        """Shows the phases of the run that is about to begin, as its config asks; ``began`` is when its process did."""
+        stream = stream or sys.stdout
+        with self._lock:
+            self._start, self._is_pending = Start(self._clock() if began is None else began), True
+            if tracking.progress == "none":
+                return
+            self._say = lambda text: print(text, file=stream, flush=True)
+            is_live = tracking.progress == "live" or (tracking.progress == "auto" and stream.isatty())
+            self._stream = stream if is_live else None
+            self._reminded = self._clock()
+        threading.Thread(target=self._tick, name="phases", daemon=True).start()
+
+    def hand_over(self, say: Callable[[str], None]) -> None:
+        """From here on lines are shown by ``say``, and the live line by a display that asks for ``active``."""
+        with self._lock:
+            self._clear()
+            self._stream = None
+            if self._say is not None:
+                self._say = say
+
+    @contextmanager
+    def run(self) -> Iterator[Start]:
+        """The phases within are those of one run."""
+        with self._lock:
+            outer = None if self._is_pending else self._start
+            if not self._is_pending or self._start is None:
+                self._start = Start(self._clock())
+            start, self._is_pending = self._start, False
+        try:
+            yield start
+        finally:
+            with self._lock:
+                self._start = outer
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end(name)
+
+    def begin(self, name: str) -> None:
+        with self._lock:
+            self._active[name] = (self._clock(), self._start)
+            if self._stream is None:
+                self._line(name)
+
+    def end(self, name: str) -> None:
+        """Nothing happens to a phase that is over."""
+        with self._lock:
+            if name not in self._active:
+                return
+            began, start = self._active.pop(name)
+            took = self._clock() - began
+            if start is not None:
+                start.seconds[name] = start.seconds.get(name, 0.0) + took
+            if took >= WORTH_A_LINE_S or self._stream is not None:
+                self._line(f"{name}: took {took:.1f} s")
+
+    def end_all(self) -> None:
+        """Ends the phases of the run; those of a run that it belongs to go on."""
+        with self._lock:
+            for name in [name for name, (_, start) in self._active.items() if start is self._start]:
+                self.end(name)
+
+    def first_step(self) -> None:
+        """The run has trained a step: it has started."""
+        with self._lock:
+            self.end_all()
+            if self._start is not None and self._start.first_step_s is None:
+                self._start.first_step_s = self._clock() - self._start.began
+                self._line(f"first step, {self._start.first_step_s:.1f} s after the start")
+
+    def active(self) -> Mapping[str, float]:
+        """Seconds that each phase has lasted so far."""
+        with self._lock:
+            now = self._clock()
+            return {name: now - began for name, (began, _) in self._active.items()}
+
+    def _line(self, text: str) -> None:
+        if self._say is not None and self._start is not None:
+            self._clear()
+            self._reminded = self._clock()
+            self._say(f"{self._clock() - self._start.began:6.1f} s  {text}")
+
+    def _clear(self) -> None:
+        if self._stream is not None:
+            self._stream.write(CLEAR_LINE)
+            self._stream.flush()
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK_S)
+            with self._lock:
+                if self._stream is not None:
+                    self._stream.write(f"{CLEAR_LINE}  {self.describe()}"[:200])
+                    self._stream.flush()
+                elif self._is_reminder_due():
+                    self._line(f"still {self.describe()}")
+
+    def _is_reminder_due(self) -> bool:
+        starts = self._start is not None and self._start.first_step_s is None
+        return bool(self._active) and starts and self._clock() - self._reminded > REMINDER_S
+
+    def describe(self) -> str:
+        """The phases that last, with their seconds."""
+        return ", ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.active().items())
+
+
+PHASES = Phases()
+"""Those of this process."""
