@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from rlpipe.errors import Interrupted, RlpipeError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    logging.getLogger("DeepSpeed").addFilter(_is_of_use)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
@@ -29,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Not so that DeepSpeed, which transformers and accelerate import beside others, finds no accelerator."""
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 def describe_error(error: RlpipeError) -> str:

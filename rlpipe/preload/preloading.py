@@ -26,7 +26,13 @@ class Preloading:
         self._folder = tempfile.TemporaryDirectory(prefix="rlpipe-preload-")
         command = [sys.executable, "-P", "-m", "rlpipe.preload.server", self._folder.name, *stages]
         self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_environment(), start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            # What libraries print when they are imported: what fails there fails in the worker, too, and is told.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,
         )
 
     @contextmanager
