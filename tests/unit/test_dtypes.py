@@ -4,15 +4,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlpipe import cli
 from rlpipe.actors.node import node_types
 from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema_rollout import RolloutConfig
+from rlpipe.configs.schema_scoring import RewardConfig
 from rlpipe.configs.tree import changed_options, to_tree
 from rlpipe.errors import ConfigError
+from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, cpu_types, gpu_types
+from rlpipe.models import with_dtype
 from rlpipe.placement import Need
+from rlpipe.plan.known_models import describe_offline
+from rlpipe.plan.report import make_report
+from rlpipe.plan.scorer_model import outline_scorer
+from rlpipe.plan.scorer_setup import read_scorer_setups
 from rlpipe.precision import nodes_for, settle_dtype
 from rlpipe.prepare import Run
 
@@ -187,3 +198,81 @@ def test_the_quickstart_asks_for_no_type(capsys: pytest.CaptureFixture[str]) -> 
     assert "dtype: auto" in capsys.readouterr().out
     assert cli.main(["config", "experiment=quickstart_warmup"]) == 0
     assert "dtype: auto" in capsys.readouterr().out
+
+
+SLOW = replace(
+    DEVICES["h100-80g"], name="old", kind="cpu", matmul_flops={"float32": 127e9, "bfloat16": 1.3e9, "float16": 1.3e9}
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(DEVICES["h100-80g"], "bfloat16"), (DEVICES["a100-40g"], "bfloat16"), (SLOW, "float32")]
+)
+def test_all_sections_of_a_plan_count_with_the_type(device: Device, expected: str) -> None:
+    places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
+    given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]
+    auto, asked = (
+        {section.name: section for section in make_report(config, device).sections}
+        for config in (load_config([*given, *more], need_files=False) for more in ([], [f"model.dtype={expected}"]))
+    )
+    assert ("type", f"{expected} (model.dtype=auto)") in auto["model"].rows
+    assert auto["model"].data["dtype"] == expected
+    for name in ("device", "engine", "learner", "machine"):
+        assert auto[name].data == asked[name].data
+
+
+def test_a_plan_on_a_device_whose_type_an_option_refuses_says_so() -> None:
+    given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "model.attention=flash_attention_2"]
+    old = replace(DEVICES["h100-80g"], name="t4", matmul_flops={"float32": 8e12, "bfloat16": 2e12})
+    with pytest.raises(ConfigError, match=r"knows no float32.*model.dtype=auto is float32 on t4"):
+        make_report(load_config(given, need_files=False), old)
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(1.0, "bfloat16"), (0.0, "float32")])
+def test_a_plan_has_scorers_compute_as_their_own_device_does(num_gpus: float, expected: str) -> None:
+    h100 = DEVICES["h100-80g"]
+    reward = load_config(
+        ["experiment=reward_model", "model.path=Qwen/Qwen3-0.6B", f"scoring.rewards.preference.num_gpus={num_gpus}"],
+        need_files=False,
+    )
+    (setup,) = read_scorer_setups(reward, h100)
+    assert setup.dtype == expected
+    features = ["algorithm.ebft.features.weights=own", f"algorithm.ebft.features.num_gpus={num_gpus}"]
+    (setup,) = read_scorer_setups(
+        load_config(["experiment=ebft", "model.path=Qwen/Qwen3-0.6B", *features], need_files=False), h100
+    )
+    assert setup.dtype == expected
+    assert outline_scorer(setup, reward, describe_offline("Qwen/Qwen3-0.6B", reward.model)).dtype == expected
+
+
+def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> None:
+    path = "rlpipe.scoring.reward_model:SequenceReward"
+    rewards = {
+        "on_cpu": RewardConfig(path=path, kwargs={"model": "m"}),
+        "on_gpu": RewardConfig(path=path, kwargs={"model": "m"}, num_gpus=1),
+        "asked": RewardConfig(path=path, kwargs={"model": "m", "dtype": "bfloat16"}),
+        "plain": RewardConfig(path="rlpipe.scoring.toolbox:reasoning_gym"),
+    }
+    run = replace(run_of(), rewards=rewards)
+    gpu = Need(name="learner-0", num_gpus=1)
+    _, lines = settle_dtype(run, [gpu], lambda need, dtype: [H100 if need.num_gpus else OLD])
+    assert [line.partition(" ")[0] for line in lines] == [
+        "model.dtype=auto:",
+        "scoring.rewards.on_cpu.kwargs.dtype=auto:",
+        "scoring.rewards.asked.kwargs.dtype=bfloat16",
+    ]
+    assert "float32, as an old CPU" in lines[1]
+
+
+def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:
+    pytest.importorskip("vllm")
+    from rlpipe.rollout.vllm_options import engine_args
+
+    with pytest.raises(AssertionError, match="type of the model's files"):
+        engine_args(ModelConfig(path="m"), RolloutConfig(), WeightsConfig(), 8)
+
+
+def test_a_model_that_is_loaded_without_a_run_has_the_type_of_its_device() -> None:
+    cpu = torch.device("cpu")
+    assert with_dtype(ModelConfig(path="m"), cpu).dtype == cpu_types().auto
+    assert with_dtype(ModelConfig(path="m", dtype="float16"), cpu).dtype == "float16"

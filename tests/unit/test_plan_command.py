@@ -56,7 +56,7 @@ def test_a_machine_may_have_more_memory_than_its_name_says(capsys: pytest.Captur
 def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*RUN, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    config = load_config([EXPERIMENT], need_files=False)
+    config = load_config([EXPERIMENT, "model.dtype=bfloat16"], need_files=False)
     described = describe_offline(config.model.path, config.model)
     plan = plan_engine(config, described, find_device("h100-80g"))
     assert [*found] == ["device", "model", "engine", "learner", "machine", "step"]

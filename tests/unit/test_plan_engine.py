@@ -185,7 +185,7 @@ def test_engines_share_a_steps_groups() -> None:
 
 
 def test_vllms_own_defaults_hold_where_nothing_is_said() -> None:
-    config = load_config(["experiment=gsm8k", f"model.path={QWEN_8B}"], need_files=False)
+    config = load_config(["experiment=gsm8k", f"model.path={QWEN_8B}", "model.dtype=bfloat16"], need_files=False)
     setup = plan_engine(config, describe_offline(QWEN_8B, config.model), ROUND).setup
     assert (setup.utilization, setup.max_sequences, setup.batched_tokens) == (0.92, 128, 2048)
 
@@ -274,9 +274,8 @@ def test_a_learner_may_share_the_engines_gpu() -> None:
 
 
 def hf(*overrides: str, **options: object) -> EnginePlan:
-    config = load_config(
-        ["experiment=gsm8k", "rollout.engine=hf", "model.path=Qwen/Qwen3-8B", *overrides], need_files=False
-    )
+    options = ["experiment=gsm8k", "rollout.engine=hf", "model.path=Qwen/Qwen3-8B", "model.dtype=bfloat16"]
+    config = load_config([*options, *overrides], need_files=False)
     return plan_engine(config, describe_offline(QWEN_8B, config.model), replace(ROUND, **options))
 
 

@@ -123,7 +123,9 @@ def test_chunks_are_bounded_by_what_the_others_leave() -> None:
 
 def test_runs_without_engines_have_ranks_and_a_driver() -> None:
     options = ["algorithm=sft", "data=jsonl", "data.path=x.jsonl", "model.path=Qwen/Qwen3-0.6B"]
-    config = load_config([*options, "learner=single_gpu", "scoring.rewards={}"], need_files=False)
+    config = load_config(
+        [*options, "model.dtype=bfloat16", "learner=single_gpu", "scoring.rewards={}"], need_files=False
+    )
     drafts = Drafts(describe_offline(config.model.path, config.model), H100)
     found = plan_machine(LearnerCase(config=config, drafts=drafts, engines=None), None, [], H100)
     assert counts(found) == {"learner rank": 1, "driver with Ray": 1}

@@ -136,7 +136,7 @@ def test_a_sequence_that_is_too_long_is_an_error(any_model: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (SequenceReward, {"dtype": "int8"}, "dtype 'int8' is none of float32, bfloat16, float16"),
+        (SequenceReward, {"dtype": "int8"}, "dtype 'int8' is none of auto, float32, bfloat16, float16"),
         (StepReward, {"combine": "sum"}, "combine 'sum' is none of minimum, mean, last"),
         (StepReward, {"separator": ""}, "separator is empty"),
     ],

@@ -1,0 +1,87 @@
+"""Runs with ``model.dtype=auto``: engine, learner and checkpoints have one type, which a resumed run keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_cases import run_options, supervised_options
+
+from rlpipe import cli, pipeline
+from rlpipe.hardware.dtypes import DeviceTypes, cpu_types
+from rlpipe.learner.checkpoint_files import read_extra
+
+pytestmark = pytest.mark.ray
+OLD = DeviceTypes(device="an old CPU", narrow=frozenset(), slowdown=97.3)
+NEW = DeviceTypes(device="a new CPU", narrow=frozenset({"bfloat16"}))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, local_ray: None) -> pytest.MonkeyPatch:
+    """What the cluster's nodes answer is set by ``becomes``; what is trained there is trained here."""
+    return monkeypatch
+
+
+def becomes(machine: pytest.MonkeyPatch, device: DeviceTypes) -> None:
+    machine.setattr(pipeline, "ask_cluster", lambda cluster, *, is_own: lambda need, dtype: [device])
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in "".join(capsys.readouterr()).splitlines() if "model.dtype" in line]
+
+
+def recorded_types(output: Path, step: int) -> list[str]:
+    """Of the checkpoint's config and its model."""
+    extra = read_extra(output / "checkpoints" / f"step_{step:06d}").extra
+    return [extra["config"]["model"]["dtype"], extra["model"]["dtype"]]
+
+
+def test_engine_and_learner_have_one_type_that_one_line_names(
+    tiny_policy: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    machine: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    becomes(machine, NEW)
+    options = run_options(tiny_policy, prompts_file, tmp_path / "run", "model.dtype=auto", "algorithm.num_steps=1")
+    assert cli.main(["train", *options]) == 0  # an engine refuses weights of another type
+    assert lines_of(capsys) == ["model.dtype=auto: bfloat16, as a new CPU computes in bfloat16"]
+    assert recorded_types(tmp_path / "run", 1) == ["bfloat16", "bfloat16"]
+    assert "dtype: auto" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
+    tiny_policy: Path, tmp_path: Path, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    given = ["algorithm.num_steps=1", "model.adapter.kind=none", "tracking.progress=plain"]
+
+    def train(*overrides: str) -> int:
+        return cli.main(["train", *supervised_options(tiny_policy, tmp_path / "rows", output, *given, *overrides)])
+
+    becomes(machine, NEW)
+    assert train("model.dtype=auto") == 0
+    assert lines_of(capsys) == ["model.dtype=auto: bfloat16, as a new CPU computes in bfloat16"]
+    becomes(machine, OLD)
+    assert train("model.dtype=auto", "algorithm.num_steps=2") == 0
+    (line,) = lines_of(capsys)
+    assert line.startswith("model.dtype=auto: bfloat16, as the run began in it, though an old CPU has no instructions")
+    assert line.endswith("products take 97 times as long as in float32")
+    assert recorded_types(output, 2) == ["bfloat16", "bfloat16"]
+    assert json.loads((output / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert train("model.dtype=bfloat16", "algorithm.num_steps=3") == 0  # the same, and asked for: one notice
+    (line,) = lines_of(capsys)
+    assert line.startswith("model.dtype=bfloat16 is slow here: an old CPU")
+    assert train("model.dtype=float32", "algorithm.num_steps=4") == 2
+    assert 'model.dtype: "bfloat16" -> "float32"' in capsys.readouterr().err
+
+
+def test_a_node_of_the_cluster_answers_for_itself(
+    tiny_policy: Path, tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["algorithm.num_steps=1", "model.dtype=auto", "tracking.progress=plain"]
+    assert cli.main(["train", *supervised_options(tiny_policy, tmp_path / "rows", tmp_path / "run", *given)]) == 0
+    (line,) = lines_of(capsys)
+    assert line.startswith(f"model.dtype=auto: {cpu_types().auto}, as {cpu_types().device} ")
