@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import tempfile
@@ -19,12 +18,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 PREFIX = "rlpipe-tests-cache-"
 if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=PREFIX)
-
-
-def pytest_collection_finish() -> None:
-    """Leaves what is loaded by now out of garbage collections, which would go through it again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ the process that started the first.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -213,6 +214,7 @@ def become(worker: Worker) -> None:
     for received in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(received, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(gc.unfreeze)  # libraries would report all that is frozen as leaks
     _set_environment(worker.environment)
     os.chdir(worker.folder)
     _draw_seeds()
