@@ -264,6 +264,13 @@ def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> Non
     assert "float32, as an old CPU" in lines[1]
 
 
+def test_a_type_that_a_reward_model_does_not_know_is_refused_in_one_line() -> None:
+    reward = RewardConfig(path="rlpipe.scoring.reward_model:SequenceReward", kwargs={"model": "m", "dtype": "int8"})
+    run = replace(run_of(), rewards={"quality": reward})
+    with pytest.raises(ConfigError, match=r"scoring.rewards.quality.kwargs: dtype 'int8' is none of auto"):
+        settle_dtype(run, [RANK], lambda need, dtype: [OLD])
+
+
 def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:
     pytest.importorskip("vllm")
     from rlpipe.rollout.vllm_options import engine_args
