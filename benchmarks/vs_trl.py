@@ -101,9 +101,23 @@ def warm_up(workload: Workload) -> None:
         return
     print(f"{workload.name}: warming the policy up by supervised fine-tuning", flush=True)
     started = time.perf_counter()
-    common = ["experiment=quickstart_warmup", "tracking=quiet", "resume=never", f"output={workload.policy.parent}"]
-    rlpipe.train(rlpipe.load_config([*common, *workload.warmup]))
+    shutil.rmtree(workload.policy.parent, ignore_errors=True)  # what an interrupted call has left
+    rlpipe.train(rlpipe.load_config(warm_up_overrides(workload)))
     print(f"{workload.name}: took {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def warm_up_overrides(workload: Workload) -> list[str]:
+    """Of a policy of 3.2M parameters."""
+    return [
+        "experiment=quickstart_warmup",
+        "tracking=quiet",
+        f"output={workload.policy.parent}",
+        "model.prepare=rlpipe.quickstart:make_policy",
+        "model.dtype=float32",
+        "algorithm.num_steps=900",
+        "learner.optimizer.lr=1e-3",
+        *workload.warmup,
+    ]
 
 
 def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> list[str]:

@@ -22,8 +22,15 @@ def warm_up(config: Config) -> None:
         train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}"]))
 
 
+def make_adder(config: Config) -> None:
+    """``model.prepare`` of the warm-up: writes a random policy of 0.4M parameters to ``config.model.path``."""
+    from rlpipe.tiny import make_tiny_policy
+
+    make_tiny_policy(config.model.path, hidden_size=128, num_layers=2, intermediate_size=384, seed=config.seed)
+
+
 def make_policy(config: Config) -> None:
-    """``model.prepare`` of the warm-up: writes a tiny random policy to ``config.model.path``."""
+    """``model.prepare`` of examples: writes a random policy of 3.2M parameters to ``config.model.path``."""
     from rlpipe.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)

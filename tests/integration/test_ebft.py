@@ -25,6 +25,7 @@ EBFT = (
 METRICS = ("alignment", "diversity", "cfm_loss", "reward", "rl_loss", "advantages_std")
 
 
+@pytest.mark.slow
 def test_features_of_the_learner_and_of_a_copy_train_alike(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

@@ -123,7 +123,11 @@ def test_failures_leave_the_process_alone(start_pool: StartPool) -> None:
         assert ray.util.list_named_actors() == actors
 
 
-@pytest.mark.parametrize("how", DEATHS, ids=lambda how: how[0])
+@pytest.mark.parametrize(
+    "how",
+    [how if how[0] == "leave" else pytest.param(how, marks=pytest.mark.slow) for how in DEATHS],
+    ids=lambda how: how[0],
+)
 def test_what_ends_the_process_costs_its_own_group(start_pool: StartPool, how: How) -> None:
     with start_pool(timeout_s=60) as pool:
         check(pool, {how: DEATHS[how]})

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
     ("family", "adapter"),
     [
         ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
-        ("mixtral", {"kind": "none"}),
-        ("gemma4", {"use_dora": True}),
+        pytest.param("mixtral", {"kind": "none"}, marks=pytest.mark.slow),
+        pytest.param("gemma4", {"use_dora": True}, marks=pytest.mark.slow),
     ],
 )
 def test_whole_models_of_other_families(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def main(policy: Path, strategy: str, output: Path) -> None:
     export_policy(learner.policy, output / "policy")
     torch.save((losses, parameters_of(learner)), output / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo that have not ended yet sometimes abort an orderly exit
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import counting, lora_sync, overlap, vs_trl
 from benchmarks.ideal import PROMPT
 from rlpipe.configs.compose import compose_tree
+from rlpipe.configs.schema import Config
 from rlpipe.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.types import GroupRequest
 
@@ -152,3 +153,21 @@ def test_every_ratio_has_the_given_seconds_as_its_longer_part() -> None:
         for sigma in sigmas
         for staleness in stalenesses
     }
+
+
+def test_a_warm_up_that_was_interrupted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vs_trl, "FOLDER", tmp_path)
+    half_made = vs_trl.SHORT.policy.parent
+    (half_made / "checkpoints" / "step_000100").mkdir(parents=True)
+    seen = []
+
+    def train(config: Config) -> None:
+        assert not half_made.exists()
+        assert Path(config.output) == half_made
+        seen.append(config.model.prepare)
+        vs_trl.SHORT.policy.mkdir(parents=True)
+
+    monkeypatch.setattr(vs_trl.rlpipe, "train", train)
+    vs_trl.warm_up(vs_trl.SHORT)
+    vs_trl.warm_up(vs_trl.SHORT)
+    assert seen == ["rlpipe.quickstart:make_policy"]
