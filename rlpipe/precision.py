@@ -71,7 +71,10 @@ def _asked_by(run: Run, name: str) -> str | None:
     loaded = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
     if not (isinstance(loaded, type) and issubclass(loaded, RewardActor) and loaded.has_dtype):
         return None
-    return loaded(**reward.kwargs).dtype
+    try:
+        return loaded(**reward.kwargs).dtype
+    except ValueError as error:
+        raise ConfigError(f"scoring.rewards.{name}.kwargs: {error}") from None
 
 
 def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:

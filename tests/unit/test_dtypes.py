@@ -205,9 +205,7 @@ SLOW = replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"), [(DEVICES["h100-80g"], "bfloat16"), (DEVICES["a100-40g"], "bfloat16"), (SLOW, "float32")]
-)
+@pytest.mark.parametrize(("device", "expected"), [(DEVICES["h100-80g"], "bfloat16"), (SLOW, "float32")])
 def test_all_sections_of_a_plan_count_with_the_type(device: Device, expected: str) -> None:
     places = [] if device.kind == "cuda" else ["rollout.num_gpus=0", "learner.num_gpus=0"]
     given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", *places]
@@ -262,6 +260,13 @@ def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> Non
         "scoring.rewards.asked.kwargs.dtype=bfloat16",
     ]
     assert "float32, as an old CPU" in lines[1]
+
+
+def test_a_type_that_a_reward_model_does_not_know_is_refused_in_one_line() -> None:
+    reward = RewardConfig(path="rlpipe.scoring.reward_model:SequenceReward", kwargs={"model": "m", "dtype": "int8"})
+    run = replace(run_of(), rewards={"quality": reward})
+    with pytest.raises(ConfigError, match=r"scoring.rewards.quality.kwargs: dtype 'int8' is none of auto"):
+        settle_dtype(run, [RANK], lambda need, dtype: [OLD])
 
 
 def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:

@@ -274,8 +274,8 @@ def test_a_learner_may_share_the_engines_gpu() -> None:
 
 
 def hf(*overrides: str, **options: object) -> EnginePlan:
-    options = ["experiment=gsm8k", "rollout.engine=hf", "model.path=Qwen/Qwen3-8B", "model.dtype=bfloat16"]
-    config = load_config([*options, *overrides], need_files=False)
+    given = ["experiment=gsm8k", "rollout.engine=hf", "model.path=Qwen/Qwen3-8B", "model.dtype=bfloat16"]
+    config = load_config([*given, *overrides], need_files=False)
     return plan_engine(config, describe_offline(QWEN_8B, config.model), replace(ROUND, **options))
 
 
