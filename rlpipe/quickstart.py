@@ -23,10 +23,10 @@ def warm_up(config: Config) -> None:
 
 
 def make_adder(config: Config) -> None:
-    """``model.prepare`` of the warm-up: writes a random policy of 0.4M parameters to ``config.model.path``."""
+    """``model.prepare`` of the warm-up: writes a random policy of 1.6M parameters to ``config.model.path``."""
     from rlpipe.tiny import make_tiny_policy
 
-    make_tiny_policy(config.model.path, hidden_size=128, num_layers=2, intermediate_size=384, seed=config.seed)
+    make_tiny_policy(config.model.path, num_layers=2, seed=config.seed)
 
 
 def make_policy(config: Config) -> None:
