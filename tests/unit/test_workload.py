@@ -26,7 +26,7 @@ def config_of(*overrides: str) -> Config:
     """4 groups of 4 rollouts, of 32 tokens each."""
     options = ["algorithm.groups_per_step=4", "algorithm.group_size=4", "data.max_prompt_tokens=16"]
     options += ["rollout.sampling.max_tokens=16", "learner.max_tokens_per_microbatch=64", *overrides]
-    return load_config(["experiment=gsm8k", *options], need_files=False)
+    return load_config(["experiment=gsm8k", "model.dtype=bfloat16", *options], need_files=False)
 
 
 @pytest.mark.parametrize(
