@@ -88,7 +88,11 @@ class Phases:
             yield start
         finally:
             with self._lock:
+                self._active = {name: entry for name, entry in self._active.items() if entry[1] is not start}
                 self._start = outer
+                if outer is None:  # another run of this process may be shown elsewhere, or not at all
+                    self._clear()
+                    self._say = self._stream = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -151,6 +155,8 @@ class Phases:
         while True:
             time.sleep(TICK_S)
             with self._lock:
+                if self._say is None:
+                    return
                 if self._stream is not None:
                     self._stream.write(f"{CLEAR_LINE}  {self.describe()}"[:200])
                     self._stream.flush()

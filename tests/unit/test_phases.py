@@ -85,6 +85,19 @@ def test_a_display_takes_the_lines_over(clock: Clock, stream: io.StringIO) -> No
     assert lines == ["   0.0 s  loading engine rollout-0", "   2.0 s  loading engine rollout-0: took 2.0 s"]
 
 
+def test_after_a_run_nothing_is_written_to_its_stream(clock: Clock, stream: io.StringIO) -> None:
+    phases = Phases(clock)
+    phases.show(TrackingConfig(progress="plain"), stream=stream)
+    with pytest.raises(KeyError), phases.run():
+        phases.begin("loading the learner")
+        raise KeyError
+    stream.close()
+    with phases.run() as start, phases.phase("reading the data"):
+        clock.now += 1.0
+    assert phases.active() == {}
+    assert start.seconds == {"reading the data": 1.0}
+
+
 def test_a_run_that_trained_nothing_has_no_start_in_its_summary(clock: Clock) -> None:
     with Phases(clock).run() as start:
         pass
