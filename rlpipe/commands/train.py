@@ -36,11 +36,14 @@ def run_train(arguments: argparse.Namespace) -> None:
     from rlpipe.tracking.phases import PHASES
 
     PHASES.show(config.tracking, began=psutil.Process().create_time())
-    preloading.begin(config)
-    with PHASES.phase("importing libraries"):
-        from rlpipe.pipeline import train
+    try:
+        preloading.begin(config)
+        with PHASES.phase("importing libraries"):
+            from rlpipe.pipeline import train
 
-    train(config)
+        train(config)
+    finally:
+        PHASES.hide()
 
 
 def run_eval(arguments: argparse.Namespace) -> None:

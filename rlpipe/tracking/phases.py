@@ -68,6 +68,14 @@ class Phases:
             self._reminded = self._clock()
         threading.Thread(target=self._tick, name="phases", daemon=True).start()
 
+    def hide(self) -> None:
+        """Ends what ``show`` began: another run of this process may be shown elsewhere, or not at all."""
+        with self._lock:
+            self._clear()
+            self._say = self._stream = None
+            if self._is_pending:
+                self._start, self._is_pending = None, False
+
     def hand_over(self, say: Callable[[str], None]) -> None:
         """From here on lines are shown by ``say``, and the live line by a display that asks for ``active``."""
         with self._lock:
@@ -90,9 +98,8 @@ class Phases:
             with self._lock:
                 self._active = {name: entry for name, entry in self._active.items() if entry[1] is not start}
                 self._start = outer
-                if outer is None:  # another run of this process may be shown elsewhere, or not at all
-                    self._clear()
-                    self._say = self._stream = None
+                if outer is None:
+                    self.hide()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

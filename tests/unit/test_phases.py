@@ -88,14 +88,24 @@ def test_a_display_takes_the_lines_over(clock: Clock, stream: io.StringIO) -> No
 def test_after_a_run_nothing_is_written_to_its_stream(clock: Clock, stream: io.StringIO) -> None:
     phases = Phases(clock)
     phases.show(TrackingConfig(progress="plain"), stream=stream)
-    with pytest.raises(KeyError), phases.run():
+    with phases.run():
         phases.begin("loading the learner")
-        raise KeyError
     stream.close()
     with phases.run() as start, phases.phase("reading the data"):
         clock.now += 1.0
     assert phases.active() == {}
     assert start.seconds == {"reading the data": 1.0}
+
+
+def test_a_run_that_never_began_leaves_nothing_to_the_next(clock: Clock, stream: io.StringIO) -> None:
+    phases = Phases(clock)
+    phases.show(TrackingConfig(progress="plain"), stream=stream)
+    phases.hide()
+    stream.close()
+    clock.now += 5.0
+    with phases.run() as start:
+        phases.first_step()
+    assert start.first_step_s == 0.0
 
 
 def test_a_run_that_trained_nothing_has_no_start_in_its_summary(clock: Clock) -> None:
