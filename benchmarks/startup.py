@@ -84,7 +84,7 @@ def _title(command: list[str]) -> str:
 def first_step(output: Path, policy: Path) -> dict[str, Any]:
     """One start, with its phases, ended after the first steps."""
     shutil.rmtree(output, ignore_errors=True)
-    driver = Driver([*options(output, policy), "algorithm.num_steps=3"], output.with_suffix(".log"))
+    driver = Driver([*options(output, policy), "algorithm.num_steps=12"], output.with_suffix(".log"))
     driver.start()
     assert driver.process is not None
     cpu: dict[str, float] = {}
