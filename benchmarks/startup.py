@@ -75,7 +75,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
 def _title(command: list[str]) -> str:
     text = " ".join(command)
     if text.startswith("ray::"):
-        return text.partition(".")[0].removeprefix("ray::")
+        return text.split()[0].partition(".")[0].removeprefix("ray::")
     if "rlpipe.preload.server" in text:
         return "preloading"
     return "driver" if "rlpipe train" in text else "Ray"
