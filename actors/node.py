@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.hardware.dtypes import AUTO, DeviceTypes, cpu_types, gpu_types
+from rlpipe.hardware.dtype_speed import Products, cpu_types
+from rlpipe.hardware.dtypes import AUTO, NARROW, DeviceTypes, gpu_types
+from rlpipe.hardware.machines import load_usable, own_name
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -20,7 +22,7 @@ UNKNOWN_GPU = DeviceTypes(
 """Taken to be no older than 2020: one of another maker, or in a container without that library."""
 
 
-def ask_nodes(node_ids: Sequence[str], *, on_gpu: bool, dtype: str) -> list[ObjectRef]:
+def ask_nodes(node_ids: Sequence[str], *, dtype: str, products: Products | None) -> list[ObjectRef]:
     """The answers of ``node_types`` on each of the nodes."""
     import ray  # which `rlpipe generate` does without
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -29,15 +31,21 @@ def ask_nodes(node_ids: Sequence[str], *, on_gpu: bool, dtype: str) -> list[Obje
     return [
         remote.options(
             num_cpus=0, enable_task_events=False, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)
-        ).remote(on_gpu, dtype)
+        ).remote(dtype, products)
         for node in node_ids
     ]
 
 
-def node_types(on_gpu: bool, dtype: str) -> list[DeviceTypes]:
-    """Of this machine's GPUs, or of its processors; with the slowdown of ``dtype`` where they have none for it."""
-    found = gpus_of_machine() if on_gpu else [cpu_types()]
-    return [_measured(entry, "cuda" if on_gpu else "cpu", dtype) for entry in found]
+def node_types(dtype: str, products: Products | None) -> list[DeviceTypes]:
+    """Of this machine's processors, with the rates of the products that they make, or of its GPUs without products.
+
+    ``dtype`` is the type that was asked for. A GPU that is slow in it has rates where it was measured before.
+    """
+    if products is not None:
+        return [cpu_types(products, NARROW if dtype == AUTO else dtype)]
+    return [
+        _with_stored_rates(entry) if dtype != AUTO and entry.is_slow(dtype) else entry for entry in gpus_of_machine()
+    ]
 
 
 def gpus_of_machine() -> list[DeviceTypes]:
@@ -58,9 +66,7 @@ def gpus_of_machine() -> list[DeviceTypes]:
     return list(dict.fromkeys(found)) or [UNKNOWN_GPU]
 
 
-def _measured(types: DeviceTypes, kind: str, dtype: str) -> DeviceTypes:
-    if dtype == AUTO or not types.is_slow(dtype):
-        return types
-    from rlpipe.hardware.own import own_slowdown
-
-    return replace(types, slowdown=own_slowdown(types, kind, dtype))
+def _with_stored_rates(types: DeviceTypes) -> DeviceTypes:
+    stored = load_usable(own_name("cuda"))
+    is_same = stored is not None and types.device.startswith(stored.hardware or "?")
+    return replace(types, rates=stored.matmul_flops) if stored is not None and is_same else types

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rlpipe.algorithms.features import feature_rewards, join_layers, layer_indices, pool, score_features
 from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.hardware.dtypes import device_types
 from rlpipe.hardware.timing import time_calls
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def measure(cases: dict[str, dict[str, Any]], turns: int, device: torch.device) 
     from rlpipe.scoring.feature_network import open_feature_network
 
     shape = SHAPES[device.type]
-    dtype = device_types(device).auto
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
     given = [FeatureCase(**case) for case in cases.values()]
     path = make_model(shape, Path(given[0].folder), getattr(torch, dtype))
     config = FeatureConfig()

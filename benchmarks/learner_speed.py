@@ -32,7 +32,6 @@ from rlpipe.configs.schema_algorithm import AlgorithmConfig
 from rlpipe.configs.schema_learner import LearnerConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.hardware.dtypes import device_types
 from rlpipe.learner.policy import load_policy, lora_config
 from rlpipe.learner.step import Learner
 from rlpipe.types import Rollout, TrainBatch
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, dtype = SHAPES[device.type], device_types(device).auto
+    shape, dtype = SHAPES[device.type], "bfloat16" if device.type == "cuda" else "float32"
     path = make_model(shape, FOLDER / "model", getattr(torch, dtype))
     model = ModelConfig(
         path=str(path), dtype=dtype, gradient_checkpointing=arguments.checkpointing, adapter=AdapterConfig()

@@ -47,8 +47,7 @@ class ModelConfig(Freezable):
     chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
     dtype: str = option(
         "auto",
-        "Type of weights and activations; auto: bfloat16 where the devices of learner and engines compute in it, else "
-        "float32.",
+        "Type of weights and activations; auto: bfloat16 where learner and engines are faster in it, else float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     attention: str = option(

@@ -20,6 +20,7 @@ from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, EngineFailed, InputError
 from rlpipe.hardware.dtypes import choose_dtype
+from rlpipe.plan.dtype_work import model_products
 from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
@@ -39,7 +40,7 @@ class SamplingRequest:
     adapter: str | None = None
     engine: str = "auto"
     dtype: str = "auto"
-    """auto: bfloat16 where this machine computes in it, else float32."""
+    """auto: bfloat16 where this machine is faster in it, else float32."""
     tensor_parallel_size: int = 1
     """GPUs that share the model (vllm)."""
     chat: bool = True
@@ -100,14 +101,15 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
         engine.stop()
 
 
-def settle_dtype(asked: str) -> tuple[str, str | None]:
+def settle_dtype(model: str, asked: str) -> tuple[str, str | None]:
     """The type that ``asked`` stands for on this machine, and what the user should know of it."""
     # Of GPUs by the driver's library: torch would start CUDA in this process, which processes of vLLM's fork off.
     import torch
 
     from rlpipe.actors.node import node_types
 
-    devices = node_types(torch.cuda.device_count() > 0, asked)
+    made = None if torch.cuda.device_count() else model_products(model, os.cpu_count() or 1)
+    devices = node_types(asked, made)
     choice = choose_dtype(asked, devices, option="--dtype")
     return choice.dtype, choice.line
 

@@ -36,6 +36,7 @@ from rlpipe.placement import (
     start_actor,
     wait_started,
 )
+from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.preload import preloading
 from rlpipe.prepare import ResumePoint, RewardLike, Run
 from rlpipe.replay.location import ledger_path
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def engine_needs(config: Config) -> list[Need]:
-    rollout = config.rollout
+    rollout, products = config.rollout, engine_products(config)
     return [
         Need(
             name=f"rollout-{index}",
@@ -57,13 +58,14 @@ def engine_needs(config: Config) -> list[Need]:
             num_gpus=rollout.num_gpus,
             resources=rollout.resources,
             remedy="lower rollout.num_engines, rollout.num_cpus or rollout.num_gpus, or join a larger cluster",
+            products=products,
         )
         for index in range(rollout.num_engines)
     ]
 
 
 def learner_needs(config: Config) -> list[Need]:
-    learner = config.learner
+    learner, products = config.learner, learner_products(config)
     return [
         Need(
             name=f"learner-{rank}",
@@ -71,6 +73,7 @@ def learner_needs(config: Config) -> list[Need]:
             num_gpus=learner.num_gpus,
             resources=learner.resources,
             remedy="lower learner.num_ranks, learner.num_cpus or learner.num_gpus, or join a larger cluster",
+            products=products,
         )
         for rank in range(learner.num_ranks)
     ]

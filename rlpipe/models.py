@@ -22,7 +22,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.hardware.dtypes import AUTO, device_types
+from rlpipe.data.known_models import read_widths
+from rlpipe.hardware.dtype_speed import MAX_ROWS, device_types, products
+from rlpipe.hardware.dtypes import AUTO
 
 
 def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:
@@ -31,8 +33,14 @@ def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:
 
 
 def with_dtype(config: ModelConfig, device: torch.device) -> ModelConfig:
-    """With the type in the place of ``auto`` that this device computes in; a run has settled one for all before."""
-    return replace(config, dtype=device_types(device).auto) if config.dtype == AUTO else config
+    """With the type in the place of ``auto`` that is best on this device; a run has settled one for all before."""
+    return replace(config, dtype=own_dtype(device, config.path)) if config.dtype == AUTO else config
+
+
+def own_dtype(device: torch.device, path: str) -> str:
+    """What ``auto`` is on a device of this process, for a model that reads whole sequences there."""
+    made = products(rows=MAX_ROWS, widths=read_widths(path), num_threads=torch.get_num_threads())
+    return device_types(device, made).auto
 
 
 def own_device() -> torch.device:

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
+from rlpipe.hardware.dtype_speed import Products
 from rlpipe.preload import preloading
 from rlpipe.waiting import describe_failure, root_cause
 
@@ -50,6 +51,8 @@ class Need:
     num_gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
     remedy: str = "lower what the config asks for, or join a larger cluster"
+    products: Products | None = None
+    """What it computes most of on a CPU, by whose speed ``dtype=auto`` chooses a type."""
 
     @property
     def all_resources(self) -> dict[str, float]:

@@ -12,15 +12,17 @@ from rlpipe.actors.node import ask_nodes, node_types
 from rlpipe.configs.contradictions import check_model
 from rlpipe.configs.schema import ClusterConfig
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.dtypes import AUTO, WIDE, DeviceTypes, choose_dtype
+from rlpipe.hardware.dtype_speed import Products, kept_rates
+from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.placement import Need
+from rlpipe.plan.dtype_work import model_products
 from rlpipe.prepare import Run
 from rlpipe.scoring.pools import FEATURE_PATH
 from rlpipe.scoring.rewards import RewardActor, load_reward
 from rlpipe.waiting import get_answer
 
 Ask = Callable[[Need, str], Sequence[DeviceTypes]]
-"""What the devices compute in that a process of this need may be given, with the slowdown of a type."""
+"""What the devices compute in that a process of this need may be given; of CPUs with their rates in a type."""
 
 
 def settle_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
@@ -32,7 +34,7 @@ def settle_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None
     """
     asked = run.config.model.dtype
     measured = (begun or AUTO) if asked == AUTO else asked
-    alike = {(need.num_gpus > 0, *sorted(need.asked.items())): need for need in needs}
+    alike = {(need.products, *sorted(need.asked.items())): need for need in needs}
     lines: list[str] = []
     dtype = asked
     if asked != WIDE:
@@ -52,49 +54,53 @@ def _with_dtype(run: Run, dtype: str) -> Run:
 
 def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
     for name, reward in run.rewards.items():
-        option, asked = f"scoring.rewards.{name}.kwargs.dtype", _asked_by(run, name)
+        option, found = f"scoring.rewards.{name}.kwargs.dtype", _own_model(run, name)
         if reward.path == FEATURE_PATH:
             option = "model.dtype of algorithm.ebft.features"
-        if asked in (None, WIDE):
+        if found is None or found[1] == WIDE:
             continue
-        need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus)
+        source, asked = found
+        products = None if reward.num_gpus else model_products(source, reward.num_cpus)
+        need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
         choice = choose_dtype(asked, ask(need, asked), option=option)
         if choice.line is not None and (asked != AUTO or choice.dtype != policy_dtype):
             yield choice.line
 
 
-def _asked_by(run: Run, name: str) -> str | None:
-    """The type that a reward's model was asked for in; None where it has none of its own."""
+def _own_model(run: Run, name: str) -> tuple[str, str] | None:
+    """Where a reward's model comes from and the type that it was asked for in; None where it has none of its own."""
     reward = run.rewards[name]
     if reward.path == FEATURE_PATH:
-        return run.config.model.dtype if reward.is_served else None
+        return (run.model.path, run.config.model.dtype) if reward.is_served else None
     loaded = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
     if not (isinstance(loaded, type) and issubclass(loaded, RewardActor) and loaded.has_dtype):
         return None
     try:
-        return loaded(**reward.kwargs).dtype
+        made = loaded(**reward.kwargs)
     except ValueError as error:
         raise ConfigError(f"scoring.rewards.{name}.kwargs: {error}") from None
+    return made.source, made.dtype
 
 
 def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
     """Asks all nodes that have what a process needs, each question once; ``is_own``: this machine is the cluster."""
-    known: dict[tuple[str, bool, str], list[DeviceTypes]] = {}
+    known: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
 
     def ask(need: Need, dtype: str) -> list[DeviceTypes]:
-        on_gpu = need.num_gpus > 0
-        if is_own:
-            return node_types(on_gpu, dtype)
+        made = need.products
+        # Else another process times the products, as this one does without torch.
+        if is_own and (made is None or kept_rates(made, NARROW if dtype == AUTO else dtype) is not None):
+            return node_types(dtype, made)
         nodes = nodes_for(need, ray.nodes())
-        new = [node for node in nodes if (node, on_gpu, dtype) not in known]
-        for node, answer in zip(new, ask_nodes(new, on_gpu=on_gpu, dtype=dtype), strict=True):
-            known[node, on_gpu, dtype] = get_answer(
+        new = [node for node in nodes if (node, made, dtype) not in known]
+        for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=made), strict=True):
+            known[node, made, dtype] = get_answer(
                 answer,
                 "a node to say what it computes in",
                 within=cluster.start_timeout_s,
                 option="cluster.start_timeout_s",
             )
-        return [device for node in nodes for device in known[node, on_gpu, dtype]]
+        return [device for node in nodes for device in known[node, made, dtype]]
 
     return ask
 

@@ -8,7 +8,7 @@ import sys
 from rlpipe.commands.arguments import Commands, add_command, at_least
 from rlpipe.errors import InputError
 
-DTYPE_HELP = "auto: bfloat16 where the device computes in it, else float32"
+DTYPE_HELP = "auto: bfloat16 where the device is faster in it, else float32"
 
 
 def add_commands(commands: Commands) -> None:
@@ -42,7 +42,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         raise InputError("the prompt is empty; give one as an argument or on standard input")
     from rlpipe.generate import SamplingRequest, sample_texts, settle_dtype
 
-    dtype, line = settle_dtype(arguments.dtype)
+    dtype, line = settle_dtype(arguments.model, arguments.dtype)
     if line is not None:
         print(line, file=sys.stderr)
     request = SamplingRequest(

@@ -16,11 +16,33 @@ TOKENIZER_CLASSES = {
 }
 """Of models of text alone, by ``model_type``: the classes that ``AutoTokenizer`` takes as the files name them."""
 
+DEFAULT_WIDTH = 1024
+
 
 def read_known_config(folder: str | Path) -> dict[str, Any] | None:
     """The ``config.json`` of a frequent language model in a local folder; None for any other."""
     config = _read_json(Path(folder).expanduser() / "config.json")
     return config if config.get("model_type") in TOKENIZER_CLASSES and "auto_map" not in config else None
+
+
+def read_widths(path: str | Path) -> tuple[int, int]:
+    """Hidden and inner width of a language model's layers, by its config, or such as a small one has.
+
+    A hub's model that is not in the cache yet is not fetched for this.
+    """
+    config = _read_json(Path(path).expanduser() / "config.json")
+    if not config and not Path(path).exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(str(path), "config.json") if str(path).count("/") == 1 else None
+        config = _read_json(Path(cached)) if isinstance(cached, str) else {}
+    config = {**config, **(config.get("text_config") or {})}
+    hidden = _first_number(config, "hidden_size", "n_embd", "d_model") or DEFAULT_WIDTH
+    return hidden, _first_number(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+
+
+def _first_number(config: dict[str, Any], *names: str) -> int | None:
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), None)
 
 
 def known_tokenizer_class(folder: Path) -> str | None:

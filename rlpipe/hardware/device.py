@@ -9,7 +9,7 @@ from typing import Literal
 
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.curve import Link
-from rlpipe.hardware.dtypes import NARROW, WIDE
+from rlpipe.hardware.dtypes import FASTER, NARROW, WIDE
 
 ADAM_ACCESSES = 7
 """Of an element: weight, both moments and gradient are read; all but the gradient are written."""
@@ -84,11 +84,12 @@ class Device:
         return self.matmul_flops[dtype]
 
     def auto_dtype(self, *, on_gpu: bool = True) -> str:
-        """What ``dtype: auto`` is there: bfloat16 where it is faster. Nothing is known of the processors beside a GPU,
-        which are taken to compute in float32."""
+        """What ``dtype: auto`` is there: bfloat16 where it is faster, on a CPU by so much as a run asks for. Nothing is
+        known of the processors beside a GPU, which are taken to compute in float32."""
         if self.kind == "cuda" and not on_gpu:
             return WIDE
-        return NARROW if self.matmul_flops.get(NARROW, 0) > self.matmul_flops[WIDE] else WIDE
+        speedup = self.matmul_flops.get(NARROW, 0) / self.matmul_flops[WIDE]
+        return NARROW if (speedup > 1 if self.kind == "cuda" else speedup >= FASTER) else WIDE
 
 
 def _rates_of(name: str, value: object) -> dict[str, float]:

@@ -1,28 +1,29 @@
-"""Which types a device has matrix instructions for, and what ``dtype: auto`` stands for there; needs no torch."""
+"""The types that a device computes in, and what ``dtype: auto`` stands for there; needs no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 AUTO = "auto"
 WIDE, NARROW = "float32", "bfloat16"
 """What ``auto`` chooses from."""
+FASTER = 1.3
+"""Times as fast as float32 that a CPU must multiply in bfloat16 for ``auto`` to take it, as it is less exact."""
 CPU_INFO = Path("/proc/cpuinfo")
-_FLAGS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16"}}
-"""Linux's names of the instructions, the last of ARM. AVX-512 alone has none: oneDNN then converts to float32 and back,
-in several times the time of float32."""
-_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""oneDNN's, which multiplies for torch: the newest instructions that it may use. The first that is set counts."""
-_WITHOUT_BFLOAT16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
-_WITHOUT = {"bfloat16": _WITHOUT_BFLOAT16, "float16": _WITHOUT_BFLOAT16 | {"AVX512_CORE_BF16"}}
+_SWITCHES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
+"""Variables that choose the instructions of oneDNN, torch and MKL, and so how fast each type is."""
 _FIRST_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0)}
 """CUDA's compute capability from which on tensor cores multiply in a type; below, torch emulates bfloat16."""
 
@@ -33,25 +34,50 @@ class DeviceTypes:
 
     device: str
     """Its name, as in a sentence."""
-    narrow: frozenset[str]
-    """Of bfloat16 and float16, those that it has matrix instructions for."""
-    switch: str = ""
-    """The setting that keeps torch from them, if any does, such as ``ONEDNN_MAX_CPU_ISA=AVX2``."""
-    slowdown: float | None = None
-    """Times as long as in float32 that a product takes in the type that was asked for; None: nobody measured it."""
+    narrow: frozenset[str] | None = None
+    """Of bfloat16 and float16, those that a GPU has tensor cores for; None: a CPU, which is measured."""
+    switches: Sequence[str] = ()
+    """Settings that choose a CPU's instructions, such as ``ONEDNN_MAX_CPU_ISA=AVX2``."""
+    rates: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """FLOP a second that were measured, by type; empty where nobody did."""
 
     def is_slow(self, dtype: str) -> bool:
-        return dtype != WIDE and dtype not in self.narrow
+        """Whether float32 is faster."""
+        if dtype == WIDE:
+            return False
+        return self._speedup(dtype) < 1 if self.narrow is None else dtype not in self.narrow
 
     @property
     def auto(self) -> str:
+        if self.narrow is None:
+            return NARROW if self._speedup(NARROW) >= FASTER else WIDE
         return WIDE if self.is_slow(NARROW) else NARROW
 
     def describe(self, dtype: str) -> str:
-        """Whether it computes in the type, as a clause."""
-        if not self.is_slow(dtype):
-            return f"{self.device} computes in {dtype}"
-        return f"{self.device} has no instructions for {dtype}" + (f" under {self.switch}" if self.switch else "")
+        """How it computes in the type, as a clause."""
+        setting = f" with {', '.join(self.switches)}" if self.switches else ""
+        if self.narrow is not None:
+            has = "computes in" if dtype in self.narrow else "has no instructions for"
+            return f"{self.device} {has} {dtype}"
+        if dtype not in self.rates:
+            return f"{self.device} does not multiply in {dtype}{setting}"
+        rates = " and ".join(f"{_giga(self.rates[name])} GFLOP/s in {name}" for name in (WIDE, dtype))
+        return f"{self.device} reaches {rates}{setting}, {self._speedup(dtype):.2g} times as fast"
+
+    def cost(self, dtype: str) -> str:
+        """What a slow type costs, as a clause."""
+        if dtype not in self.rates or WIDE not in self.rates:
+            return self.describe(dtype)
+        slowdown = self.rates[WIDE] / self.rates[dtype]
+        return f"{self.device} takes {slowdown:.2g} times as long for a product as in {WIDE}"
+
+    def _speedup(self, dtype: str) -> float:
+        """Times as fast as in float32; 0 for a type that it does not multiply in, or was not measured in."""
+        return self.rates[dtype] / self.rates[WIDE] if dtype in self.rates else 0.0
+
+
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.2g}"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,39 +90,24 @@ class DtypeChoice:
 def choose_dtype(
     asked: str, devices: Sequence[DeviceTypes], *, option: str = "model.dtype", begun: str | None = None
 ) -> DtypeChoice:
-    """One type for all ``devices``: the one that was asked for, or ``auto``'s, bfloat16 where all compute in it.
+    """One type for all ``devices``: the one that was asked for, or ``auto``'s, bfloat16 where it is best for all.
 
     ``begun`` is the type that a run which goes on has had so far; ``auto`` keeps it.
     """
     assert devices, "somebody computes"
     if asked != AUTO:
         slow = next((entry for entry in devices if entry.is_slow(asked)), None)
-        line = None if slow is None else f"{option}={asked} is slow here: {_cost(slow, asked)}; {AUTO} takes {WIDE}"
+        line = None if slow is None else f"{option}={asked} is slow here: {slow.cost(asked)}; {AUTO} takes {WIDE}"
         return DtypeChoice(dtype=asked, line=line)
-    lacking = next((entry for entry in devices if entry.is_slow(NARROW)), None)
-    decisive = devices[0] if lacking is None else lacking
-    why = decisive.describe(NARROW)
+    against = next((entry for entry in devices if entry.auto == WIDE), None)
+    decisive = devices[0] if against is None else against
     if begun is None or begun == decisive.auto:
-        return DtypeChoice(dtype=decisive.auto, line=f"{option}={AUTO}: {decisive.auto}, as {why}")
+        return DtypeChoice(
+            dtype=decisive.auto, line=f"{option}={AUTO}: {decisive.auto}, as {decisive.describe(NARROW)}"
+        )
     slow = next((entry for entry in devices if entry.is_slow(begun)), None)
-    but = why if slow is None else _cost(slow, begun)
+    but = decisive.describe(NARROW) if slow is None else slow.cost(begun)
     return DtypeChoice(dtype=begun, line=f"{option}={AUTO}: {begun}, as the run began in it, though {but}")
-
-
-def _cost(slow: DeviceTypes, dtype: str) -> str:
-    times = "" if slow.slowdown is None else f", and products take {slow.slowdown:.2g} times as long as in {WIDE}"
-    return slow.describe(dtype) + times
-
-
-def cpu_types(environment: Mapping[str, str] = os.environ, cpu_info: Path | None = None) -> DeviceTypes:
-    """Of the processors that this process runs on, as oneDNN's switches leave them."""
-    entries = _read_cpu(CPU_INFO if cpu_info is None else cpu_info)
-    flags = {*entries.get("flags", entries.get("Features", "")).split()}
-    has = {dtype for dtype, names in _FLAGS.items() if flags & names}
-    switch = next((name for name in _SWITCHES if environment.get(name)), "")
-    level = environment.get(switch, "").upper()
-    left = {dtype for dtype in has if level not in _WITHOUT[dtype]}
-    return DeviceTypes(device=cpu_name(cpu_info), narrow=frozenset(left), switch=f"{switch}={level}" * (left != has))
 
 
 def gpu_types(name: str, capability: tuple[int, int]) -> DeviceTypes:
@@ -107,16 +118,14 @@ def gpu_types(name: str, capability: tuple[int, int]) -> DeviceTypes:
     )
 
 
-def device_types(device: torch.device) -> DeviceTypes:
-    """Of a device of this process."""
-    if device.type != "cuda":
-        return cpu_types()
-    import torch
+def rocm_types(name: str) -> DeviceTypes:
+    """Of an AMD GPU: all that ROCm knows have both types."""
+    return DeviceTypes(device=name, narrow=frozenset(_FIRST_CAPABILITY))
 
-    name = torch.cuda.get_device_name(device)
-    if torch.version.hip:  # all that ROCm knows have both
-        return DeviceTypes(device=name, narrow=frozenset(_FIRST_CAPABILITY))
-    return gpu_types(name, torch.cuda.get_device_capability(device))
+
+def cpu_switches(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The settings in this environment that choose the processor's instructions, as ``NAME=VALUE``."""
+    return tuple(f"{name}={environment[name].upper()}" for name in _SWITCHES if environment.get(name))
 
 
 def cpu_name(cpu_info: Path | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
@@ -13,6 +14,8 @@ from rlpipe.errors import ConfigError
 from rlpipe.folders import user_cache, why_not_writable, write_whole
 from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.device import ADDINGS, STATE_DTYPES, Device
+
+logger = logging.getLogger(__name__)
 
 KINDS = ("cuda", "cpu")
 _TEXTS = ("name", "kind")
@@ -69,6 +72,17 @@ def load_stored(name: str) -> Device:
     except (OSError, ValueError, TypeError) as error:
         remedy = "remove it, and measure that machine again with rlpipe plan --calibrate"
         raise ConfigError(f"{path} is damaged ({error}): {remedy}") from None
+
+
+def load_usable(name: str) -> Device | None:
+    """The measurement of that name; None if there is none, or its file is damaged, which is logged."""
+    if name not in stored_names():
+        return None
+    try:
+        return load_stored(name)
+    except ConfigError as error:
+        logger.warning("the machine is measured again: %s", error)
+        return None
 
 
 def _read_device(content: Any) -> Device:

@@ -9,24 +9,20 @@ import torch
 import torch.distributed as dist
 
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.arithmetic import product_flops
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.dtypes import WIDE, DeviceTypes
+from rlpipe.hardware.dtype_speed import forget_rates
 from rlpipe.hardware.first import ask_first, num_ranks
 from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.link import measure_link
-from rlpipe.hardware.machines import load_stored, own_name, store, stored_names
+from rlpipe.hardware.machines import load_usable, own_name, store
 from rlpipe.hardware.measure import hardware_name, measure
-from rlpipe.hardware.timing import threads
 
 logger = logging.getLogger(__name__)
 
-QUICK = 0.1
-"""The scale of a measurement that nobody should have to wait for."""
-
 
 def calibrate(device: torch.device) -> Device:
-    """Measures and stores; raises ``ConfigError`` if either is impossible."""
+    """Measures and stores; raises ``ConfigError`` if either is impossible. Rates of models' products are forgotten."""
+    forget_rates()
     measured = measure(device, name=own_name(device.type))
     store(measured)
     return measured
@@ -47,28 +43,9 @@ def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
     return with_link
 
 
-def own_slowdown(types: DeviceTypes, kind: str, dtype: str) -> float | None:
-    """Times as long as in float32 that matrix products take in ``dtype`` on this machine's device of a kind.
-
-    As they were measured, else by small ones on the CPU, in a few tenths of a second; None for a GPU.
-    """
-    name = own_name(kind)
-    stored = _load_usable(name) if name in stored_names() else None
-    rates = stored.matmul_flops if stored is not None and types.device.startswith(stored.hardware or "?") else {}
-    if dtype not in rates or types.switch:  # a machine may have been measured without the switch
-        if kind != "cpu":
-            return None
-        try:
-            with threads(1):  # others may be busy while a run starts, and what is in step with them is slow
-                rates = {each: product_flops(torch.device(kind), each, QUICK) for each in (WIDE, dtype)}
-        except RuntimeError:  # no such products
-            return None
-    return rates[WIDE] / rates[dtype]
-
-
 def _find_or_measure(device: torch.device, scale: float) -> Device:
     name = own_name(device.type)
-    stored = _load_usable(name) if name in stored_names() else None
+    stored = load_usable(name)
     if stored is not None and (stored.kind, stored.hardware) == (device.type, hardware_name(device)):
         # Jobs of one machine may be given different shares of its memory.
         return replace(stored, host_memory_bytes=host_memory_bytes())
@@ -76,14 +53,6 @@ def _find_or_measure(device: torch.device, scale: float) -> Device:
     measured = measure(device, name=name, scale=scale)
     _try_to_store(measured)
     return measured
-
-
-def _load_usable(name: str) -> Device | None:
-    try:
-        return load_stored(name)
-    except ConfigError as error:
-        logger.warning("the machine is measured again: %s", error)
-        return None
 
 
 def _try_to_store(measured: Device) -> None:

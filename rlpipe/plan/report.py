@@ -15,6 +15,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.plan.actors import engine_kind, rank_kind
 from rlpipe.plan.device_section import device_section
+from rlpipe.plan.dtype_work import planned_dtype
 from rlpipe.plan.engine import plan_engine
 from rlpipe.plan.engine_section import engine_section
 from rlpipe.plan.known_models import describe_offline
@@ -58,7 +59,7 @@ def settle_dtype(config: Config, device: Device) -> Config:
     """
     if config.model.dtype != AUTO:
         return config
-    settled = replace(config, model=replace(config.model, dtype=device.auto_dtype()))
+    settled = replace(config, model=replace(config.model, dtype=planned_dtype(config, device)))
     for problem in check_model(settled.model, on_gpu=device.kind == "cuda"):
         raise ConfigError(f"{problem} (model.dtype={AUTO} is {settled.model.dtype} on {device.name})")
     return settled

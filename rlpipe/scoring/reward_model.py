@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from rlpipe.data.packing import padded_parts
-from rlpipe.hardware.dtypes import AUTO, device_types
-from rlpipe.models import own_device
+from rlpipe.hardware.dtypes import AUTO
+from rlpipe.models import own_device, own_dtype
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import ChatMessages, RolloutGroup
 
@@ -37,7 +37,7 @@ class ClassifierReward(RewardActor):
     ``model`` is a folder or hub id. Conversations go through the chat template of its own tokenizer; a text prompt and
     its completion are put together as they are. Batches have at most ``batch_tokens`` tokens, filling included; a
     sequence of more than ``max_tokens`` fails its group. It takes the GPU if it is given one. ``dtype=auto`` is
-    bfloat16 where the device computes in it, else float32.
+    bfloat16 where that is faster on the device, else float32.
     """
 
     auto_class: Any
@@ -64,7 +64,7 @@ class ClassifierReward(RewardActor):
         self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
         if self._own.pad_token_id is None:
             self._own.pad_token = self._own.eos_token
-        dtype = getattr(torch, device_types(self._device).auto if self.dtype == AUTO else self.dtype)
+        dtype = getattr(torch, own_dtype(self._device, self.source) if self.dtype == AUTO else self.dtype)
         loaded: PreTrainedModel = self.auto_class.from_pretrained(self.source, dtype=dtype, **self.options)
         loaded.config.pad_token_id = self._own.pad_token_id
         loaded.config.use_cache = False  # keys and values of all layers would be kept, and nobody reads them

@@ -54,6 +54,8 @@ class RewardActor(ABC):
     """Whether it loads a model in the type that ``dtype`` names."""
     dtype: str
     """May be ``auto``; there from the constructor on."""
+    source: str
+    """Folder or hub id of that model; there from the constructor on."""
 
     @classmethod  # noqa: B027 - most subclasses need none
     def check_run(cls, model: ModelConfig, kwargs: Mapping[str, Any]) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpipe import cli
-from rlpipe.actors.node import node_types
+from rlpipe import cli, models
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import WeightsConfig
 from rlpipe.configs.schema_model import ModelConfig
@@ -17,7 +16,7 @@ from rlpipe.configs.tree import changed_options, to_tree
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, cpu_types, gpu_types
+from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, gpu_types
 from rlpipe.models import with_dtype
 from rlpipe.placement import Need
 from rlpipe.plan.known_models import describe_offline
@@ -27,23 +26,22 @@ from rlpipe.plan.scorer_setup import read_scorer_setups
 from rlpipe.precision import nodes_for, settle_dtype
 from rlpipe.prepare import Run
 
-AVX2 = "fma avx avx2"
-AVX512 = f"{AVX2} avx512f avx512bw avx512_vnni"
-OLD = DeviceTypes(device="an old CPU", narrow=frozenset(), slowdown=97.3)
-NEW = DeviceTypes(device="a new CPU", narrow=frozenset({"bfloat16"}))
+OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
+NEW = DeviceTypes(device="a new CPU", rates={"float32": 300e9, "bfloat16": 900e9})
 H100 = gpu_types("H100", (9, 0))
 ENGINE, RANK = Need(name="rollout-0", num_cpus=1), Need(name="learner-0", num_cpus=2)
 
 
-def cpu(tmp_path: Path, flags: str, key: str = "flags", **environment: str) -> DeviceTypes:
-    """A machine whose ``/proc/cpuinfo`` has these flags."""
-    info = tmp_path / "cpuinfo"
-    info.write_text(f"processor\t: 0\nmodel name\t: Some CPU\n{key}\t: {flags}\n\nprocessor\t: 1\n")
-    return cpu_types(environment, info)
+def cpu(speedup: float) -> DeviceTypes:
+    """One that multiplies so many times as fast in bfloat16."""
+    return DeviceTypes(device="a CPU", rates={"float32": 100e9, "bfloat16": speedup * 100e9})
 
 
 def run_of(*overrides: str) -> Run:
-    config = load_config(["experiment=quickstart", "model.path=x", "model.prepare=null", *overrides], need_files=False)
+    config = load_config(
+        ["experiment=quickstart", "model.dtype=auto", "model.path=x", "model.prepare=null", *overrides],
+        need_files=False,
+    )
     return Run(
         config=config,
         model=config.model,
@@ -55,34 +53,18 @@ def run_of(*overrides: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (AVX2, "float32"),
-        (AVX512, "float32"),
-        (f"{AVX512} avx512_bf16", "bfloat16"),
-        (f"{AVX512} amx_tile amx_bf16", "bfloat16"),
-        ("", "float32"),
-    ],
+    ("speedup", "expected"),
+    [(2.0, "bfloat16"), (1.3, "bfloat16"), (1.29, "float32"), (1.0, "float32"), (0.5, "float32")],
 )
-def test_a_cpu_computes_in_what_it_has_instructions_for(tmp_path: Path, flags: str, expected: str) -> None:
-    assert cpu(tmp_path, flags).auto == expected
+def test_auto_is_bfloat16_on_a_cpu_that_multiplies_a_third_faster_in_it(speedup: float, expected: str) -> None:
+    assert cpu(speedup).auto == expected
 
 
-def test_an_arm_cpu_names_its_features_otherwise(tmp_path: Path) -> None:
-    assert cpu(tmp_path, "fp asimd bf16 i8mm", key="Features").auto == "bfloat16"
-    assert cpu(tmp_path, "fp asimd", key="Features").auto == "float32"
-
-
-@pytest.mark.parametrize("switch", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_instructions_that_are_switched_off_are_not_there(tmp_path: Path, switch: str) -> None:
-    types = cpu(tmp_path, f"{AVX512} avx512_bf16", **{switch: "avx2"})
+def test_a_cpu_that_does_not_multiply_in_bfloat16_computes_in_float32() -> None:
+    types = DeviceTypes(device="a CPU", rates={"float32": 1e11})
     assert types.auto == "float32"
-    assert f"under {switch}=AVX2" in types.describe("bfloat16")
-    assert cpu(tmp_path, f"{AVX512} avx512_bf16", **{switch: "AVX512_CORE_AMX"}).auto == "bfloat16"
-
-
-def test_a_machine_without_an_account_of_its_cpu_computes_in_float32(tmp_path: Path) -> None:
-    assert cpu_types({}, tmp_path / "missing").auto == "float32"
+    assert types.describe("bfloat16") == "a CPU does not multiply in bfloat16"
+    assert choose_dtype("bfloat16", [types]).line is not None
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
@@ -91,10 +73,16 @@ def test_gpus_compute_in_bfloat16_from_ampere_on(capability: tuple[int, int], ex
 
 
 def test_the_line_says_which_type_and_why() -> None:
-    assert choose_dtype("auto", [NEW]).line == "model.dtype=auto: bfloat16, as a new CPU computes in bfloat16"
-    assert (
-        choose_dtype("auto", [OLD]).line == "model.dtype=auto: float32, as an old CPU has no instructions for bfloat16"
+    assert choose_dtype("auto", [NEW]).line == (
+        "model.dtype=auto: bfloat16, as a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat16, "
+        "3 times as fast"
     )
+    assert choose_dtype("auto", [OLD]).line == (
+        "model.dtype=auto: float32, as an old CPU reaches 127 GFLOP/s in float32 and 1.3 GFLOP/s in bfloat16, "
+        "0.01 times as fast"
+    )
+    switched = replace(OLD, switches=("ONEDNN_MAX_CPU_ISA=AVX2",))
+    assert "bfloat16 with ONEDNN_MAX_CPU_ISA=AVX2, 0.01" in (choose_dtype("auto", [switched]).line or "")
 
 
 def test_one_device_without_it_decides_for_all() -> None:
@@ -108,22 +96,29 @@ def test_a_slow_type_that_was_asked_for_is_kept_with_its_factor() -> None:
     choice = choose_dtype("bfloat16", [OLD])
     assert choice.dtype == "bfloat16"
     assert choice.line == (
-        "model.dtype=bfloat16 is slow here: an old CPU has no instructions for bfloat16, and products take 97 times as "
-        "long as in float32; auto takes float32"
+        "model.dtype=bfloat16 is slow here: an old CPU takes 98 times as long for a product as in float32; "
+        "auto takes float32"
     )
 
 
 @pytest.mark.parametrize("asked", ["float32", "bfloat16"])
 def test_a_fast_type_that_was_asked_for_needs_no_line(asked: str) -> None:
     assert choose_dtype(asked, [NEW]).line is None
+    assert choose_dtype(asked, [cpu(1.1)]).line is None  # not fast enough for auto, and not slow
 
 
 def test_a_run_keeps_the_type_that_it_began_in() -> None:
     choice = choose_dtype("auto", [OLD], begun="bfloat16")
     assert choice.dtype == "bfloat16"
     assert choice.line is not None
-    assert "as the run began in it, though an old CPU has no instructions" in choice.line
+    assert "as the run began in it, though an old CPU takes 98 times as long" in choice.line
     assert choose_dtype("auto", [NEW], begun="float32").dtype == "float32"
+
+
+def test_a_run_keeps_its_type_on_a_cpu_that_is_only_a_little_faster_in_it() -> None:
+    choice = choose_dtype("auto", [cpu(1.1)], begun="bfloat16")
+    assert choice.dtype == "bfloat16"
+    assert "though a CPU reaches 100 GFLOP/s in float32 and 110 GFLOP/s in bfloat16" in (choice.line or "")
 
 
 def test_auto_goes_on_with_either_type_and_two_types_differ() -> None:
@@ -176,15 +171,6 @@ def test_nodes_that_may_be_given_a_process_are_asked() -> None:
     assert nodes_for(Need(name="x", num_gpus=4), nodes) == ["a", "b"]
 
 
-def test_the_slowdown_of_this_machine_is_measured_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    (types,) = node_types(on_gpu=False, dtype="bfloat16")
-    assert types.slowdown is not None
-    assert types.slowdown > 0
-    (asked_nothing,) = node_types(on_gpu=False, dtype="auto")
-    assert asked_nothing.slowdown is None
-
-
 def test_a_plan_takes_the_type_of_its_device() -> None:
     h100 = DEVICES["h100-80g"]
     old = replace(h100, kind="cpu", matmul_flops={"float32": 127e9, "bfloat16": 1.3e9})
@@ -193,11 +179,11 @@ def test_a_plan_takes_the_type_of_its_device() -> None:
     assert old.auto_dtype() == "float32"
 
 
-def test_the_quickstart_asks_for_no_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_is_exact_on_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "experiment=quickstart"]) == 0
-    assert "dtype: auto" in capsys.readouterr().out
+    assert "dtype: float32" in capsys.readouterr().out
     assert cli.main(["config", "experiment=quickstart_warmup"]) == 0
-    assert "dtype: auto" in capsys.readouterr().out
+    assert "dtype: float32" in capsys.readouterr().out
 
 
 SLOW = replace(
@@ -277,7 +263,9 @@ def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:
         engine_args(ModelConfig(path="m"), RolloutConfig(), WeightsConfig(), 8)
 
 
-def test_a_model_that_is_loaded_without_a_run_has_the_type_of_its_device() -> None:
-    cpu = torch.device("cpu")
-    assert with_dtype(ModelConfig(path="m"), cpu).dtype == cpu_types().auto
-    assert with_dtype(ModelConfig(path="m", dtype="float16"), cpu).dtype == "float16"
+def test_a_model_that_is_loaded_without_a_run_has_the_type_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    for types in (NEW, OLD):
+        monkeypatch.setattr(models, "device_types", lambda device, made, types=types: types)
+        assert with_dtype(ModelConfig(path="m"), device).dtype == types.auto
+    assert with_dtype(ModelConfig(path="m", dtype="float16"), device).dtype == "float16"

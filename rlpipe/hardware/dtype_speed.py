@@ -1,0 +1,204 @@
+"""How fast a CPU multiplies in a type: timed once for the matrix products of a model, and kept beside its profile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.folders import write_whole
+from rlpipe.hardware.dtypes import NARROW, WIDE, DeviceTypes, cpu_name, cpu_switches, gpu_types, rocm_types
+from rlpipe.hardware.machines import machines_folder, own_name
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS, MAX_WIDTH, MAX_INNER_WIDTH = 1024, 1024, 2048
+"""Larger products have the rates of these."""
+FEWEST_ROWS = 8
+SHORT_PASS_S, LONGEST_PASS_S = 0.003, 0.04
+"""Seconds that one pass may take in the faster and in the slower type; fewer rows are timed where it takes longer. A
+short one is over before another process, at the start of a run, takes a core away."""
+REPETITIONS, REPETITIONS_S = 50, 0.3
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Products:
+    """The products that one process makes in a feed-forward layer: ``rows`` tokens, up to the inner width and back."""
+
+    rows: int
+    width: int
+    inner_width: int
+    num_threads: int
+    backward: bool = False
+    """Whether gradients of tokens and weights are computed, too."""
+
+    @property
+    def key(self) -> str:
+        shape = f"{self.rows} x {self.width} x {self.inner_width}"
+        return f"{shape}, {self.num_threads} threads" + ", with backward" * self.backward
+
+
+def products(*, rows: int, widths: tuple[int, int], num_threads: int, backward: bool = False) -> Products:
+    """Products of at most the largest size that is timed; ``widths`` are the model's hidden and its inner one."""
+    return Products(
+        rows=max(FEWEST_ROWS, min(rows, MAX_ROWS)),
+        width=min(widths[0], MAX_WIDTH),
+        inner_width=min(widths[1], MAX_INNER_WIDTH),
+        num_threads=num_threads,
+        backward=backward,
+    )
+
+
+def device_types(device: torch.device, made: Products) -> DeviceTypes:
+    """Of a device of this process, which makes these products."""
+    if device.type != "cuda":
+        return cpu_types(made)
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    return rocm_types(name) if torch.version.hip else gpu_types(name, torch.cuda.get_device_capability(device))
+
+
+def cpu_types(made: Products, dtype: str = NARROW) -> DeviceTypes:
+    """Of the processors that this process runs on, with their rates for these products."""
+    return DeviceTypes(device=cpu_name(), switches=cpu_switches(), rates=cpu_rates(made, dtype))
+
+
+def cpu_rates(made: Products, dtype: str) -> dict[str, float]:
+    """FLOP a second in float32 and in ``dtype`` on this machine: as they were kept, else timed now, and kept.
+
+    Timing takes less than a second, after the import of torch. A type that torch can't multiply in is left out.
+    """
+    if (kept := kept_rates(made, dtype)) is not None:
+        return kept
+    rates = time_products(made, dtype)
+    _keep(made, rates)
+    return rates
+
+
+def kept_rates(made: Products, dtype: str) -> dict[str, float] | None:
+    """What ``cpu_rates`` found before, with this processor, these switches and this torch; needs no torch."""
+    found = _read().get(_machine(), {}).get(made.key, {})
+    try:
+        return {name: float(found[name]) for name in {WIDE: None, dtype: None}}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def forget_rates() -> None:
+    """Has all products of this machine timed again."""
+    _path().unlink(missing_ok=True)
+
+
+def time_products(made: Products, dtype: str) -> dict[str, float]:
+    """FLOP a second in float32 and in ``dtype``, each in the best of many passes that take turns."""
+    from rlpipe.hardware.timing import threads
+
+    with threads(made.num_threads):
+        passes: dict[str, Pass] = {}
+        for name in {WIDE: None, dtype: None}:
+            try:
+                passes[name] = _feed_forward(made, name)
+            except RuntimeError:  # no such products
+                if name == WIDE:
+                    raise
+        rows = _affordable_rows(made, passes)
+        best = {name: _seconds(run, rows) for name, run in passes.items()}
+        deadline = time.perf_counter() + REPETITIONS_S
+        for _ in range(REPETITIONS):
+            if time.perf_counter() > deadline:
+                break
+            best = {name: min(best[name], _seconds(run, rows)) for name, run in passes.items()}
+    flops = 4 * rows * made.width * made.inner_width * (3 if made.backward else 1)
+    return {name: flops / seconds for name, seconds in best.items()}
+
+
+Pass = Callable[[int], object]
+"""Computes so many rows once."""
+
+
+def _affordable_rows(made: Products, passes: Mapping[str, Pass]) -> int:
+    """The model's rows, or as many as a pass of allowed length has, at least ``FEWEST_ROWS``."""
+    rows = FEWEST_ROWS
+    while True:
+        first = [_seconds(run, rows) for run in passes.values()]  # which prepares what a shape needs
+        if max(first) > LONGEST_PASS_S:
+            return rows
+        seconds = [_seconds(run, rows) for run in passes.values()]
+        if rows == made.rows or 2 * min(seconds) > SHORT_PASS_S or 2 * max(seconds) > LONGEST_PASS_S:
+            return rows
+        rows = min(2 * rows, made.rows)
+
+
+def _seconds(run: Pass, rows: int) -> float:
+    begin = time.perf_counter()
+    run(rows)
+    return time.perf_counter() - begin
+
+
+def _feed_forward(made: Products, dtype_name: str) -> Pass:
+    """Raises ``RuntimeError`` where torch does not multiply in the type."""
+    import torch
+    from torch.nn.functional import linear
+
+    dtype, generator = getattr(torch, dtype_name), torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        # Of the size that activations and weights have; a generator of their own leaves the run's alone.
+        values = torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)
+        return values.to(dtype).requires_grad_(made.backward)
+
+    tokens = random(made.rows, made.width)
+    up, down = random(made.inner_width, made.width), random(made.width, made.inner_width)
+
+    def run(rows: int) -> None:
+        out = linear(linear(tokens[:rows], up), down)
+        if made.backward:
+            torch.autograd.grad(out, [tokens, up, down], out.detach())
+
+    linear(tokens[:1, :1], up[:1, :1])
+    return run
+
+
+def _machine() -> str:
+    """All that rates depend on beside the products."""
+    return " | ".join([cpu_name(), f"torch {version('torch')}", *cpu_switches()])
+
+
+def _path() -> Path:
+    return machines_folder() / "products" / f"{own_name('cpu')}.json"
+
+
+def _read() -> dict[str, Any]:
+    """Rates by machine and products; empty where there are none, or the file is damaged and will be written anew."""
+    try:
+        content = json.loads(_path().read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s can't be read and is written anew: %s", _path(), error)
+        return {}
+    is_whole = isinstance(content, dict) and all(
+        isinstance(entry, dict) and all(isinstance(rates, dict) for rates in entry.values())
+        for entry in content.values()
+    )
+    return content if is_whole else {}
+
+
+def _keep(made: Products, rates: Mapping[str, float]) -> None:
+    content = _read()
+    own = content.setdefault(_machine(), {})
+    own[made.key] = {**own.get(made.key, {}), **rates}
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_path(), json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        logger.warning("rates of this machine can't be kept, and are timed again next time: %s", error)

@@ -1,0 +1,57 @@
+"""The matrix products of a config's engines and learner ranks on CPUs, whose speed ``model.dtype=auto`` goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlpipe.configs.schema import Config
+from rlpipe.data.known_models import read_widths
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.dtype_speed import MAX_ROWS, Products, cpu_types, products
+from rlpipe.hardware.dtypes import NARROW, WIDE, cpu_name
+from rlpipe.hardware.machines import own_name
+from rlpipe.learner.threads import num_threads as learner_threads
+from rlpipe.rollout.engine import default_sequences
+from rlpipe.rollout.engine import num_threads as engine_threads
+
+
+def engine_products(config: Config) -> Products | None:
+    """One token of each sequence that an engine decodes at one time; None on a GPU."""
+    if config.rollout.num_gpus:
+        return None
+    algorithm, rollout = config.algorithm, config.rollout
+    groups = -(-algorithm.groups_per_step // rollout.num_engines) * (1 + config.replay.max_staleness)
+    limits = (rollout.engine_args.get(name) for name in ("max_num_seqs", "max_batch_size"))
+    most = next((limit for limit in limits if isinstance(limit, int)), default_sequences(rollout))
+    rows = min(groups * algorithm.group_size, most)
+    return products(rows=rows, widths=read_widths(config.model.path), num_threads=engine_threads(rollout))
+
+
+def learner_products(config: Config) -> Products | None:
+    """The tokens of a micro batch, forward and backward; None on a GPU."""
+    if config.learner.num_gpus:
+        return None
+    return products(
+        rows=config.learner.max_tokens_per_microbatch,
+        widths=read_widths(config.model.path),
+        num_threads=learner_threads(config.learner),
+        backward=True,
+    )
+
+
+def model_products(path: str, num_threads: float) -> Products:
+    """Those of a model in a process of its own that reads whole sequences; Ray gives it a thread for each CPU."""
+    return products(rows=MAX_ROWS, widths=read_widths(path), num_threads=max(1, int(num_threads)))
+
+
+def planned_dtype(config: Config, device: Device) -> str:
+    """What ``model.dtype=auto`` is in a run on such devices; ``own_dtype``'s on this machine's CPU."""
+    kinds = (engine_products(config) if config.algorithm.kind == "rl" else None, learner_products(config))
+    return own_dtype(device, [made for made in kinds if made is not None])
+
+
+def own_dtype(device: Device, kinds: Sequence[Products], *, on_gpu: bool = True) -> str:
+    """``Device.auto_dtype``, or what a run on this machine finds for these products where ``device`` is its CPU."""
+    if (device.kind, device.name, device.hardware) != ("cpu", own_name("cpu"), cpu_name()):
+        return device.auto_dtype(on_gpu=on_gpu)
+    return NARROW if all(cpu_types(made).auto == NARROW for made in kinds) else WIDE
