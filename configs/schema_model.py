@@ -38,7 +38,9 @@ class WeightScaleRule(Freezable):
 
 @dataclass(kw_only=True)
 class ModelConfig(Freezable):
-    path: str = option(MISSING, "A folder or a hub id of a transformers causal language model.")
+    path: str = option(
+        MISSING, "A folder or a hub id of a transformers causal language model, or a GGUF file, which is dequantised."
+    )
     revision: str | None = option(None, "Hub revision.")
     tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
     processor_kwargs: dict[str, Any] = option(

@@ -15,6 +15,7 @@ from rlpipe.configs.schema_data import DataConfig
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
 from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
 from rlpipe.data.chat import PromptRenderer
+from rlpipe.data.gguf import model_folder
 from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
@@ -116,7 +117,9 @@ def settle_dtype(model: str, asked: str) -> tuple[str, str | None]:
 
 def model_config(request: SamplingRequest) -> ModelConfig:
     adapter = AdapterConfig(kind="none") if request.adapter is None else read_adapter_config(request.adapter)
-    return ModelConfig(path=request.model, dtype=request.dtype, images=bool(request.images), adapter=adapter)
+    return ModelConfig(
+        path=model_folder(request.model), dtype=request.dtype, images=bool(request.images), adapter=adapter
+    )
 
 
 def rollout_config(request: SamplingRequest) -> RolloutConfig:

@@ -23,6 +23,7 @@ from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.configs.schema import Config
 from rlpipe.configs.tree import to_tree
 from rlpipe.controller import Controller, add_evaluated
+from rlpipe.data.gguf import describe_gguf
 from rlpipe.data.opening import open_run_prompts
 from rlpipe.data.spoken import told
 from rlpipe.data.tokenizer import load_tokenizer
@@ -388,7 +389,8 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
     )
     reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions)
     reporter.start(config.algorithm.num_steps, start.step)
-    for message in start.messages:
+    made_of = describe_gguf(config.model.path)
+    for message in (*start.messages, *([made_of] if made_of is not None else [])):
         reporter.message(message)
     try:
         yield reporter

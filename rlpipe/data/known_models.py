@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlpipe.data.gguf import converted_folder, is_gguf
+
 TOKENIZER_CLASSES = {
     "llama": {"TokenizersBackend", "PreTrainedTokenizerFast"},
     "qwen2": {"Qwen2Tokenizer"},
@@ -30,6 +32,8 @@ def read_widths(path: str | Path) -> tuple[int, int]:
 
     A hub's model that is not in the cache yet is not fetched for this.
     """
+    if is_gguf(path):
+        path = converted_folder(path)
     config = _read_json(Path(path).expanduser() / "config.json")
     if not config and not Path(path).exists():
         from huggingface_hub import try_to_load_from_cache

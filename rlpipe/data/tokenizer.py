@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.data.gguf import model_folder
 from rlpipe.data.known_models import known_tokenizer_class
 from rlpipe.errors import ModelError
 from rlpipe.hub import hub_has
@@ -23,6 +24,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     option = "model.path" if config.tokenizer is None else "model.tokenizer"
     path = config.path if config.tokenizer is None else config.tokenizer
+    path = model_folder(path)
     folder = Path(path).expanduser()
     local = folder.exists() or not hub_has(
         path, kind="model", option=option, error=ModelError, revision=config.revision

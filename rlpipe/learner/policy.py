@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlpipe.configs.schema_learner import LearnerConfig, reentrant_checkpointing
 from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, serves_adapter
+from rlpipe.data.gguf import model_folder
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
@@ -223,7 +224,7 @@ def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 def find_source(path: str, option: str, *, revision: str | None = None) -> str:
     """A folder, or the hub id if the hub has it; raises ``ModelError`` at once where loaders would try for a minute."""
-    folder = Path(path).expanduser()
+    folder = Path(model_folder(path)).expanduser()
     if folder.exists():
         return str(folder)
     if hub_has(path, kind="model", option=option, error=ModelError, revision=revision):

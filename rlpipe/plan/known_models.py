@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlpipe.configs.schema import ModelConfig
+from rlpipe.data.gguf import model_folder
 from rlpipe.errors import ModelError
 from rlpipe.hub import hub_has
 from rlpipe.imports import describe_error
@@ -27,7 +28,7 @@ def describe_offline(path: str, config: ModelConfig, option: str = "model.path")
     Raises ``ModelError``, which names the ``option`` that has the path, if none of them does, or if the config can't be
     read.
     """
-    folder = Path(path).expanduser()
+    folder = Path(model_folder(path)).expanduser()
     if folder.exists():
         return _describe(str(folder), path, config, option)
     cached = _cached_folder(path, config, option)
