@@ -1,12 +1,15 @@
-"""Seconds a step and final accuracy against TRL's ``GRPOTrainer``, on short and on long-tailed answers.
+"""Seconds a step, of the whole command, and final accuracy against TRL's ``GRPOTrainer``, on three workloads.
 
-Both train a LoRA on the same warmed-up policy with the same prompts in the same order, rewards, group size, steps,
-completion limit, loss (token mean), optimizer and learning rate, in float32, on all cores, one after the other. TRL
-generates with transformers, which is what it has on CPUs. rlpipe runs as ``rlpipe.train`` does: Ray, vLLM, the adapter
-through the object store, and asynchronously, with rollouts of at most one version behind; the figures of synchronous
-runs are printed too. Accuracy is greedy, on prompts that nobody trains on. Run: ``python -m benchmarks.vs_trl``.
+``short`` and ``long`` are answers of a small policy that is warmed up first; the policy of ``real`` is a language
+model, SmolLM2-135M-Instruct, with sums as chat. Both sides train a LoRA on the same policy with the same prompts in the
+same order, rewards, group size, steps, completion limit, loss (token mean), optimizer and learning rate, in float32, on
+all cores, one after the other. TRL generates with transformers, which is what it has on CPUs. rlpipe runs as a user
+starts it: Ray, vLLM, the adapter through the object store, and asynchronously, with rollouts of at most one version
+behind; the figures of synchronous runs are printed too. Accuracy is greedy, on prompts that nobody trains on. A whole
+command imports, starts, evaluates and saves. With several ``--seeds`` seconds are medians, and accuracies means. Run:
+``python -m benchmarks.vs_trl``.
 
-The warmed-up policies are made by the first run and kept in ``outputs/benchmarks/vs_trl``.
+The policies are made by the first run and kept in ``outputs/benchmarks/vs_trl``.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,12 @@ import rlpipe
 from benchmarks import counting
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.tokenizer import load_tokenizer
+from rlpipe.quickstart import fetch_smollm2
 from rlpipe.types import Prompt
 
 FOLDER = Path("outputs/benchmarks/vs_trl").absolute()
 GROUPS_PER_STEP, GROUP_SIZE = 8, 8
-RANK, ALPHA, SEED, LR_WARMUP_STEPS = 32, 64, 0, 10
+RANK, ALPHA = 32, 64
 NUM_HELD_OUT = 1000
 """Of 1,000 prompts 0.5 are right to within 0.016, one standard error."""
 COLD_SHARE = 0.25
@@ -51,8 +55,10 @@ class Workload:
     max_tokens: int
     num_steps: int
     learning_rate: float
-    warmup: Sequence[str]
-    """Overrides of the quickstart's supervised warm-up, which ends where there is something left to learn."""
+    warmup: Sequence[str] | None
+    """Overrides of the quickstart's supervised warm-up, which ends where there is something left to learn; None: the
+    policy is the language model as it is."""
+    lr_warmup_steps: int = 10
 
     @property
     def folder(self) -> Path:
@@ -93,11 +99,31 @@ LONG = Workload(
         "algorithm.groups_per_step=32",
     ],
 )
+REAL = Workload(
+    name="real",
+    data=[
+        "data=reasoning_gym",
+        "data.task=chain_sum",
+        "data.task_args={size: 20000, min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}",
+        "data.max_prompt_tokens=64",
+        "data.held_out.size=200",  # a tenth of a second each for the engine
+    ],
+    reward="rlpipe.scoring.toolbox:numeric_match",
+    max_tokens=32,
+    num_steps=12,
+    learning_rate=5e-4,
+    warmup=None,
+    lr_warmup_steps=2,
+)
+WORKLOADS = {workload.name: workload for workload in (SHORT, LONG, REAL)}
 
 
 def warm_up(workload: Workload) -> None:
-    """Makes the workload's policy by supervised fine-tuning, unless a run before has made it."""
+    """Makes the workload's policy unless a run before has; a small one by supervised fine-tuning."""
     if workload.policy.exists():
+        return
+    if workload.warmup is None:
+        fetch_smollm2(rlpipe.load_config(["experiment=smollm2", f"model.path={workload.policy}"]))
         return
     print(f"{workload.name}: warming the policy up by supervised fine-tuning", flush=True)
     started = time.perf_counter()
@@ -116,11 +142,11 @@ def warm_up_overrides(workload: Workload) -> list[str]:
         "model.dtype=float32",
         "algorithm.num_steps=900",
         "learner.optimizer.lr=1e-3",
-        *workload.warmup,
+        *(workload.warmup or ()),
     ]
 
 
-def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> list[str]:
+def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int, seed: int = 0) -> list[str]:
     """rlpipe's config. The engine and the learner work at the same time when asynchronous, in turns otherwise."""
     threads = NUM_CORES if max_staleness == 0 else max(1, NUM_CORES // 2)
     return [
@@ -128,7 +154,7 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
         f"output={workload.folder}/staleness-{max_staleness}",
         "tracking=quiet",
         "resume=never",
-        f"seed={SEED}",
+        f"seed={seed}",
         f"model.path={workload.policy}",
         "model.dtype=float32",
         f"model.adapter={{r: {RANK}, alpha: {ALPHA}}}",
@@ -141,7 +167,7 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
         f"learner.num_threads={threads}",
         f"learner.optimizer.lr={workload.learning_rate}",
         "learner.schedule.name=linear",
-        f"learner.schedule.warmup_steps={LR_WARMUP_STEPS}",
+        f"learner.schedule.warmup_steps={workload.lr_warmup_steps}",
         f"replay.max_staleness={max_staleness}",
         "checkpoint=end",
         "tracking.log_completions=0",
@@ -149,13 +175,16 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int) -> 
     ]
 
 
-def run_rlpipe(workload: Workload, *, max_staleness: int, num_steps: int) -> dict[str, Any]:
-    """Seconds of every step, and the accuracy at the start and the end."""
-    config = rlpipe.load_config(run_overrides(workload, max_staleness=max_staleness, num_steps=num_steps))
-    shutil.rmtree(config.output, ignore_errors=True)
-    summary = rlpipe.train(config)
+def run_rlpipe(workload: Workload, *, max_staleness: int, seed: int = 0) -> dict[str, Any]:
+    """Seconds of every step and of the whole command, and the accuracy at the start and the end."""
+    overrides = run_overrides(workload, max_staleness=max_staleness, num_steps=workload.num_steps, seed=seed)
+    output = Path(rlpipe.load_config(overrides).output)
+    shutil.rmtree(output, ignore_errors=True)
+    command_seconds = run_command("rlpipe", ["rlpipe", "train", *overrides])
+    summary = json.loads((output / "summary.json").read_text())
     return {
-        "seconds": step_seconds((Path(config.output) / "metrics.jsonl").read_text().splitlines()),
+        "command_seconds": command_seconds,
+        "seconds": step_seconds((output / "metrics.jsonl").read_text().splitlines()),
         "accuracy_start": summary["eval_accuracy_start"],
         "accuracy": summary["eval_accuracy_end"],
     }
@@ -167,9 +196,18 @@ def step_seconds(lines: Sequence[str]) -> list[float]:
     return [row["time/step"] for row in rows if "time/step" in row]
 
 
-def run_trl(workload: Workload) -> dict[str, Any]:
-    """The same from TRL, in a process of its own."""
-    train, held_out = rows_of(workload)
+def run_command(side: str, module: Sequence[str]) -> float:
+    """Runs ``python -m`` with these arguments, and returns its seconds; raises ``RuntimeError`` where it fails."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{side} failed:\n{done.stdout}\n{done.stderr}")
+    return time.perf_counter() - started
+
+
+def run_trl(workload: Workload, *, seed: int = 0) -> dict[str, Any]:
+    """The same from TRL."""
+    train, held_out = rows_of(workload, seed)
     setup = {
         "policy": str(workload.policy),
         "train": train,
@@ -180,26 +218,23 @@ def run_trl(workload: Workload) -> dict[str, Any]:
         "group_size": GROUP_SIZE,
         "max_tokens": workload.max_tokens,
         "learning_rate": workload.learning_rate,
-        "warmup_steps": LR_WARMUP_STEPS,
+        "warmup_steps": workload.lr_warmup_steps,
         "rank": RANK,
         "alpha": ALPHA,
-        "seed": SEED,
+        "seed": seed,
         "num_threads": NUM_CORES,
     }
     setup_file, result_file = workload.folder / "trl_setup.json", workload.folder / "trl_result.json"
     setup_file.write_text(json.dumps(setup))
     result_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.trl_side", str(setup_file), str(result_file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"TRL failed:\n{done.stdout}\n{done.stderr}")
+    command_seconds = run_command("TRL", ["benchmarks.trl_side", str(setup_file), str(result_file)])
     result: dict[str, Any] = json.loads(result_file.read_text())
-    return result
+    return {**result, "command_seconds": command_seconds}
 
 
-def rows_of(workload: Workload) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def rows_of(workload: Workload, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The prompts that rlpipe trains on, in its order, and the held-out ones."""
-    config = rlpipe.load_config(run_overrides(workload, max_staleness=0, num_steps=workload.num_steps))
+    config = rlpipe.load_config(run_overrides(workload, max_staleness=0, num_steps=workload.num_steps, seed=seed))
     prompts, held_out = open_prompts(config.data, load_tokenizer(config.model), seed=config.seed)
     train = prompts.take(workload.num_steps * GROUPS_PER_STEP)
     return [trl_row(prompt) for prompt in train], [trl_row(prompt) for prompt in held_out]
@@ -218,18 +253,22 @@ def warm_part(seconds: Sequence[float]) -> Sequence[float]:
     return seconds[int(len(seconds) * COLD_SHARE) :]
 
 
-def compare(workload: Workload) -> dict[str, float]:
-    """Runs both, and returns the workload's part of the last line."""
+SIDES: Mapping[str, Callable[[Workload, int], dict[str, Any]]] = {
+    "trl": lambda workload, seed: run_trl(workload, seed=seed),
+    "async": lambda workload, seed: run_rlpipe(workload, max_staleness=1, seed=seed),
+    "sync": lambda workload, seed: run_rlpipe(workload, max_staleness=0, seed=seed),
+}
+
+
+def compare(workload: Workload, seeds: Sequence[int]) -> dict[str, float]:
+    """Runs all sides with each seed, and returns the workload's part of the last line."""
     warm_up(workload)
-    results: dict[str, dict[str, Any]] = {}
-    for name, run in (
-        ("trl", lambda: run_trl(workload)),
-        ("async", lambda: run_rlpipe(workload, max_staleness=1, num_steps=workload.num_steps)),
-        ("sync", lambda: run_rlpipe(workload, max_staleness=0, num_steps=workload.num_steps)),
-    ):
-        load = os.getloadavg()[0]
-        results[name] = run()
-        describe(f"{workload.name}: {name}", results[name], load)
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+    for seed in seeds:
+        for name, run in SIDES.items():
+            load = os.getloadavg()[0]
+            results[name].append(run(workload, seed))
+            describe(f"{workload.name}, seed {seed}: {name}", results[name][-1], load)
     return summarize(workload.name, results)
 
 
@@ -237,21 +276,29 @@ def describe(name: str, result: Mapping[str, Any], load: float) -> None:
     warm = warm_part(result["seconds"])
     print(
         f"{name}: median {statistics.median(warm):.3f} s a step, mean {statistics.mean(warm):.3f}, "
+        f"whole command {result['command_seconds']:.0f} s, "
         f"accuracy {result['accuracy']:.3f}, load average at its start {load:.1f}",
         flush=True,
     )
 
 
-def summarize(name: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """One workload's keys; the ratio is TRL's seconds over those of the asynchronous run."""
-    seconds = {side: warm_median(result["seconds"]) for side, result in results.items()}
+def summarize(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """One workload's keys, of the runs of each side; ratios are TRL's seconds over those of the asynchronous run."""
+    seconds = {side: statistics.median(warm_median(run["seconds"]) for run in runs) for side, runs in results.items()}
+    whole = {side: statistics.median(run["command_seconds"] for run in runs) for side, runs in results.items()}
+
+    def mean(side: str, key: str = "accuracy") -> float:
+        return round(statistics.mean(run[key] for run in results[side]), 4)
+
     return {
         f"{name}_ratio": round(seconds["trl"] / seconds["async"], 3),
         f"{name}_ratio_sync": round(seconds["trl"] / seconds["sync"], 3),
-        f"{name}_accuracy_start": results["async"]["accuracy_start"],
-        f"{name}_accuracy": results["async"]["accuracy"],
-        f"{name}_accuracy_sync": results["sync"]["accuracy"],
-        f"{name}_accuracy_trl": results["trl"]["accuracy"],
+        f"{name}_wall_ratio": round(whole["trl"] / whole["async"], 3),
+        f"{name}_wall_ratio_sync": round(whole["trl"] / whole["sync"], 3),
+        f"{name}_accuracy_start": mean("async", "accuracy_start"),
+        f"{name}_accuracy": mean("async"),
+        f"{name}_accuracy_sync": mean("sync"),
+        f"{name}_accuracy_trl": mean("trl"),
         f"{name}_seconds": round(seconds["async"], 4),
         f"{name}_seconds_sync": round(seconds["sync"], 4),
         f"{name}_seconds_trl": round(seconds["trl"], 4),
@@ -260,16 +307,17 @@ def summarize(name: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workloads", nargs="+", choices=("short", "long"), default=("short", "long"))
+    parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=("short", "long"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     arguments = parser.parse_args()
     started = time.perf_counter()
     rows, held_out = counting.make_rows(20_000, NUM_HELD_OUT)
     counting.write_rows(LONG.folder / "train.jsonl", rows)
     counting.write_rows(LONG.folder / "held_out.jsonl", held_out)
     result: dict[str, Any] = {"max_staleness": 1}
-    for workload in (SHORT, LONG):
-        if workload.name in arguments.workloads:
-            result |= compare(workload)
+    for name, workload in WORKLOADS.items():
+        if name in arguments.workloads:
+            result |= compare(workload, arguments.seeds)
     print(f"all of it took {time.perf_counter() - started:.0f} s")
     print(json.dumps(result))
 

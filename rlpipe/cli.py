@@ -13,11 +13,15 @@ from rlpipe.commands import config, data, export, generate, ledger, merge, plan,
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.errors import Interrupted, RlpipeError
 
+LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
+"""Loggers of libraries that report what they did not find on this machine, which no run needs."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    logging.getLogger("DeepSpeed").addFilter(_is_of_use)
+    for name in LIBRARIES:
+        logging.getLogger(name).addFilter(_is_of_use)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
@@ -34,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Not so that DeepSpeed, which transformers and accelerate import beside others, finds no accelerator."""
-    return "Setting accelerator to CPU" not in record.getMessage()
+    """Whether a user can act on what a library logs while others import it."""
+    return not record.getMessage().startswith(("Setting accelerator to CPU", "Failed to load CPU gemm_4bit"))
 
 
 def describe_error(error: RlpipeError) -> str:

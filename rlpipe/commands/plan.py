@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -60,9 +59,6 @@ def run_plan(arguments: argparse.Namespace) -> None:
         print_measurement(measure_machine(), as_json=arguments.json)
         return
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # it warns of kernels that it misses, and a plan needs none
     # Before what follows, which imports torch.
     device = measure_machine() if arguments.calibrate else find_device(arguments.device)
     if arguments.host_memory_gib is not None:

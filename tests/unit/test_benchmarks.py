@@ -78,20 +78,26 @@ def test_the_first_quarter_of_the_steps_is_warm_up() -> None:
 
 def test_vs_trl_reports_ratios_and_accuracies() -> None:
     def result(seconds: float, accuracy: float) -> dict[str, Any]:
-        return {"seconds": [100.0, *[seconds] * 4], "accuracy_start": 0.3, "accuracy": accuracy}
+        steps = [100.0, *[seconds] * 4]
+        return {"seconds": steps, "command_seconds": sum(steps), "accuracy_start": 0.3, "accuracy": accuracy}
 
-    results = {"trl": result(3.0, 0.7), "async": result(1.0, 0.8), "sync": result(1.5, 0.9)}
+    results = {
+        "trl": [result(3.0, 0.7), result(3.2, 0.5), result(2.0, 0.6)],
+        "async": [result(1.0, 0.8), result(1.0, 0.9), result(9.0, 1.0)],
+        "sync": [result(1.5, 0.9)],
+    }
     summary = vs_trl.summarize("long", results)
-    expected = {"long_ratio": 3.0, "long_ratio_sync": 2.0, "long_accuracy": 0.8, "long_accuracy_trl": 0.7}
+    expected = {"long_ratio": 3.0, "long_ratio_sync": 2.0, "long_accuracy": 0.9, "long_accuracy_trl": 0.6}
+    expected |= {"long_wall_ratio": 1.077, "long_wall_ratio_sync": 1.057}
     assert {key: summary[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("workload", [vs_trl.SHORT, vs_trl.LONG])
+@pytest.mark.parametrize("workload", vs_trl.WORKLOADS.values(), ids=vs_trl.WORKLOADS)
 def test_vs_trl_sets_options_that_exist(workload: vs_trl.Workload) -> None:
     tree = compose_tree(vs_trl.run_overrides(workload, max_staleness=1, num_steps=7))
     assert (tree.replay.max_staleness, tree.algorithm.num_steps) == (1, 7)
     assert tree.algorithm.loss.aggregate == "token"
-    assert compose_tree(["experiment=quickstart_warmup", *workload.warmup]).algorithm.kind == "sft"
+    assert compose_tree(["experiment=quickstart_warmup", *(workload.warmup or ())]).algorithm.kind == "sft"
 
 
 def work(generate_s: float, train_s: float, max_staleness: int, **options: Any) -> overlap.Work:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import subprocess
 import sys
@@ -292,3 +293,24 @@ def test_a_ledger_that_can_not_be_read_is_named(
 def test_ledgers_are_read_without_ray_or_torch(command: str, run: Path) -> None:
     output = loaded_after(f"from rlpipe.cli import main; main(['{command}', '{run}'])")
     assert "LOADED ['numpy']" in output
+
+
+@pytest.mark.parametrize(
+    ("library", "line"),
+    [
+        ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: no kernels"),
+    ],
+)
+def test_lines_of_libraries_that_nobody_can_act_on_are_not_shown(
+    library: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main(["config", "experiment=quickstart"]) == 0
+    logger = logging.getLogger(library)
+    caplog.handler.records.clear()
+    logger.addHandler(caplog.handler)  # DeepSpeed's hands nothing on
+    logger.warning(line)
+    assert caplog.records == []
+    logger.warning("something else is wrong")
+    logger.removeHandler(caplog.handler)
+    assert "something else is wrong" in caplog.messages

@@ -69,6 +69,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "own_data",
         "reward_model",
         "sft",
+        "words",
     }
     assert all((folder / "README.md").is_file() for folder in folders)
 
