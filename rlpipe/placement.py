@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
+from rlpipe.hosts import leave_to_watch
 from rlpipe.preload import preloading
 from rlpipe.waiting import describe_failure, root_cause
 
@@ -70,6 +71,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
+        leave_to_watch()
         # Ray says at warning level that its own cluster asks for a token, which it then hands out by itself.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
