@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef, PlacementGroupID
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import (
@@ -22,7 +23,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.configs.schema import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
@@ -182,8 +183,8 @@ def start_actor(
 
     ``concurrency_groups`` are calls of their own, beside those of ``max_concurrency``. Where it ``restarts``, Ray puts
     another process in the place of a dead one; where it also ``repeats_calls``, that one gets the calls which the dead
-    one had not answered. ``beside_driver`` places it on the driver's host as long as there is one, so that no other
-    host's death concerns it. ``stage`` is the one of ``rlpipe.preload`` that a local process is forked from.
+    one had not answered. ``beside_driver`` places it on the driver's host, so that no other host's death concerns it.
+    ``stage`` is the one of ``rlpipe.preload`` that a local process is forked from.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.
@@ -196,8 +197,8 @@ def start_actor(
     if stage is not None and (variables := preloading.stage_variables(stage)):
         options["runtime_env"] = {"env_vars": dict(variables)}
     if beside_driver:
-        node = ray.get_runtime_context().get_node_id()
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        # Ray forgets a NodeAffinitySchedulingStrategy where an actor asks for no resources.
+        options["label_selector"] = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
     if reservation is not None:
         options |= reservation.place(place or need.name)
     remote: Any = ray.remote
