@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray._private import ray_logging
 from ray._private.ray_constants import RAY_DEDUP_LOGS_SKIP_REGEX
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.exceptions import RpcError
 
 from rlpipe.errors import HeadLost
@@ -178,7 +178,8 @@ async def _list(watch: HostWatch) -> None:
 
 
 async def _ask_head() -> tuple[dict[str, Host], dict[str, list[str]]]:
-    head: Any = ray._private.worker.global_worker.gcs_client  # the public calls may block for minutes
+    # The public calls may block for minutes.
+    head: Any = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
     job = ray.get_runtime_context().get_job_id()
     actors = await head.async_get_all_actor_info(
         job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE", timeout=LIST_S
