@@ -33,6 +33,7 @@ from rlpipe.engine_pool import EnginePool
 from rlpipe.errors import EngineFailed, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
+from rlpipe.hosts import watch_hosts
 from rlpipe.news import POLL_S, Follower
 from rlpipe.parts import Parts
 from rlpipe.placement import shares_gpus
@@ -139,6 +140,7 @@ class Controller:
         """
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._follower.follow())]
+            endless.append(tasks.create_task(watch_hosts(self._reporter.message)))
             starting = tasks.create_task(self._parts.start(self._cluster.start_timeout_s))
             if self._shares_gpus:
                 await self._until_started(starting)

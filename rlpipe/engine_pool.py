@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import NotLoaded
@@ -23,6 +23,8 @@ from rlpipe.waiting import KILLED, ObjectsLost, describe_failure
 
 POLL_S = 5.0
 """Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
+RESTART_PAUSE_S = 1.0
+"""Seconds between attempts to start an engine that Ray can't reach."""
 MAX_GROUPS_PER_COLLECT = 64
 
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
@@ -180,8 +182,9 @@ class EnginePool:
                 if isinstance(error.cause, EngineNotStarted):
                     raise EngineDied(KILLED, process_lives=False) from None
                 raise EngineDied(describe_failure(error)) from None
-            except RayError as error:  # it died, or Ray ended it for its memory
-                raise EngineDied(describe_failure(error), process_lives=False) from None
+            except RayError as error:  # it died, or Ray ended it for its memory, or can't reach it
+                lives = isinstance(error, ActorUnavailableError)
+                raise EngineDied(describe_failure(error), process_lives=lives) from None
             self._fleet.answered(name, finished=bool(receipts))
             self._dispatch_waiting()  # the engine may have been the last suspect
             requests = [request for receipt in receipts if (request := self._router.finish(receipt.group_id))]
@@ -211,6 +214,16 @@ class EnginePool:
         self._notice(name, f"engine {name} died: {reason}{again}")
         self.dispatch(lost)
 
+    async def _until_started(self, name: str) -> None:
+        """Waits, too, until Ray knows that the host of the last process is dead: before, calls go to where it was."""
+        while True:
+            try:
+                await self._start(name)
+            except ActorUnavailableError:
+                await asyncio.sleep(RESTART_PAUSE_S)
+            else:
+                return
+
     async def _replace(self, name: str, death: EngineDied) -> EngineDied | None:
         """Brings a new process up; answers why that failed, or None."""
         self._fleet.restarting(name)
@@ -219,7 +232,7 @@ class EnginePool:
             ray.kill(self._engines[name], no_restart=False)
         try:
             async with asyncio.timeout(limit):
-                await self._start(name)
+                await self._until_started(name)
         except TimeoutError:
             return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
         except RayTaskError as error:

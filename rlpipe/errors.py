@@ -13,6 +13,7 @@ RlpipeError
     │   └── EngineNotStarted   its process has taken the place of a dead one, and has no model yet
     ├── RewardFailed           a reward failed whose config says ``fail: raise``
     ├── LearnerFailed          the learner group died too often, or its steps went bad
+    ├── HeadLost               Ray's head died or was cut off
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
     ├── AccountsDiffer         `rlpipe audit` found a difference: exit code 3
     └── LedgerError            the ledger can't be read or written
@@ -88,6 +89,10 @@ class AccountsDiffer(RunError):
     """The sums of a run's ledger do not add up."""
 
     exit_code = 3
+
+
+class HeadLost(RunError):
+    """Ray's head died or was cut off, and Ray is about to end all processes of the cluster."""
 
 
 class Interrupted(RunError):

@@ -48,6 +48,14 @@ if TYPE_CHECKING:
     from rlpipe.actors.served import GroupScorer
     from rlpipe.served_pool import ServedPool
 
+COORDINATING: dict[str, Any] = {
+    "max_concurrency": ASYNC_CALLS,
+    "restarts": True,
+    "repeats_calls": True,
+    "beside_driver": True,
+}
+"""How the actors start that learner ranks and the controller talk to."""
+
 
 def engine_needs(config: Config) -> list[Need]:
     rollout, products = config.rollout, engine_products(config)
@@ -137,7 +145,7 @@ def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Itera
         return
     from rlpipe.actors.served import Lease, end_apps, start_serve  # Ray Serve takes a second to import
 
-    lease = start_actor(Lease, Need(name="lease"))
+    lease = start_actor(Lease, Need(name="lease"), beside_driver=True)
     started = start_serve()
     pools = {f"{run.config.name}-{name}-{uuid4().hex[:8]}": (name, members) for name, members in served.items()}
     try:
@@ -254,7 +262,7 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
         first_step=start.step,
         cursor=start.cursor,
     )
-    dataset = start_actor(DatasetActor, need, setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True)
+    dataset = start_actor(DatasetActor, need, setup, **COORDINATING)
     started: ObjectRef = dataset.start.remote()
     wait_started(need.name, started, config.cluster.start_timeout_s)
     return dataset
@@ -265,23 +273,25 @@ def start_replay(run: Run) -> ActorHandle:
     setup = ReplaySetup.of(run.config, ledger_path(run.output, run.config.name, run.config.ledger.folder), run.rewards)
     if run.config.scoring.on_rollouts_scored is not None:
         hook = start_actor(
-            HookActor, Need(name="hook"), run.config.scoring.on_rollouts_scored, os.getcwd(), restarts=True
+            HookActor,
+            Need(name="hook"),
+            run.config.scoring.on_rollouts_scored,
+            os.getcwd(),
+            restarts=True,
+            beside_driver=True,
         )
         setup = replace(setup, hook=hook)
-    return start_actor(
-        ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS, restarts=True, repeats_calls=True
-    )
+    return start_actor(ReplayActor, Need(name="replay"), setup, **COORDINATING)
 
 
 def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
     """Starts the actor that hands weights to the engines."""
     need, names, timeout_s = Need(name="weights"), list(engines), config.weights.timeout_s
-    options: dict[str, Any] = {"max_concurrency": ASYNC_CALLS, "restarts": True, "repeats_calls": True}
     if config.weights.transport == "object_store":
-        return start_actor(WeightsActor, need, engines=names, timeout_s=timeout_s, **options)
+        return start_actor(WeightsActor, need, engines=names, timeout_s=timeout_s, **COORDINATING)
     workers = config.rollout.tensor_parallel_size
     return start_actor(
-        DirectWeightsActor, need, engines=names, timeout_s=timeout_s, workers_per_engine=workers, **options
+        DirectWeightsActor, need, engines=names, timeout_s=timeout_s, workers_per_engine=workers, **COORDINATING
     )
 
 

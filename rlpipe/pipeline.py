@@ -28,9 +28,10 @@ from rlpipe.data.opening import open_run_prompts
 from rlpipe.data.spoken import told
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.engine_pool import EnginePool
-from rlpipe.errors import ConfigError, EngineFailed, LedgerLost, RunError
+from rlpipe.errors import ConfigError, EngineFailed, HeadLost, LedgerLost, RunError
 from rlpipe.evaluation import Evaluator
 from rlpipe.flow import GroupFlow, GroupIds
+from rlpipe.hosts import end_soon, watch_hosts
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.learner_group import end_learner, start_learner
@@ -209,7 +210,8 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 await follower.stop_learner()
 
             async with asyncio.TaskGroup() as tasks:
-                endless = [tasks.create_task(follower.follow()), tasks.create_task(follower.watch())]
+                watching = (follower.follow(), follower.watch(), watch_hosts(reporter.message))
+                endless = [tasks.create_task(watch) for watch in watching]
                 with stop_on_signals(stop):
                     await start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
@@ -342,6 +344,8 @@ def _run(main: Coroutine[Any, Any, Result]) -> Result:
         error = death
     if isinstance(error, RayActorError):
         raise RunError(f"an actor of the run died: {error}") from None
+    if isinstance(error, HeadLost):
+        end_soon(error)
     raise error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef, PlacementGroupID
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import (
@@ -27,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlpipe.configs.schema import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
 from rlpipe.hardware.dtype_speed import Products
+from rlpipe.hosts import leave_to_watch
 from rlpipe.preload import preloading
 from rlpipe.waiting import describe_failure, root_cause
 
@@ -73,6 +75,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
+        leave_to_watch()
         # Ray says at warning level that its own cluster asks for a token, which it then hands out by itself.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
@@ -175,6 +178,7 @@ def start_actor(
     concurrency_groups: Mapping[str, int] | None = None,
     restarts: bool = False,
     repeats_calls: bool = False,
+    beside_driver: bool = False,
     stage: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
@@ -182,7 +186,8 @@ def start_actor(
 
     ``concurrency_groups`` are calls of their own, beside those of ``max_concurrency``. Where it ``restarts``, Ray puts
     another process in the place of a dead one; where it also ``repeats_calls``, that one gets the calls which the dead
-    one had not answered. ``stage`` is the one of ``rlpipe.preload`` that a local process is forked from.
+    one had not answered. ``beside_driver`` places it on the driver's host, so that no other host's death concerns it.
+    ``stage`` is the one of ``rlpipe.preload`` that a local process is forked from.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.
@@ -194,6 +199,9 @@ def start_actor(
         options["max_concurrency"] = max_concurrency
     if stage is not None and (variables := preloading.stage_variables(stage)):
         options["runtime_env"] = {"env_vars": dict(variables)}
+    if beside_driver:
+        # Ray forgets a NodeAffinitySchedulingStrategy where an actor asks for no resources.
+        options["label_selector"] = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
     if reservation is not None:
         options |= reservation.place(place or need.name)
     remote: Any = ray.remote

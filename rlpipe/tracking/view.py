@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from statistics import median
 
 PACE_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -80,10 +81,17 @@ class RunView:
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of the last steps; without the first, which also holds what happens only once."""
-        if len(self._ends) < 2:
+        """Typical seconds of the last steps; without the first, which also holds what happens only once.
+
+        The median of the means of a few steps each: one outage does not count, and steps that end in bursts, as in
+        asynchronous training, count with the pause before them.
+        """
+        num_steps = len(self._ends) - 1
+        if num_steps < 1:
             return None
-        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        few = max(1, num_steps // 4)
+        ends = list(self._ends)
+        return median((end - begin) / few for begin, end in zip(ends, ends[few:], strict=False))
 
     @property
     def eta_s(self) -> float | None:

@@ -39,6 +39,7 @@ FLOORS = [
     ("rlpipe.health", 4),
     ("rlpipe.waiting", 5),
     ("rlpipe.actors", 5),
+    ("rlpipe.hosts", 6),
     ("rlpipe.preload", 6),
     ("rlpipe.placement", 6),
     ("rlpipe.learner_pool", 6),

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from rlpipe import engine_pool
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import Cause, NotLoaded
 from rlpipe.configs.schema import ClusterConfig
@@ -169,6 +170,31 @@ def test_an_engine_that_cannot_load_what_it_comes_back_to_is_killed_and_tried_ag
     monkeypatch.setattr(CLUSTER, "max_engine_failures", 2)
     scene = play(lambda: Scene("a"), act)
     assert scene.said[1:] == ["engine a died: no room for it", "engine a serves again, version 0"]
+    assert len(killed) == 1
+
+
+def test_an_engine_that_ray_cannot_reach_is_ended_and_started_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may live behind a cut cable, with groups that others generate meanwhile."""
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+    monkeypatch.setattr(engine_pool, "RESTART_PAUSE_S", 0.01)
+    unreachable = [ActorUnavailableError("no connection", None) for _ in range(10)]
+
+    class CutOff(Scene):
+        def start(self, name: str) -> asyncio.Future[None]:
+            started = super().start(name)
+            if unreachable:
+                started = asyncio.get_running_loop().create_future()
+                started.set_exception(unreachable.pop())
+            return started
+
+    async def act(scene: Scene) -> None:
+        scene.engines["a"].answers.put_nowait(ActorUnavailableError("no connection", None))
+        await scene.until(lambda: len(scene.said) == 2)
+
+    scene = play(lambda: CutOff("a"), act)
+    assert "no connection" in scene.said[0]
+    assert scene.said[1] == "engine a serves again, version 0", "that is no death for each attempt"
     assert len(killed) == 1
 
 

@@ -123,6 +123,27 @@ def test_eta_follows_the_recent_pace_without_the_first_step() -> None:
     assert view.elapsed_s == pytest.approx(161.0)
 
 
+@pytest.mark.parametrize("steps_since", [1, 5, 10, 19])
+def test_eta_does_not_take_an_outage_for_the_pace(steps_since: int) -> None:
+    clock = Clock()
+    view = RunView(clock)
+    view.start(total=1000, done=0)
+    for step in range(1, 41):
+        clock.now += 200.0 if step == 41 - steps_since else 2.0
+        view.update(step, {})
+    assert view.eta_s == pytest.approx(960 * 2.0)
+
+
+def test_eta_counts_steps_that_end_in_bursts_with_the_pauses_between() -> None:
+    clock = Clock()
+    view = RunView(clock)
+    view.start(total=1000, done=0)
+    for step in range(1, 41):
+        clock.now += 5.8 if step % 3 == 0 else 0.1
+        view.update(step, {})
+    assert view.eta_s == pytest.approx(960 * 2.0, rel=0.25)
+
+
 def test_second_update_of_a_step_is_not_a_step() -> None:
     clock = Clock()
     view = RunView(clock)
