@@ -19,7 +19,7 @@ import pytest
 
 SCRIPTS = Path(sys.executable).parent
 NAMES = ("head", "second", "third")
-COMMANDS = ("ip", "unshare", "nsenter")
+COMMANDS = ("ip", "unshare", "nsenter", "setpriv")
 RAY_FOLDER = Path("/tmp/ray")
 RUNNING = "Ray runtime started"
 START_S = 180.0
@@ -45,9 +45,10 @@ class Host:
     def boot(self) -> None:
         """Begins anew, with an init that only waits, and reaps what others leave."""
         setup = f'mount --bind "$0" {RAY_FOLDER} && echo ready && while :; do sleep 1; done'
-        command = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", setup, str(self.folder)]
+        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup, str(self.folder)]
         init = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *command],
+            # The host ends with the tests, also where these are killed.
+            ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self.namespace, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
