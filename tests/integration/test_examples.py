@@ -72,6 +72,17 @@ def test_algorithm(experiment: str, engine: str, tiny_policy: Path, tmp_path: Pa
     assert (tmp_path / "policy" / saved).is_file()
 
 
+@pytest.mark.vllm
+def test_the_quickstart_samples_with_the_log_probs_that_it_trains(tiny_policy: Path, tmp_path: Path) -> None:
+    given = ["experiment=quickstart", f"model.path={tiny_policy}", f"output={tmp_path}", "data.held_out.size=4"]
+    small = [option for option in TWO_SMALL_STEPS if not option.startswith("algorithm.num_steps")]
+    assert main(["train", *given, *small, *SMALL_GROUPS, "algorithm.num_steps=12"]) == 0
+    assert "dtype: float32" in (tmp_path / "config.yaml").read_text()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["engine"], summary["steps"]) == ("vllm", 12)
+    assert summary["max_logprob_difference"] <= 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_custom_reward(tiny_policy: Path, tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def test_calls_can_be_repeated(tmp_path: Path) -> None:
     assert ledger.rows("SELECT reward FROM groups") == [(0.5,)]
     for _ in range(2):
         ledger.assign(0, StepGroups(fresh=[one]))
+    for _ in range(2):
+        ledger.assign(1, StepGroups(fresh=[], replayed=[one]))
+    assert ledger.rows("SELECT group_id, step FROM replays") == [(0, 1)]
     ledger.discard({0: "too late"})
     assert states(ledger) == {0: "ASSIGNED"}, "what a step has taken is not discarded"
 
