@@ -75,6 +75,13 @@ def test_a_resumed_run_admits_from_its_first_step() -> None:
     assert (admission.version, admission.capacity) == (5, 8)
 
 
+def test_a_version_that_is_reported_late_takes_no_place_back() -> None:
+    admission = Admission(groups_per_step=4, max_staleness=0, num_steps=10)
+    admission.publish(2)
+    admission.publish(1)
+    assert (admission.version, admission.capacity) == (2, 12)
+
+
 def test_a_step_waits_for_the_group_that_is_due() -> None:
     buffer = ReplayBuffer(groups_per_step=1, max_staleness=1)
     buffer.admit([admitted(0, 0), admitted(1, 0)])

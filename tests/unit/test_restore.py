@@ -73,14 +73,15 @@ def test_steps_of_the_checkpoint_are_trained_even_if_the_ledger_had_not_heard(pa
     assert ledger.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
 
 
-def test_an_older_checkpoint_brings_its_copy_back(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [2, 5])
+def test_an_older_checkpoint_brings_its_copy_back(path: Path, tmp_path: Path, known: int) -> None:
     ledger = started(path)
     old = checkpoint(tmp_path, ledger, 1)
-    ledger.checkpointed(5)
+    ledger.checkpointed(known)
     restored, (message,) = begin(path, step=1, checkpoint=old, run_id=ledger.get("run_id"))
-    assert f"{path} goes on to step 5: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert f"{path} goes on to step {known}: it now is {path.with_name('ledger-1.sqlite')}" in message
     assert restored.checkpoint_step == 1
-    assert Ledger(path.with_name("ledger-1.sqlite")).checkpoint_step == 5, "nothing is overwritten"
+    assert Ledger(path.with_name("ledger-1.sqlite")).checkpoint_step == known, "nothing is overwritten"
 
 
 def test_a_missing_ledger_comes_from_the_checkpoint(path: Path, tmp_path: Path) -> None:

@@ -293,6 +293,12 @@ def test_checksum_counts_every_chunk_and_every_bit_of_the_result() -> None:
     assert checksum(torch.zeros(5)) == 0
 
 
+def test_checksum_sees_changes_that_cancel_in_a_sum_of_bits() -> None:
+    bits = torch.tensor([100, 200, 300], dtype=torch.int32)
+    moved = bits + torch.tensor([1, -1, 0], dtype=torch.int32)
+    assert checksum(bits) != checksum(moved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_checksum_leaves_the_tensor_as_it_was(dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 6).to(dtype)
