@@ -72,8 +72,8 @@ def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
 def interleave(num_swaps: int, num_checkpoints: int, per_swap: int) -> list[Mode]:
     """Each swap followed by ``per_swap`` checkpoints, as long as there are any; the last one by all that are left."""
     found: list[Mode] = []
-    for swap in range(num_swaps):
-        count = num_checkpoints if swap + 1 == num_swaps else min(per_swap, num_checkpoints)
+    for _ in range(num_swaps):
+        count = min(per_swap, num_checkpoints)
         found += [Mode.SWAP, *[Mode.CHECKPOINT] * count]
         num_checkpoints -= count
     return found + [Mode.CHECKPOINT] * num_checkpoints

@@ -10,11 +10,32 @@ import numpy as np
 import pytest
 
 from rlpipe.hardware.curve import Curve, Link
-from rlpipe.offload.cost import Knobs, Prediction, predict, why_impossible
-from rlpipe.offload.profile import Capacity, ChunkProfile, Profile, Rates, StageProfile
+from rlpipe.offload.cost import Knobs, Prediction, interleave, predict, why_impossible
+from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates, StageProfile
 from rlpipe.offload.search import DoesNotFit, search
 
 GB = 1e9
+
+
+def test_the_hosts_update_hides_behind_the_first_forward_pass_alone() -> None:
+    prediction = Prediction(
+        device_bytes=0,
+        host_bytes=0,
+        forward_s=8.0,
+        backward_s=1.0,
+        device_adam_s=0.0,
+        host_adam_s=5.0,
+        num_micro_batches=4,
+    )
+    assert prediction.exposed_adam_s == 3.0
+    assert prediction.seconds == 12.0
+
+
+def test_each_swap_is_followed_by_checkpoints_and_the_last_by_all_that_are_left() -> None:
+    swap, checkpoint = [Mode.SWAP], [Mode.CHECKPOINT]
+    assert interleave(2, 5, 1) == swap + checkpoint + swap + 4 * checkpoint
+    assert interleave(3, 1, 2) == swap + checkpoint + swap + swap
+    assert interleave(0, 2, 1) == 2 * checkpoint
 
 
 def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int, trained: bool) -> Profile:
