@@ -22,6 +22,7 @@ from rlpipe.tiny import make_tiny_policy
 
 NUM_ROWS = 24
 FIRST_FILES = (
+    "test_real_model.py",
     "test_recovery.py",
     "test_isolation.py",
     "test_frozen_parts.py",
