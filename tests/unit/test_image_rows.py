@@ -108,7 +108,9 @@ def with_pictures(content: Any, images: Iterator[bytes]) -> list[dict[str, Any]]
     return [{"type": "image", "image": open_image(next(images))} if part["type"] == "image" else part for part in parts]
 
 
-def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(model: ModelConfig) -> None:
+def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(
+    model: ModelConfig, request: pytest.FixtureRequest
+) -> None:
     engine = HfEngine("hf", model, rollout_config("hf", sampling={"max_tokens": 6}), max_prompt_tokens=512)
     requests = [
         GroupRequest(group_id=prompt.prompt_id, prompt=prompt, group_size=2, max_tokens=6, temperature=1.0, seed=7)
@@ -119,7 +121,10 @@ def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(model: Mode
         rollout.advantages = np.ones(len(rollout.token_ids), np.float32)
     sampled = np.concatenate([rollout.logprobs[rollout.loss_mask] for rollout in rollouts])
     assert sum(len(rollout.images) for rollout in rollouts) == 2 * 4
-    np.testing.assert_allclose(packed(model, rollouts), sampled, atol=2e-5)
+    # Qwen3.5 draws tokens by the recurrent form of its linear attention and trains by the one in chunks. Their
+    # exponentials round differently: torch's vector code for AVX2 puts them 3.1e-5 apart, its plain code 1.4e-5.
+    atol = 5e-5 if request.node.callspec.params["model"] == "qwen3.5" else 2e-5
+    np.testing.assert_allclose(packed(model, rollouts), sampled, atol=atol)
 
 
 def test_a_vision_tower_has_an_adapter_by_a_regex_alone(tmp_path: Path) -> None:
