@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from real_cases import real_model, require_real_model
-from run_cases import make_config, read_adapter, trained_steps
+import torch
+import torch.distributed as dist
+from engine_cases import OpenVllm, load, request, rollout_config, sample
+from learner_cases import assert_close, make_adapter_config, make_learner, make_model_config, parameters_of
+from rank_cases import Ranks
+from real_cases import QUESTIONS, gsm8k_rows, real_model, real_rollouts, require_real_model
+from run_cases import HOLDS_LOGP_TO, make_config, read_adapter, read_jsonl, trained_steps
+from serving_cases import largest_gap, publish_policy
+from torch import Tensor
 
 import rlpipe
+from rlpipe import cli
+from rlpipe.configs.schema import WeightsConfig
+from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema_ebft import EbftConfig, FeatureConfig
+from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.tree import to_tree
+from rlpipe.data.packing import pack_step
+from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.learner.policy import Policy, load_policy
+from rlpipe.learner.step import Learner
+from rlpipe.offload.tracker import Tracker
+from rlpipe.rollout.engine import Engine, open_engine
+from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
+from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, TrainBatch, Truth
+
+CPU = torch.device("cpu")
+GIB = 2**30
+FULL = 256
+"""Tokens of a full micro batch."""
+KINDS: dict[str, dict[str, object]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "qlora": {"kind": "qlora"},
+    "full": {"kind": "none"},
+}
+NUM_DRAWN = 1250
+"""Tokens that an engine draws of each kind of policy: 5,000 of all."""
+Record = Callable[[str, object], None]
 
 require_real_model()
 
@@ -23,14 +62,8 @@ def path() -> Path:
 def chat_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts of a text, and of messages with a system turn and an earlier answer."""
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    turns = [
-        {"role": "system", "content": "Answer with numbers."},
-        {"role": "user", "content": "How many days has a week?"},
-        {"role": "assistant", "content": "7"},
-        {"role": "user", "content": "And two weeks?"},
-    ]
-    prompts = ["What is 3 plus 4?", turns, "Count from 1 to 9.", "Name three years of the last century."]
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    rows = [{"prompt": question, "answer": answers[1]} for question, answers in QUESTIONS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -58,3 +91,303 @@ def test_vllm_samples_what_the_learner_trains_an_adapter_on(
     trained = [tensor for name, tensor in adapter.items() if "lora_B" in name]
     assert len(trained) == 30 * 7, "every linear layer of every block"
     assert any(tensor.any() for tensor in trained)
+
+
+def config_of(path: Path, kind: str) -> ModelConfig:
+    return make_model_config(path, adapter=make_adapter_config(**KINDS[kind]))
+
+
+def changed_policy(config: ModelConfig) -> Policy:
+    """As after training: every part of it that is trained differs from what engines load."""
+    policy = load_policy(config, LearnerConfig(), CPU)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in policy.trainable_parameters().items():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * (0.1 if "lora_B" in name else 0.05 * parameter.std()))
+    return policy
+
+
+def assert_log_probs_agree(engine: Engine, config: ModelConfig, record: Record) -> None:
+    """Between the engine, which draws tokens with the policy that it is sent, and the learner, which packs them."""
+    policy = changed_policy(config)
+    published = publish_policy(policy, 1)
+    assert load(engine, published) == published[0].digest
+    prompts = {r.group_id: r.token_ids[~r.loss_mask] for r in real_rollouts()}
+    num_drawn, gaps, untrained = 0, [], []
+    while num_drawn < NUM_DRAWN:
+        asked = [
+            request(index, prompt_ids=ids.tolist(), group_size=6, max_tokens=72, seed=num_drawn + index)
+            for index, ids in prompts.items()
+        ]
+        groups = sample(engine, asked)
+        num_drawn += sum(group.num_loss_tokens for group in groups)
+        gaps.append(largest_gap(policy, groups))
+        if config.adapter.kind != "none" and not untrained:
+            with policy.adapter_off():
+                untrained.append(largest_gap(policy, groups[:1]))
+    record("tokens", num_drawn)
+    record("largest difference", max(gaps))
+    record("largest difference without the adapter", untrained)
+    assert max(gaps) < HOLDS_LOGP_TO
+    assert not untrained or untrained[0] > 0.1, "the adapter matters"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_hf_draws_tokens_with_the_learners_log_probs(path: Path, kind: str, record_property: Record) -> None:
+    config, rollout = config_of(path, kind), rollout_config("hf", sampling={"max_tokens": 72})
+    engine = open_engine("hf-0", config, rollout, WeightsConfig(), max_prompt_tokens=256)
+    assert_log_probs_agree(engine, config, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_draws_tokens_with_the_learners_log_probs(
+    path: Path, kind: str, open_vllm: OpenVllm, record_property: Record
+) -> None:
+    pytest.importorskip("vllm")
+    config = config_of(path, kind)
+    assert_log_probs_agree(open_vllm(model=config, sampling={"max_tokens": 72}), config, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_sft_learns_how_gsm8k_answers(local_ray: None, path: Path, tmp_path: Path, record_property: Record) -> None:
+    """On short rows, so that a step takes seconds."""
+    rows = [json.loads(line) for line in gsm8k_rows().read_text().splitlines()[:500]]
+    short = sorted(rows, key=lambda row: len(row["question"] + row["answer"]))[:38]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in short))
+    options = [
+        "algorithm=sft",
+        "algorithm.num_steps=8",
+        "algorithm.groups_per_step=4",
+        f"model.path={path}",
+        "model.dtype=float32",
+        "data.source=jsonl",
+        f"data.path={file}",
+        "data.prompt_column=question",
+        "data.completion_column=answer",
+        "data.held_out.size=6",
+        "learner.num_threads=1",
+        "learner.optimizer.lr=1e-3",
+        "tracking=quiet",
+        f"output={tmp_path / 'run'}",
+    ]
+    rlpipe.train(rlpipe.load_config(options))
+    losses = [row["loss"] for row in trained_steps(tmp_path / "run")]
+    held_out = [row["eval/loss"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval/loss" in row]
+    record_property("losses", losses)
+    record_property("held-out losses", held_out)
+    assert len(losses) == 8
+    assert sum(losses[4:]) / 4 < losses[0] - 0.2
+    assert 1.2 < held_out[0] < 1.8
+    assert held_out[-1] < held_out[0] - 0.2
+
+
+def answer_batches(num_ranks: int = 1) -> list[list[TrainBatch]]:
+    """Two steps of fine-tuning on answers, for every rank."""
+    return [pack_step(real_rollouts()[step::2], step=step, num_ranks=num_ranks, max_tokens=256) for step in range(2)]
+
+
+def make_supervised(path: Path, adapter: str, **options: object) -> Learner:
+    learner = LearnerConfig(optimizer=OptimizerConfig(lr=1e-3 if adapter == "lora" else 1e-5), **options)
+    return make_learner(path, adapter=adapter, learner=learner, algorithm=AlgorithmConfig(kind="sft", num_steps=2))
+
+
+def scores(policy: Policy) -> Tensor:
+    (micro_batch,) = pack_step(real_rollouts(), step=0, num_ranks=1, max_tokens=4096)[0].mini_batches[0].micro_batches
+    with policy.inference():
+        return policy.logprobs(micro_batch, temperature=1.0)[0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(2)
+    yield started
+    started.end()
+
+
+def train_on_ranks(path: Path, adapter: str, batches: list[list[TrainBatch]], folder: Path) -> None:
+    """Two steps, with a checkpoint between them; then once more from there."""
+    rank, store = dist.get_rank(), CheckpointStore(folder, keep=1)
+    learner = make_supervised(path, adapter, strategy="fsdp2", num_ranks=2)
+    losses = [learner.train_step(batches[0][rank])["loss"]]
+    checkpoint = store.save(learner, step=1, extra={"model": to_tree(make_model_config(path, adapter=adapter))})
+    first = scores(learner.policy)
+    losses.append(learner.train_step(batches[1][rank])["loss"])
+    expected = parameters_of(learner)
+    del learner
+    resumed = make_supervised(path, adapter, strategy="fsdp2", num_ranks=2)
+    store.load(checkpoint, resumed)
+    assert resumed.train_step(batches[1][rank])["loss"] == losses[1]
+    assert_close(expected, parameters_of(resumed), 0)
+    if rank == 0:
+        torch.save((losses, first), folder / "found.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_two_ranks_resume_and_what_they_export_is_what_they_trained(
+    path: Path, ranks: Ranks, adapter: str, tmp_path: Path, record_property: Record
+) -> None:
+    ranks.run(train_on_ranks, path, adapter, answer_batches(2), tmp_path)
+    losses, expected = torch.load(tmp_path / "found.pt", weights_only=False)
+    alone = make_supervised(path, adapter)
+    assert losses == pytest.approx([alone.train_step(batch)["loss"] for (batch,) in answer_batches()], abs=1e-4)
+    del alone
+    exported = tmp_path / "policy"
+    assert cli.main(["export", str(tmp_path / "step_000001"), str(exported)]) == 0
+    if adapter == "lora":
+        assert cli.main(["merge", str(exported), str(tmp_path / "merged")]) == 0
+        exported = tmp_path / "merged"
+    found = scores(load_policy(make_model_config(exported, adapter="none"), LearnerConfig(), CPU))
+    unchanged = scores(load_policy(make_model_config(path, adapter="none"), LearnerConfig(), CPU))
+    record_property("largest difference", float((found - expected).abs().max()))
+    record_property("what training changed", float((unchanged - expected).abs().max()))
+    torch.testing.assert_close(found, expected, atol=HOLDS_LOGP_TO, rtol=0)
+    assert (unchanged - expected).abs().max() > 100 * HOLDS_LOGP_TO
+
+
+EBFT = (
+    "algorithm=ebft",
+    "algorithm.ebft.truth_column=answer",
+    "algorithm.ebft.features.weights=learner",
+    "algorithm.num_steps=2",
+    "algorithm.groups_per_step=2",
+    "algorithm.group_size=3",
+    "data.max_prompt_tokens=96",
+    "rollout.sampling.max_tokens=16",
+    "scoring.rewards.digits.weight=0",
+    "learner.optimizer.lr=1e-3",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_ebft_rewards_completions_by_the_models_own_features(
+    local_ray: None, path: Path, chat_prompts: Path, tmp_path: Path, record_property: Record
+) -> None:
+    rlpipe.train(make_config(path, chat_prompts, tmp_path, *EBFT))
+    steps = trained_steps(tmp_path)
+    assert len(steps) == 2
+    for row in steps:
+        assert -1 < row["ebft/alignment"] < 1
+        assert row["ebft/cfm_loss"] > 0
+        assert row["ebft/advantages_std"] > 1e-3
+        assert row["sampling/logp_difference/max"] <= HOLDS_LOGP_TO
+    record_property("alignment", [row["ebft/alignment"] for row in steps])
+
+
+def feature_groups() -> list[RolloutGroup]:
+    """Answers to each question, of which the last is the ground truth of the others."""
+    groups = []
+    for group_id in range(len(QUESTIONS)):
+        *members, last = (rollout for rollout in real_rollouts() if rollout.group_id == group_id)
+        wanted = last.token_ids[last.loss_mask]
+        truth = Truth(token_ids=wanted, is_assistant=np.ones(len(wanted), np.bool_))
+        asked = last.token_ids[~last.loss_mask]
+        prompt = Prompt(prompt_id=group_id, epoch=0, token_ids=asked, prompt="", task={}, truth=truth)
+        groups.append(RolloutGroup(group_id=group_id, prompt=prompt, rollouts=members))
+    return groups
+
+
+@pytest.mark.slow
+def test_a_trained_policy_reads_the_features_of_the_model_that_it_began_as(path: Path) -> None:
+    features, groups = FeatureConfig(weights="learner", micro_batch_tokens=256), feature_groups()
+    expected = make_feature_scorer(make_model_config(path), features).score(groups)
+    algorithm = AlgorithmConfig(num_steps=2, ebft=EbftConfig(reward=True, features=features))
+    learner = make_learner(path, learner=LearnerConfig(), algorithm=algorithm)
+    assert learner.reference is not None
+    with torch.no_grad():
+        for name, parameter in learner.policy.trainable_parameters().items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    found = learner_feature_scorer(learner.policy, learner.reference, features).score(groups)
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in (ALIGNMENT, DIVERSITY):
+            assert mine.scores[name] == pytest.approx(theirs.scores[name], abs=1e-5)
+
+
+def weights_bytes(learner: Learner) -> int:
+    return sum(parameter.nbytes for parameter in learner.policy.model.parameters())
+
+
+def plan_options(path: Path, adapter: str, *options: str) -> list[str]:
+    return [
+        "experiment=gsm8k",
+        f"model.path={path}",
+        "model.dtype=float32",
+        f"model.adapter.kind={adapter}",
+        "model.adapter.r=4",
+        "model.gradient_checkpointing=false",
+        "data.max_prompt_tokens=64",
+        "rollout.sampling.max_tokens=192",
+        f"learner.max_tokens_per_microbatch={FULL}",
+        *options,
+    ]
+
+
+def planned(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, int]:
+    """What `rlpipe plan` says that a rank takes on its device, in bytes."""
+    capsys.readouterr()
+    assert cli.main(["plan", "--json", "--device", "h100-80g", *arguments]) == 0
+    memory = json.loads(capsys.readouterr().out)["learner"]["memory"]
+    assert isinstance(memory, dict)
+    found: dict[str, int] = memory["device"]
+    return found
+
+
+def full_batch(num_micro_batches: int) -> TrainBatch:
+    """Sequences that fill a micro batch each."""
+    rollouts = real_rollouts()
+    token_ids = np.resize(np.concatenate([rollout.token_ids for rollout in rollouts]), FULL)
+    long = replace(
+        rollouts[0],
+        token_ids=token_ids,
+        loss_mask=np.arange(FULL) > 0,
+        logprobs=np.full(FULL, -2.0, np.float32),
+        policy_versions=np.zeros(FULL, np.int32),
+        advantages=np.ones(FULL, np.float32),
+    )
+    alike = [replace(long, group_id=group_id) for group_id in range(num_micro_batches)]
+    (batch,) = pack_step(alike, step=0, num_ranks=1, max_tokens=FULL)
+    assert len(batch.mini_batches[0].micro_batches) == num_micro_batches
+    return batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_plan_says_what_an_update_takes(
+    path: Path, adapter: str, capsys: pytest.CaptureFixture[str], record_property: Record
+) -> None:
+    expected = planned(capsys, plan_options(path, adapter))
+    learner = make_learner(path, adapter=adapter)
+    with Tracker() as tracker:
+        learner.train_step(pack_step(real_rollouts()[:1], step=0, num_ranks=1, max_tokens=FULL)[0])
+        learner.train_step(full_batch(2))
+    measured = weights_bytes(learner) + tracker.peak
+    record_property("planned, in MiB", expected["total"] / 2**20)
+    record_property("measured, in MiB", measured / 2**20)
+    assert expected["total"] == pytest.approx(measured, rel=0.05)
+
+
+BUDGETS = {"lora": 0.5, "none": 1.5}
+"""Of what the weights take: a learner without offload takes that and more, and four times as much if it trains all."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", BUDGETS)
+def test_chunks_of_a_small_budget_train_as_the_whole_does(path: Path, adapter: str, record_property: Record) -> None:
+    plain = make_supervised(path, adapter)
+    budget = BUDGETS[adapter] * weights_bytes(plain)
+    expected = [plain.train_step(batch)["loss"] for (batch,) in answer_batches()]
+    parameters = parameters_of(plain)
+    del plain
+    chunks = ChunkedConfig(device_memory_gib=budget / GIB)
+    learner = make_supervised(path, adapter, max_tokens_per_microbatch=FULL, offload="chunked", chunked=chunks)
+    record_property("decision", learner.policy.notes)
+    assert [learner.train_step(batch)["loss"] for (batch,) in answer_batches()] == pytest.approx(expected, abs=1e-5)
+    assert_close(parameters, parameters_of(learner), 1e-5)
