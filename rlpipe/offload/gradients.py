@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -38,6 +38,8 @@ class Gradients:
         self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
+        self._num_alike = Counter((adam.memory.room, adam.memory.work_dtype) for adam in adams.values())
+        """Chunks that use buffers of a size and type: a tied embedding, wider than all else, needs one for itself."""
         self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
         self._pending: list[Future[None]] = []
         take = WeakMethod(self._take)  # torch hides from the garbage collector what a parameter's hooks hold
@@ -124,8 +126,9 @@ class Gradients:
 
     def _begin(self, index: int) -> tuple[Tensor, set[str]]:
         memory = self._adams[index].memory
-        sent = self._sent[memory.room, memory.work_dtype]
-        if len(sent) >= NUM_STAGED:
+        kind = (memory.room, memory.work_dtype)
+        sent = self._sent[kind]
+        if len(sent) >= min(NUM_STAGED, self._num_alike[kind]):
             oldest = sent.pop(0)
             oldest.event.block_device()
             flat = oldest.flat

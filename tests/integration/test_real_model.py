@@ -31,6 +31,7 @@ from rlpipe.data.packing import pack_step
 from rlpipe.learner.checkpoint import CheckpointStore
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
+from rlpipe.offload.profiler import resident_bytes
 from rlpipe.offload.tracker import Tracker
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
@@ -182,9 +183,9 @@ def test_sft_learns_how_gsm8k_answers(local_ray: None, path: Path, tmp_path: Pat
     record_property("losses", losses)
     record_property("held-out losses", held_out)
     assert len(losses) == 8
-    assert sum(losses[4:]) / 4 < losses[0] - 0.2
-    assert 1.2 < held_out[0] < 1.8
-    assert held_out[-1] < held_out[0] - 0.2
+    assert 1.3 < held_out[0] < 1.7
+    assert held_out[-1] < held_out[0] - 0.4
+    assert sum(losses[4:]) / 4 < losses[0] - 0.4
 
 
 def answer_batches(num_ranks: int = 1) -> list[list[TrainBatch]]:
@@ -380,14 +381,32 @@ BUDGETS = {"lora": 0.5, "none": 1.5}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", BUDGETS)
-def test_chunks_of_a_small_budget_train_as_the_whole_does(path: Path, adapter: str, record_property: Record) -> None:
+def test_chunks_train_within_a_small_budget_as_without(path: Path, adapter: str, record_property: Record) -> None:
+    # What the host holds of activations grows between two steps: the third one has it as large as it gets.
+    batches = [full_batch(1), answer_batches()[0][0], full_batch(1)]
     plain = make_supervised(path, adapter)
     budget = BUDGETS[adapter] * weights_bytes(plain)
-    expected = [plain.train_step(batch)["loss"] for (batch,) in answer_batches()]
+    expected = [plain.train_step(batch)["loss"] for batch in batches]
     parameters = parameters_of(plain)
     del plain
     chunks = ChunkedConfig(device_memory_gib=budget / GIB)
     learner = make_supervised(path, adapter, max_tokens_per_microbatch=FULL, offload="chunked", chunked=chunks)
     record_property("decision", learner.policy.notes)
-    assert [learner.train_step(batch)["loss"] for (batch,) in answer_batches()] == pytest.approx(expected, abs=1e-5)
+    found = [learner.train_step(batch)["loss"] for batch in batches[:2]]
+    (offloaded,) = learner.policy.sharding._offloaded
+    peak = 0
+
+    def look(_: object) -> None:
+        nonlocal peak
+        peak = max(peak, tracker.live + offloaded.device_bytes)
+
+    tracker = Tracker(look)
+    with tracker:
+        found.append(learner.train_step(batches[2])["loss"])
+    peak += resident_bytes(learner.policy.scorer, offloaded.inventory)
+    record_property("budget and peak, in MiB", (budget / 2**20, peak / 2**20))
+    assert peak <= budget
+    predicted = learner.policy.sharding.decision.prediction.device_bytes
+    assert predicted == pytest.approx(peak, rel=0.05)
+    assert found == pytest.approx(expected, abs=1e-5)
     assert_close(parameters, parameters_of(learner), 1e-5)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from offload_cases import CPU, EagerWorker, LateWorker, arrange_all, make_qwen, token_loss
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlpipe.configs.schema_learner import OptimizerConfig
 from rlpipe.offload.adam import ChunkAdam
@@ -98,3 +99,25 @@ def test_ranks_gather_at_the_same_points_whatever_their_hosts_are_up_to(num_slot
     late, eager = ([entry for entry in log if entry != "update"] for log in logs)
     assert late == eager
     assert sum(entry.startswith("gather") for entry in late) >= 8
+
+
+def test_a_chunk_larger_than_all_others_has_one_buffer_for_its_gradients() -> None:
+    """As a tied embedding is in small models: a second buffer would be more than is predicted."""
+    config = LlamaConfig(
+        vocab_size=3000,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).train()
+    with OffloadedModel(
+        model, arrange_all(model, Mode.KEEP, num_slots=8), device=CPU, optimizer=CONFIG, sizes=[160 * 1024]
+    ) as offloaded:
+        held = []
+        for number in range(3):
+            token_loss(model, number).backward()
+            held.append(offloaded.optimizer.gradients.device_bytes)
+        assert held[1:] == held[:1] * 2
