@@ -20,8 +20,8 @@ from rlpipe.data.processor import ImageProcessor
 from rlpipe.data.rows import Place, UnusableRow
 from rlpipe.data.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, EngineFailed, InputError
-from rlpipe.hardware.dtypes import choose_dtype
-from rlpipe.plan.dtype_work import model_products
+from rlpipe.hardware.dtype_speed import model_products
+from rlpipe.hardware.dtypes import WIDE, choose_dtype
 from rlpipe.rollout.adapter import read_adapter_config
 from rlpipe.rollout.engine import Engine, open_engine
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
@@ -104,6 +104,8 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
 
 def settle_dtype(model: str, asked: str) -> tuple[str, str | None]:
     """The type that ``asked`` stands for on this machine, and what the user should know of it."""
+    if asked == WIDE:  # which no device is slow in
+        return asked, None
     # Of GPUs by the driver's library: torch would start CUDA in this process, which processes of vLLM's fork off.
     import torch
 

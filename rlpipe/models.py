@@ -22,8 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.known_models import read_widths
-from rlpipe.hardware.dtype_speed import MAX_ROWS, device_types, products
+from rlpipe.hardware.dtype_speed import device_types, model_products
 from rlpipe.hardware.dtypes import AUTO
 
 
@@ -39,8 +38,7 @@ def with_dtype(config: ModelConfig, device: torch.device) -> ModelConfig:
 
 def own_dtype(device: torch.device, path: str) -> str:
     """What ``auto`` is on a device of this process, for a model that reads whole sequences there."""
-    made = products(rows=MAX_ROWS, widths=read_widths(path), num_threads=torch.get_num_threads())
-    return device_types(device, made).auto
+    return device_types(device, model_products(path, torch.get_num_threads())).auto
 
 
 def own_device() -> torch.device:

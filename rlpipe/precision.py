@@ -15,7 +15,7 @@ from rlpipe.errors import ConfigError
 from rlpipe.hardware.dtype_speed import Products, kept_rates
 from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.placement import Need
-from rlpipe.plan.dtype_work import model_products
+from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.prepare import Run
 from rlpipe.scoring.pools import FEATURE_PATH
 from rlpipe.scoring.rewards import RewardActor, load_reward
@@ -60,7 +60,7 @@ def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
         if found is None or found[1] == WIDE:
             continue
         source, asked = found
-        products = None if reward.num_gpus else model_products(source, reward.num_cpus)
+        products = None if reward.num_gpus else scorer_products(source, reward.num_cpus)
         need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
         choice = choose_dtype(asked, ask(need, asked), option=option)
         if choice.line is not None and (asked != AUTO or choice.dtype != policy_dtype):

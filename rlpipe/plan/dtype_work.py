@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlpipe.configs.schema import Config
 from rlpipe.data.known_models import read_widths
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.dtype_speed import MAX_ROWS, Products, cpu_types, products
+from rlpipe.hardware.dtype_speed import Products, cpu_types, model_products, products
 from rlpipe.hardware.dtypes import NARROW, WIDE, cpu_name
 from rlpipe.hardware.machines import own_name
 from rlpipe.learner.threads import num_threads as learner_threads
@@ -39,18 +39,18 @@ def learner_products(config: Config) -> Products | None:
     )
 
 
-def model_products(path: str, num_threads: float) -> Products:
-    """Those of a model in a process of its own that reads whole sequences; Ray gives it a thread for each CPU."""
-    return products(rows=MAX_ROWS, widths=read_widths(path), num_threads=max(1, int(num_threads)))
+def scorer_products(path: str, num_cpus: float) -> Products:
+    """Those of a scorer's own model, to which Ray gives a thread for each CPU."""
+    return model_products(path, max(1, int(num_cpus)))
 
 
 def planned_dtype(config: Config, device: Device) -> str:
-    """What ``model.dtype=auto`` is in a run on such devices; ``own_dtype``'s on this machine's CPU."""
+    """What ``model.dtype=auto`` is in a run on such devices; timed on this machine's CPU."""
     kinds = (engine_products(config) if config.algorithm.kind == "rl" else None, learner_products(config))
-    return own_dtype(device, [made for made in kinds if made is not None])
+    return dtype_on(device, [made for made in kinds if made is not None])
 
 
-def own_dtype(device: Device, kinds: Sequence[Products], *, on_gpu: bool = True) -> str:
+def dtype_on(device: Device, kinds: Sequence[Products], *, on_gpu: bool = True) -> str:
     """``Device.auto_dtype``, or what a run on this machine finds for these products where ``device`` is its CPU."""
     if (device.kind, device.name, device.hardware) != ("cpu", own_name("cpu"), cpu_name()):
         return device.auto_dtype(on_gpu=on_gpu)

@@ -12,7 +12,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.imports import import_object
 from rlpipe.learner.workload import sequence_tokens
-from rlpipe.plan.dtype_work import model_products, own_dtype
+from rlpipe.plan.dtype_work import dtype_on, scorer_products
 from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, feature_configs, split_rewards, split_served
 from rlpipe.scoring.reward_model import ClassifierReward
 
@@ -100,7 +100,7 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, de
     option = "algorithm.ebft.features" if is_features else f"scoring.rewards.{name}"
     model = None if is_features else _make_reward(option, reward)
     asked = config.model.dtype if model is None else model.dtype
-    made = model_products(config.model.path if model is None else model.source, reward.num_cpus)
+    made = scorer_products(config.model.path if model is None else model.source, reward.num_cpus)
     groups, length = -(-config.algorithm.groups_per_step // copies), sequence_tokens(config)
     per_call = reward.serve.batch_groups if reward.is_served else MAX_GROUPS_PER_CALL
     return ScorerSetup(
@@ -108,7 +108,7 @@ def _read_setup(config: Config, name: str, reward: RewardConfig, copies: int, de
         option=option,
         batch_option=_batch_option(option, reward),
         reward=model,
-        dtype=own_dtype(device, [made], on_gpu=reward.num_gpus > 0) if asked == AUTO else asked,
+        dtype=dtype_on(device, [made], on_gpu=reward.num_gpus > 0) if asked == AUTO else asked,
         copies=copies,
         num_gpus=reward.num_gpus,
         batch_tokens=config.algorithm.ebft.features.micro_batch_tokens if model is None else model.batch_tokens,
