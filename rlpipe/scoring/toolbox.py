@@ -86,13 +86,33 @@ def numeric_match(
 
     Raises ``ValueError`` for a row whose answer is not a number.
     """
+    return [float(miss <= tolerance) for miss in _misses(completions, answer, answer_tag)]
+
+
+def numeric_closeness(
+    completions: Sequence[Completion],
+    answer: Sequence[Any],
+    *,
+    answer_tag: str | None = None,
+    scale: float = 1.0,
+) -> list[float]:
+    """``scale / (scale + d)``, where ``d`` is how far the last number is from the answer; 0 where there is no number.
+
+    It tells wrong answers apart where no sample of a group is right yet. The number is found as by ``numeric_match``.
+    Raises ``ValueError`` for a row whose answer is not a number.
+    """
+    return [scale / (scale + miss) for miss in _misses(completions, answer, answer_tag)]
+
+
+def _misses(completions: Sequence[Completion], answer: Sequence[Any], answer_tag: str | None) -> list[float]:
+    """How far each completion's last number is from the row's answer."""
     numbers = [None if text is None else last_number(text) for text in _answers(completions, answer_tag)]
-    golds = [_gold_number(gold) for gold in answer]
-    return [_near(number, gold, tolerance) for number, gold in zip(numbers, golds, strict=True)]
+    return [_distance(number, _gold_number(gold)) for number, gold in zip(numbers, answer, strict=True)]
 
 
-def _near(number: float | None, gold: float, tolerance: float) -> float:
-    return float(number is not None and math.isfinite(number) and abs(number - gold) <= tolerance)
+def _distance(number: float | None, gold: float) -> float:
+    """How far a number is from the right one; infinity where there is none, or not a finite one."""
+    return math.inf if number is None or not math.isfinite(number) else abs(number - gold)
 
 
 def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> list[float]:
@@ -107,7 +127,7 @@ def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> 
             raise ValueError(f"the row's answer {gold[-40:]!r} has no '####'; use numeric_match for plain answers")
         golds.append(_gold_number(gold.rsplit("####", 1)[1]))
     numbers = [_gsm8k_number(completion_text(completion)) for completion in completions]
-    return [_near(number, gold, 1e-6) for number, gold in zip(numbers, golds, strict=True)]
+    return [float(_distance(number, gold) <= 1e-6) for number, gold in zip(numbers, golds, strict=True)]
 
 
 def _gsm8k_number(text: str) -> float | None:

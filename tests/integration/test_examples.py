@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from real_cases import real_model, require_real_model
 from run_cases import read_jsonl
 
 from rlpipe.cli import main
@@ -226,3 +227,22 @@ def test_gsm8k_on_made_rows(tiny_policy: Path, tmp_path: Path) -> None:
     assert not any(step.get("groups/failed") for step in steps)
     sampled = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert {message["role"] for message in sampled[0]["prompt"]} == {"system", "user"}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("example", "rewards"),
+    [
+        (["experiment=smollm2"], {"accuracy", "closeness"}),
+        (["--config", "examples/words/run.yaml"], {"accuracy", "instruction"}),
+    ],
+)
+def test_on_a_real_model(example: list[str], rewards: set[str], tmp_path: Path) -> None:
+    require_real_model()
+    steps = run(tmp_path, real_model(), *example, *SMALL_GROUPS, "data.held_out.size=4")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert {f"rewards/{reward}/mean" for reward in rewards} <= steps[-1].keys()
+    assert 0 <= steps[0]["sampling/logp_difference/max"] <= 1e-3
+    assert not any(step.get("groups/failed") for step in steps)
+    assert engine_of(tmp_path) == "vllm"

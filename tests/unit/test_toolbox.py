@@ -15,6 +15,7 @@ from rlpipe.scoring.toolbox import (
     last_number,
     length_penalty,
     math_answer,
+    numeric_closeness,
     numeric_match,
     reasoning_gym,
     soft_overlong,
@@ -58,6 +59,13 @@ def test_numeric_match_reads_the_last_number() -> None:
     assert numeric_match(["3.14"], ["3.14159"], tolerance=0.01) == [1.0]
     assert numeric_match(["1000001"], ["1,000,000"]) == [0.0]
     assert numeric_match(["9e999"], ["1"]) == [0.0]
+
+
+def test_numeric_closeness_falls_with_the_distance() -> None:
+    assert numeric_closeness(["7 + 5 = 12", "13", "9", "none", "9e999"], [12] * 5) == [1.0, 0.5, 0.25, 0.0, 0.0]
+    assert numeric_closeness(["<a>15</a> 1", "12"], ["12"] * 2, answer_tag="a", scale=3) == [0.5, 0.0]
+    with pytest.raises(ValueError, match="'seven' is not a number"):
+        numeric_closeness(["7"], ["seven"])
 
 
 def test_numeric_match_refuses_a_row_without_a_number() -> None:
