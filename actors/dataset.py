@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpipe.actors.batches import BatchActor, News
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_data import DataConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.opening import longest_row, open_run_sequences
-from rlpipe.data.order import Cursor
+from rlpipe.actors.step_server import BatchActor, News
+from rlpipe.common.imports import enter_folder
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.forward_logs import told
+from rlpipe.data.open import longest_row, open_run_sequences
 from rlpipe.data.packing import pack_step
 from rlpipe.data.prompts import SequenceSource
-from rlpipe.data.spoken import told
-from rlpipe.data.tokenizer import load_tokenizer
-from rlpipe.imports import enter_folder
-from rlpipe.replay.ledger import Event
-from rlpipe.replay.steps import StepReport
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.sources.order import Cursor
+from rlpipe.replay.ledger.run_ledger import LedgerEvent
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import MiniBatch, RolloutStatus, TrainBatch
 
 SEEN_WITHIN_S = 30.0
@@ -53,7 +53,7 @@ class DatasetActor(BatchActor):
         self._max_tokens = longest_row(setup.algorithm, setup.learner)
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
-        self._known_events: list[Event] = []
+        self._known_events: list[LedgerEvent] = []
         self._told: set[str] = set()
         self._seen = -1
 
@@ -144,12 +144,14 @@ class DatasetActor(BatchActor):
 
     def _keep_event(self, kind: str, subject: str, message: str) -> None:
         number = time.time_ns()  # higher than those of a process before this one
-        self._known_events.append(Event(number=number, time=time.time(), kind=kind, subject=subject, message=message))
+        self._known_events.append(
+            LedgerEvent(number=number, time=time.time(), kind=kind, subject=subject, message=message)
+        )
 
     def _reports(self, after: int) -> Sequence[StepReport]:
         return [report for report in self._known_reports if report.step > after]
 
-    def _events(self, after: int) -> Sequence[Event]:
+    def _events(self, after: int) -> Sequence[LedgerEvent]:
         return [event for event in self._known_events if event.number > after]
 
     def _last_step(self) -> int:

@@ -10,10 +10,10 @@ import torch
 from ray.actor import ActorHandle
 
 from rlpipe.actors.publishing import Calls
-from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema.ebft_config import FeatureConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
-from rlpipe.learner.sharding import Reduce
+from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.scoring.feature_scorer import learner_feature_scorer
 
 ANSWERED, NOTHING, NOT_FIRST = -1, -2, -3

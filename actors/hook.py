@@ -9,9 +9,9 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from rlpipe.common.imports import enter_folder, import_object
 from rlpipe.errors import ConfigError
-from rlpipe.imports import enter_folder, import_object
-from rlpipe.scoring.checks import describe_exception
+from rlpipe.scoring.validation import describe_exception
 from rlpipe.types import RolloutGroup
 
 MAX_WAITING = 16

@@ -19,15 +19,15 @@ from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.publishing import Calls, make_publisher
 from rlpipe.configs.tree import to_tree
 from rlpipe.errors import RlpipeError, WaitTimeout
-from rlpipe.learner.checkpoint import CheckpointStore
-from rlpipe.learner.checkpoint_files import newest_of_run
-from rlpipe.learner.export import export_policy
+from rlpipe.learner.checkpoint.checkpoint_files import newest_of_run
+from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
+from rlpipe.learner.checkpoint.save_policy import export_policy
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.stopping import LossTarget
 from rlpipe.learner.threads import num_threads
-from rlpipe.replay.database import NAME as LEDGER
-from rlpipe.replay.steps import StepReport
+from rlpipe.replay.ledger.database import NAME as LEDGER
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import MiniBatch, TrainBatch
 
 POLL_S = 5.0

@@ -9,11 +9,11 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rlpipe.configs.schema import CheckpointConfig, WeightsConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_rollout import SamplingConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.root_config import CheckpointConfig, WeightsConfig
 from rlpipe.learner.workload import Workload
 
 

@@ -10,13 +10,13 @@ import torch
 from ray.actor import ActorHandle
 
 from rlpipe.actors.learner_setup import LearnerSetup
-from rlpipe.learner.direct import DirectSender
+from rlpipe.actors.remote import get_answer
+from rlpipe.learner.direct_broadcast import DirectSender
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.publish import publish_weights
-from rlpipe.learner.sharding import Reduce
+from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.types import Transfer, WeightsKind, WeightsManifest
-from rlpipe.waiting import get_answer
-from rlpipe.weights import BucketMemory
+from rlpipe.weights.buckets import BucketMemory
 
 
 class Calls:

@@ -11,20 +11,20 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rlpipe.actors.batches import BatchActor
 from rlpipe.actors.hook import HookFeed
-from rlpipe.configs.schema import Config, LedgerConfig, ReplayConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_scoring import RewardConfig
-from rlpipe.data.order import Cursor
-from rlpipe.data.row_source import Passed
+from rlpipe.actors.step_server import BatchActor
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.root_config import Config, LedgerConfig, ReplayConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Passed
 from rlpipe.errors import LedgerLost, RunError
 from rlpipe.replay.buffer import Admitted
-from rlpipe.replay.feature_board import FeatureBoard
-from rlpipe.replay.ledger import Event, Ledger
-from rlpipe.replay.restore import RunStart, open_ledger
-from rlpipe.replay.steps import StepReport
+from rlpipe.replay.feature_queue import FeatureBoard
+from rlpipe.replay.ledger.restore import RunStart, open_ledger
+from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.replay.store import OpenAccounts, Outcome, ReplayStore
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
@@ -167,7 +167,7 @@ class ReplayActor(BatchActor):
     def _reports(self, after: int) -> Sequence[StepReport]:
         return self._store.reports(after)
 
-    def _events(self, after: int) -> Sequence[Event]:
+    def _events(self, after: int) -> Sequence[LedgerEvent]:
         return self._store.ledger.events(after)
 
     def _last_step(self) -> int:

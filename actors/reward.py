@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlpipe.actors.chat import Engines, open_chat
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_scoring import RewardConfig
-from rlpipe.data.tokenizer import load_tokenizer
-from rlpipe.imports import enter_folder
-from rlpipe.scoring.keeper import start_keeper
+from rlpipe.actors.engine_handles import Engines, open_chat
+from rlpipe.common.imports import enter_folder
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.scoring.memory import MemoryLimit
+from rlpipe.scoring.process_reaper import start_keeper
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import RolloutGroup
 

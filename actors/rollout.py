@@ -6,13 +6,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_rollout import RolloutConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.rollout_config import RolloutConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import EngineNotStarted
-from rlpipe.rollout.engine import open_engine
 from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.rollout.turns import TurnByTurn
+from rlpipe.rollout.factory import open_engine
+from rlpipe.rollout.multi_turn import TurnByTurn
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
 QUESTIONS = "questions"

@@ -19,12 +19,12 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.exceptions import RayServeException
 
-from rlpipe.actors.chat import Engines, open_chat
-from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
-from rlpipe.data.tokenizer import load_tokenizer
-from rlpipe.imports import enter_folder
+from rlpipe.actors.engine_handles import Engines, open_chat
+from rlpipe.common.imports import enter_folder
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
+from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.scoring.rewards import Reward
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import RolloutGroup

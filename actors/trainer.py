@@ -27,7 +27,7 @@ from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.result import Result
 
 from rlpipe.actors.learner_setup import LearnerSetup
-from rlpipe.waiting import describe_failure
+from rlpipe.actors.remote import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
 ENVIRONMENT = {

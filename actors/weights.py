@@ -12,9 +12,9 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
+from rlpipe.actors.remote import KILLED, describe_failure
 from rlpipe.errors import EngineNotStarted, InputError, RlpipeError, WeightsMismatch
 from rlpipe.types import WeightsManifest
-from rlpipe.waiting import KILLED, describe_failure
 
 
 class Cause(Enum):

@@ -27,9 +27,9 @@ import psutil
 
 from benchmarks.processes import find_processes
 from rlpipe.errors import LedgerError
-from rlpipe.replay.audit import audit
-from rlpipe.replay.database import NAME
-from rlpipe.replay.ledger import Event, Ledger
+from rlpipe.replay.ledger.audit import audit
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver")
 STEPS_PER_MINUTE = 100
@@ -103,7 +103,7 @@ class Watcher:
         rows = self._ask("SELECT coalesce(max(ended_at), 0) FROM steps")
         return float(rows[0][0]) if rows else 0.0
 
-    def events_after(self, moment: float) -> list[Event]:
+    def events_after(self, moment: float) -> list[LedgerEvent]:
         try:
             ledger = Ledger(self._path, read_only=True)
         except LedgerError:

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 import rlpipe
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.quickstart import fetch_smollm2
-from rlpipe.rollout.engine import Engine, open_engine
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.factory import open_engine
 from rlpipe.types import GroupRequest, Prompt
 
 FOLDER = Path("outputs/benchmarks/cpu_engine").absolute()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.features import feature_rewards, join_layers, layer_indices, pool, score_features
-from rlpipe.configs.schema_ebft import FeatureConfig
+from rlpipe.configs.schema.ebft_config import FeatureConfig
 from rlpipe.hardware.timing import time_calls
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class FeatureCase:
 def measure(cases: dict[str, dict[str, Any]], turns: int, device: torch.device) -> dict[str, dict[str, Any]]:
     # transformers takes seconds to import, which the process that starts the others need not
     from benchmarks.learner_speed import SHAPES, make_model
-    from rlpipe.configs.schema_model import ModelConfig
+    from rlpipe.configs.schema.model_config import ModelConfig
     from rlpipe.scoring.feature_network import open_feature_network
 
     shape = SHAPES[device.type]

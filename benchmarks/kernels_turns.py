@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.peak import MB, peak_memory
+from rlpipe.common.imports import describe_error
 from rlpipe.hardware.timing import Work, time_calls
-from rlpipe.imports import describe_error
 
 MIB = 2**20
 TURN_S = 0.02

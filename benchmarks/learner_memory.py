@@ -17,15 +17,15 @@ from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from benchmarks.peak import MB, peak_memory, return_what_is_freed
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.types import Rollout, TrainBatch
-from rlpipe.weights import BucketMemory
+from rlpipe.weights.buckets import BucketMemory
 
 FOLDER = Path("outputs/benchmarks/learner_memory")
 ROW_TOKENS = 512

@@ -28,9 +28,9 @@ from transformers import (
     set_seed,
 )
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import load_policy, lora_config
 from rlpipe.learner.step import Learner

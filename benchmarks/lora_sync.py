@@ -24,17 +24,17 @@ from ray.actor import ActorHandle
 
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
-from rlpipe.configs.schema_rollout import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.publish import publish_weights
-from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
-from rlpipe.weights import BucketMemory
+from rlpipe.weights.buckets import BucketMemory
 
 FOLDER = Path("outputs/benchmarks/lora_sync")
 HIDDEN, INTERMEDIATE, RANK = 256, 768, 64
@@ -58,7 +58,7 @@ class PathRolloutActor(RolloutActor):
     """The rollout actor, with an engine that also loads adapters by path."""
 
     def start(self, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int) -> None:
-        from rlpipe.rollout.vllm_engine import VllmEngine
+        from rlpipe.rollout.vllm.vllm_engine import VllmEngine
 
         class PathEngine(VllmEngine):
             """Takes a version without tensors as the path of an adapter."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from benchmarks.offload_cases import COMPUTE, Case, Values, compute_buffers, loss_of, make_row, make_scorer
 from benchmarks.updates import Measured, measure_updates
-from rlpipe.learner.scorer import TokenScorer, find_layers
+from rlpipe.learner.forward import TokenScorer, find_layers
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5

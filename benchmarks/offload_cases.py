@@ -12,11 +12,11 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from rlpipe.configs.schema_model import AdapterConfig
-from rlpipe.learner.attention import NAME
+from rlpipe.configs.schema.model_config import AdapterConfig
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.packed_attention import NAME
 from rlpipe.learner.policy import lora_config
-from rlpipe.learner.rows import Layout, Row, plan_row
-from rlpipe.learner.scorer import TokenScorer
+from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.types import MicroBatch
 
 COMPUTE = torch.bfloat16
@@ -116,7 +116,7 @@ def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.set_attn_implementation(NAME)
-        scorer = TokenScorer(model, compute_dtype=COMPUTE, layout=Layout.SHARED)
+        scorer = TokenScorer(model, compute_dtype=COMPUTE, layout=AttentionLayout.SHARED)
         if case.kind == "lora":
             scorer.model = get_peft_model(model, lora_config(AdapterConfig(r=RANK), model))
     compute_buffers(scorer, torch.device("cpu"))
@@ -167,7 +167,7 @@ def make_row(case: Case, number: int, device: torch.device) -> Row:
         policy_versions=np.zeros(count, np.int32),
         group_ids=np.zeros(1, np.int32),
     )
-    return plan_row(micro_batch, layout=Layout.SHARED, device=device)
+    return plan_row(micro_batch, layout=AttentionLayout.SHARED, device=device)
 
 
 def loss_of(scorer: TokenScorer, case: Case, row: Row) -> Tensor:

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from benchmarks.offload_cases import COMPUTE, Case, Values, loss_of, make_row, make_scorer
 from benchmarks.updates import measure_updates
-from rlpipe.configs.schema_learner import ChunkedConfig, OptimizerConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import capacity
-from rlpipe.learner.scorer import TokenScorer
-from rlpipe.offload.cost import Knobs, arrange, first_cached
-from rlpipe.offload.decide import Decision, decide
-from rlpipe.offload.fakes import trace_model
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.strategies.chunk_options import capacity
 from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
-from rlpipe.offload.profile import ChunkProfile, Mode, Profile, Rates
-from rlpipe.offload.profiler import make_profile
-from rlpipe.offload.rates import rates_of, roofline
-from rlpipe.offload.runtime import OffloadedModel, Precision
-from rlpipe.offload.trace import Trace
-from rlpipe.offload.tracker import Operator, Tracker
+from rlpipe.offload.planner.cost import Knobs, arrange, first_cached
+from rlpipe.offload.planner.fake_trace import trace_model
+from rlpipe.offload.planner.planner import Decision, decide
+from rlpipe.offload.planner.profile import ChunkProfile, Mode, Profile, Rates
+from rlpipe.offload.planner.profiler import make_profile
+from rlpipe.offload.planner.rates import rates_of, roofline
+from rlpipe.offload.planner.tensor_tracker import Operator, TensorTracker
+from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units, take_inventory
 
@@ -213,7 +213,7 @@ def count_peak(offloaded: OffloadedModel, update: Callable[[], object]) -> int:
         nonlocal most
         most = max(most, tracker.live + offloaded.device_bytes)
 
-    tracker = Tracker(look)
+    tracker = TensorTracker(look)
     with tracker:
         update()
     held = sum(

@@ -14,8 +14,8 @@ import sys
 import time
 from statistics import median
 
-from rlpipe.offload.profile import Capacity, ChunkProfile, Profile, Rates, StageProfile
-from rlpipe.offload.search import search
+from rlpipe.offload.planner.profile import Capacity, ChunkProfile, Profile, Rates, StageProfile
+from rlpipe.offload.planner.search import search
 
 MIB, GIB = 2**20, 2**30
 CHUNK_BYTES = 256 * MIB

@@ -23,10 +23,10 @@ from benchmarks.stand_ins import (
     run_pipeline,
     start_workers,
 )
-from rlpipe.configs.schema import Config, ReplayConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.replay.steps import StepReport
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.root_config import Config, ReplayConfig
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import RolloutGroup
 
 

@@ -40,8 +40,8 @@ from benchmarks.stand_ins import (
     run_pipeline,
     start_workers,
 )
-from rlpipe.configs.schema import Config, ReplayConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.root_config import Config, ReplayConfig
 from rlpipe.types import RolloutGroup
 
 RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)

@@ -24,15 +24,15 @@ from ray import ObjectRef
 
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.served import Lease, ServedSetup, deploy, make_scorer, start_serve
-from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
-from rlpipe.configs.schema_scoring import RewardConfig, ServeConfig
-from rlpipe.placement import Need, start_actor
-from rlpipe.scorer_pool import ScorerPool, ScoringPool
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.run.cluster import Need, start_actor
+from rlpipe.run.scorer_pool import ScorerPool, ScoringPool
+from rlpipe.run.served_pool import ServedPool
 from rlpipe.scoring.feature_network import FeatureSequence, open_feature_network
 from rlpipe.scoring.rewards import RewardActor
-from rlpipe.served_pool import ServedPool
-from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 32, 128

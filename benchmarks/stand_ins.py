@@ -21,22 +21,22 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_data import HeldOutConfig
-from rlpipe.configs.schema_scoring import RewardConfig
+from rlpipe.configs.schema.data_config import HeldOutConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig
 from rlpipe.configs.tree import to_tree
-from rlpipe.controller import Controller
-from rlpipe.data.order import Cursor
-from rlpipe.data.row_source import Passed
-from rlpipe.evaluation import Evaluator
-from rlpipe.parts import Parts
-from rlpipe.placement import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
-from rlpipe.replay.database import NAME as LEDGER
-from rlpipe.replay.restore import RunStart
-from rlpipe.replay.steps import StepReport
+from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Passed
+from rlpipe.replay.ledger.database import NAME as LEDGER
+from rlpipe.replay.ledger.restore import RunStart
+from rlpipe.replay.step_queue import StepReport
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.scorer_pool import ScorerPool
+from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
+from rlpipe.run.controller import Controller
+from rlpipe.run.evaluation import Evaluator
+from rlpipe.run.scorer_pool import ScorerPool
+from rlpipe.run.workers import Parts
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import (
     NO_VERSION,

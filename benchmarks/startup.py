@@ -31,11 +31,11 @@ KINDS = {"engine": "rollout", "rank": "learner", "driver": "driver"}
 """The names of the result, and those of the processes."""
 STEPS_BETWEEN = 10
 IMPORTS = {
-    "driver": "rlpipe.pipeline",
+    "driver": "rlpipe.run.pipeline",
     "replay": "rlpipe.actors.replay",
     "scorer": "rlpipe.actors.reward",
     "learner": "rlpipe.actors.learner",
-    "engine": "rlpipe.rollout.vllm_engine",
+    "engine": "rlpipe.rollout.vllm.vllm_engine",
 }
 """What a process of each kind imports where nothing is preloaded."""
 TIMEOUT_S = 600.0

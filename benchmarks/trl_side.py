@@ -18,8 +18,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from rlpipe.common.imports import import_object
 from rlpipe.errors import ConfigError
-from rlpipe.imports import import_object
 
 EVALUATION_BATCH = 50
 

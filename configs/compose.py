@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlpipe.configs.groups import PRIMARY, config_folder, list_groups
-from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options
-from rlpipe.configs.schema import Config
+from rlpipe.configs.option_list import describe_type, element_section, is_section, nearest_name, options
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.validate import validate
 from rlpipe.errors import ConfigError, DataError
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rlpipe.configs.options import options
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.option_list import options
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import Config
 
 FREE_ON_RESUME = (
     "name",

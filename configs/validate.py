@@ -9,13 +9,13 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
-from rlpipe.configs.contradictions import find_contradictions
-from rlpipe.configs.files import find_missing_files
-from rlpipe.configs.options import describe_range
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_data import DataConfig
-from rlpipe.configs.schema_option import Freezable
-from rlpipe.configs.sources import OPTION, mixed_sources
+from rlpipe.configs.constraints.constraints import find_contradictions
+from rlpipe.configs.constraints.missing_files import find_missing_files
+from rlpipe.configs.data_sources import OPTION, mixed_sources
+from rlpipe.configs.option_list import describe_range
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.option import Freezable
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, InputError
 
 

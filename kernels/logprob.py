@@ -56,14 +56,8 @@ def linear_logprob(
     all there is to make: with weight, up and bias frozen no product is left for the backward pass. Else that forms
     the logits again. Triton or torch runs as ``use_triton`` says; None: Triton on CUDA.
     """
-    if hidden.shape != (*targets.shape, weight.shape[1]) or (states is None) != (up is None):
-        raise ValueError(
-            f"hidden of shape {[*hidden.shape]}, weight {[*weight.shape]}, targets {[*targets.shape]}: they must be "
-            "[T, H], [V, H] and [T]; and states need up, as it does states"
-        )
-    counted = (targets != IGNORED).nonzero().squeeze(1) if has_ignored else None  # [K]
-    if counted is not None and len(counted) == len(targets):
-        counted = None
+    _check_shapes(hidden, weight, targets, states, up)
+    counted = _counted(targets) if has_ignored else None  # [K]
     of_all, of_each = split_temperature(temperature)
     options = HeadOptions(
         change=LogitChange(scale=scale, softcap=softcap, temperature=of_all),
@@ -86,6 +80,20 @@ def linear_logprob(
     if counted is not None:
         found = [one.new_zeros(len(targets)).index_copy(0, counted, one) for one in found]
     return found[0], found[1] if with_entropy else None
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, states: Tensor | None, up: Tensor | None) -> None:
+    if hidden.shape != (*targets.shape, weight.shape[1]) or (states is None) != (up is None):
+        raise ValueError(
+            f"hidden of shape {[*hidden.shape]}, weight {[*weight.shape]}, targets {[*targets.shape]}: they must be "
+            "[T, H], [V, H] and [T]; and states need up, as it does states"
+        )
+
+
+def _counted(targets: Tensor) -> Tensor | None:
+    """Where targets count; None where all do."""
+    counted = (targets != IGNORED).nonzero().squeeze(1)  # [K]
+    return None if len(counted) == len(targets) else counted
 
 
 def _select(tensor: Tensor, counted: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlpipe.configs.compose import load_config as load_config
-    from rlpipe.configs.schema import Config as Config
+    from rlpipe.configs.schema.root_config import Config as Config
     from rlpipe.errors import ConfigError as ConfigError
     from rlpipe.errors import DataError as DataError
     from rlpipe.errors import EngineFailed as EngineFailed
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rlpipe.errors import RunError as RunError
     from rlpipe.errors import WaitTimeout as WaitTimeout
     from rlpipe.errors import WeightsMismatch as WeightsMismatch
-    from rlpipe.pipeline import evaluate as evaluate
-    from rlpipe.pipeline import train as train
+    from rlpipe.run.pipeline import evaluate as evaluate
+    from rlpipe.run.pipeline import train as train
     from rlpipe.scoring.rewards import RewardActor as RewardActor
     from rlpipe.types import Rollout as Rollout
     from rlpipe.types import RolloutGroup as RolloutGroup
@@ -41,10 +41,10 @@ ERRORS = (
     "LearnerFailed",
 )
 HOMES = {
-    "train": "rlpipe.pipeline",
-    "evaluate": "rlpipe.pipeline",
+    "train": "rlpipe.run.pipeline",
+    "evaluate": "rlpipe.run.pipeline",
     "load_config": "rlpipe.configs.compose",
-    "Config": "rlpipe.configs.schema",
+    "Config": "rlpipe.configs.schema.root_config",
     "RewardActor": "rlpipe.scoring.rewards",
     "Rollout": "rlpipe.types",
     "RolloutGroup": "rlpipe.types",

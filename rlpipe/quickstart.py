@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlpipe.common.atomic_io import whole_folder
+from rlpipe.common.hub import hub_has
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema import Config
-from rlpipe.data.gguf import convert
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
-from rlpipe.folders import whole_folder
-from rlpipe.hub import hub_has
+from rlpipe.models.gguf import convert
 from rlpipe.tracking.phases import PHASES
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
@@ -25,7 +25,7 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 
 def warm_up(config: Config) -> None:
     """``model.prepare`` of the quickstart: trains the policy at ``config.model.path`` by SFT."""
-    from rlpipe.pipeline import train
+    from rlpipe.run.pipeline import train
 
     output = Path(config.model.path).parent
     with PHASES.phase("warming up the policy by supervised fine-tuning, which is done once"):
@@ -34,14 +34,14 @@ def warm_up(config: Config) -> None:
 
 def make_adder(config: Config) -> None:
     """``model.prepare`` of the warm-up: writes a random policy of 1.6M parameters to ``config.model.path``."""
-    from rlpipe.tiny import make_tiny_policy
+    from rlpipe.models.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, num_layers=2, seed=config.seed)
 
 
 def make_policy(config: Config) -> None:
     """``model.prepare`` of examples: writes a random policy of 3.2M parameters to ``config.model.path``."""
-    from rlpipe.tiny import make_tiny_policy
+    from rlpipe.models.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.configs.schema_rollout import SamplingConfig
+from rlpipe.configs.schema.rollout_config import SamplingConfig
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]

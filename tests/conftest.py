@@ -1,4 +1,4 @@
-"""Stands here so that tests of all folders can import the helpers beside it."""
+"""Which cases of a matrix `make test` runs, and where tests keep what they measure of this machine."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rlpipe
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.models.tiny import make_tiny_policy
 
 RIGHT, WRONG = "5", "1"
 NUM_RIGHT_GUESSES = 8

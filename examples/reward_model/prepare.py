@@ -41,7 +41,7 @@ def train_reward_model(
     from torch.nn.functional import logsigmoid
     from transformers import AutoModelForSequenceClassification, Qwen3Config, set_seed
 
-    from rlpipe.tiny import make_tokenizer
+    from rlpipe.models.tiny import make_tokenizer
 
     set_seed(seed)
     tokenizer = make_tokenizer()

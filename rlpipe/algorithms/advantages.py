@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.configs.schema_algorithm import AdvantageConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig
 from rlpipe.types import FloatArray
 
 Values = NDArray[np.float64]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema_algorithm import CorrectionConfig
+from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 MAX_LOG_RATIO = 60.0
 """Above it exp would be infinite, and its product with a zero, such as the gradient of a clipped token, nan."""

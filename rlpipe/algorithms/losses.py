@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlpipe.algorithms.corrections import MAX_LOG_RATIO, correct, sequence_means, sequence_sums
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema_algorithm import CorrectionConfig, LossConfig
+from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,7 +40,7 @@ def print_tree(arguments: argparse.Namespace) -> None:
 
 def document_options(prefixes: Sequence[str]) -> Iterator[str]:
     """Every option under one of the prefixes, or all: its default, its type, its range and what it does."""
-    from rlpipe.configs.options import describe_default, options
+    from rlpipe.configs.option_list import describe_default, options
 
     found = [option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)]
     if not found:

@@ -17,8 +17,8 @@ from rlpipe.errors import InputError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlpipe.configs.schema import Config
-    from rlpipe.data.row_source import RowPlace
+    from rlpipe.configs.schema.root_config import Config
+    from rlpipe.data.sources.row_source import RowPlace
 
 PREVIEW_NOTES = """\
 Rows come in the order of the source, those of a mix as the run takes them. Tokens are read from the tokenizer, those of
@@ -82,11 +82,11 @@ def add_commands(commands: Commands) -> None:
 
 def run_preview(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
-    from rlpipe.data.opening import open_source
-    from rlpipe.data.spoken import mask_notes
+    from rlpipe.data.forward_logs import mask_notes
+    from rlpipe.data.open import open_source
     from rlpipe.data.views.page import make_page
     from rlpipe.data.views.places import find_row, first_rows
-    from rlpipe.data.views.rows import show_rows
+    from rlpipe.data.views.row_view import show_rows
     from rlpipe.data.views.terminal import print_rows
 
     with mask_notes() as notes:
@@ -107,7 +107,7 @@ def run_preview(arguments: argparse.Namespace) -> None:
 
 def run_stats(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
-    from rlpipe.data.opening import longest_row, open_source
+    from rlpipe.data.open import longest_row, open_source
     from rlpipe.data.packing import pack_step
     from rlpipe.data.views.places import all_rows, first_rows
     from rlpipe.data.views.statistics import MicroBatches, Packer, count_rows, describe
@@ -134,8 +134,8 @@ def run_stats(arguments: argparse.Namespace) -> None:
 def run_prepare(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share the cores
     config, tokenizer = load(arguments)
-    from rlpipe.data.prepared.writing import prepare_rows
-    from rlpipe.hardware.limits import num_cores
+    from rlpipe.data.cache.render_rows import prepare_rows
+    from rlpipe.hardware.cgroup import num_cores
 
     workers = arguments.workers or num_cores()
     for prepared in prepare_rows(config, tokenizer, workers=workers, report=show_progress):
@@ -173,7 +173,7 @@ def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase
             f"model.path: {model.path} is made by model.prepare when the run starts, and is not there yet; "
             "set model.tokenizer to a folder or hub id with its tokenizer"
         )
-    from rlpipe.data.tokenizer import load_tokenizer
+    from rlpipe.data.render.tokenizer import load_tokenizer
 
     return config, load_tokenizer(config.model)
 

@@ -14,7 +14,7 @@ from rlpipe.commands.arguments import Commands, OneLineParser, add_command, at_l
 from rlpipe.errors import AccountsDiffer, DataError, InputError
 
 if TYPE_CHECKING:
-    from rlpipe.inspect import Question
+    from rlpipe.commands.ledger_display import Question
 
 RUN_HELP = "the output folder of a run, one of its checkpoints, or a ledger.sqlite"
 INSPECT_EXAMPLES = """\
@@ -68,9 +68,9 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
 
 
 def run_audit(arguments: argparse.Namespace) -> None:
-    from rlpipe.replay.audit import audit, describe
-    from rlpipe.replay.database import damage
-    from rlpipe.replay.location import find_ledger, reading
+    from rlpipe.replay.ledger.audit import audit, describe
+    from rlpipe.replay.ledger.database import damage
+    from rlpipe.replay.ledger.location import find_ledger, reading
 
     path = find_ledger(Path(arguments.run))
     if (problem := damage(path)) is not None:
@@ -84,7 +84,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
-    from rlpipe.inspect import follow, inspect, inspect_group
+    from rlpipe.commands.ledger_display import follow, inspect, inspect_group
 
     run, as_json = Path(arguments.run), arguments.json
     if arguments.group is not None:
@@ -99,9 +99,9 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 def make_question(arguments: argparse.Namespace) -> Question:
     """What the arguments ask of a ledger; raises ``InputError`` where they do not fit together."""
-    from rlpipe.inspect import Question
-    from rlpipe.replay.ledger import GroupState
-    from rlpipe.replay.query import SORT_KEYS, GroupFilter
+    from rlpipe.commands.ledger_display import Question
+    from rlpipe.replay.ledger.query import SORT_KEYS, GroupFilter
+    from rlpipe.replay.ledger.run_ledger import GroupState
 
     subjects = arguments.subjects or (["groups", "steps", "events"] if arguments.follow else ["groups"])
     if "groups" not in subjects:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, add_command, add_run_arguments
+from rlpipe.common.imports import without_collection
 from rlpipe.errors import InputError
-from rlpipe.imports import without_collection
 
 if TYPE_CHECKING:
     from rlpipe.hardware.device import Device
@@ -75,13 +75,13 @@ def run_plan(arguments: argparse.Namespace) -> None:
 def measure_machine() -> Device:
     import torch
 
-    from rlpipe.hardware.own import calibrate
+    from rlpipe.hardware.calibration import calibrate
 
     return calibrate(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
 def print_measurement(device: Device, *, as_json: bool) -> None:
-    from rlpipe.hardware.machines import path_of
+    from rlpipe.hardware.profile_store import path_of
     from rlpipe.plan.device_section import device_section
     from rlpipe.plan.section import to_text
 

@@ -39,7 +39,7 @@ def run_train(arguments: argparse.Namespace) -> None:
     try:
         preloading.begin(config)
         with PHASES.phase("importing libraries"):
-            from rlpipe.pipeline import train
+            from rlpipe.run.pipeline import train
 
         train(config)
     finally:
@@ -52,7 +52,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.overrides, file=arguments.config)
     require_rewards(config)
-    from rlpipe.pipeline import evaluate
+    from rlpipe.run.pipeline import evaluate
 
     metrics = evaluate(config, adapter=arguments.adapter)
     print(json.dumps(metrics, indent=2) if arguments.json else "\n".join(f"{k}: {v:.6g}" for k, v in metrics.items()))

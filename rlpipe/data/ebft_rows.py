@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from rlpipe.data.formats import (
+from rlpipe.data.render.formats import (
     CONVERSATIONS,
     conversation,
     conversation_column,
     conversation_columns,
     no_conversation,
 )
-from rlpipe.data.messages import assistant_turns, no_assistant
-from rlpipe.data.rows import Row, UnusableRow, require_columns
-from rlpipe.data.thinking import REASONING_KEY, with_thinking, without_thinking
-from rlpipe.data.truth import REMAINING_TURNS
+from rlpipe.data.render.ground_truth import REMAINING_TURNS
+from rlpipe.data.render.messages import assistant_turns, no_assistant
+from rlpipe.data.render.reasoning import REASONING_KEY, with_thinking, without_thinking
+from rlpipe.data.row import Row, UnusableRow, require_columns
 from rlpipe.errors import DataError
 from rlpipe.types import ChatMessages
 

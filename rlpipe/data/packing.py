@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.data.processor import Encoded
+from rlpipe.data.render.processor import Encoded
 from rlpipe.errors import ConfigError
 from rlpipe.types import NO_GROUP, NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
 

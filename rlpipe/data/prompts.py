@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpipe.configs.schema_data import DataConfig
-from rlpipe.configs.schema_ebft import EbftConfig
-from rlpipe.data.chat import PromptRenderer, SequenceRenderer
-from rlpipe.data.prepared.key import Rendering
-from rlpipe.data.prepared.reading import PreparedRow, prompt_settings, sequence_settings
-from rlpipe.data.processor import ImageProcessor
-from rlpipe.data.row_source import RowSource
-from rlpipe.data.rows import Place, Row, UnusableRow
-from rlpipe.data.split import KeepOut, Renderers, Split
-from rlpipe.data.truth import TruthRenderer
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.ebft_config import EbftConfig
+from rlpipe.data.cache.cache_key import Rendering
+from rlpipe.data.cache.cached_rows import PreparedRow, prompt_settings, sequence_settings
+from rlpipe.data.held_out import KeepOut, Renderers, Split
+from rlpipe.data.render.ground_truth import TruthRenderer
+from rlpipe.data.render.processor import ImageProcessor
+from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
+from rlpipe.data.row import Row, RowLocation, UnusableRow
+from rlpipe.data.sources.row_source import RowSource
 from rlpipe.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ def open_prompts(
         renderer = PromptRenderer(tokenizer, data, processor)
         truth = None if ebft is None else TruthRenderer(tokenizer, data, ebft)
 
-        def render(row: Row, place: Place) -> Prompt:
+        def render(row: Row, place: RowLocation) -> Prompt:
             if isinstance(row, PreparedRow):
                 return row.prompt(place)
             prompt = renderer.render(row, place)
             return prompt if truth is None else truth.prepare(prompt)
 
-        def render_trained(row: Row, place: Place, keep_out: KeepOut | None) -> Prompt:
+        def render_trained(row: Row, place: RowLocation, keep_out: KeepOut | None) -> Prompt:
             prompt = render(row, place)
             if keep_out is not None:
                 keep_out(prompt)
@@ -81,10 +81,10 @@ def open_sft_rows(
     def renderers_of(data: DataConfig) -> Renderers[Rollout]:
         renderer = SequenceRenderer(tokenizer, data, max_tokens=max_tokens, processor=processor)
 
-        def render(row: Row, place: Place) -> Prompt:
+        def render(row: Row, place: RowLocation) -> Prompt:
             return row.sequence_prompt(place) if isinstance(row, PreparedRow) else renderer.prompt(row, place)
 
-        def render_trained(row: Row, place: Place, keep_out: KeepOut | None) -> Rollout:
+        def render_trained(row: Row, place: RowLocation, keep_out: KeepOut | None) -> Rollout:
             if keep_out is not None:
                 try:
                     prompt = render(row, place)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rlpipe.hardware.adding import add_up
 from rlpipe.hardware.device import STATE_DTYPES, adding
+from rlpipe.hardware.grad_accumulation import add_up
 from rlpipe.hardware.timing import Work, rate, time_calls
 
 DTYPES = ("float32", "bfloat16", "float16")

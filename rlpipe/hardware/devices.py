@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.curve import Link
 from rlpipe.hardware.device import ADAM_ACCESSES, STATE_DTYPES, Device, adding
-from rlpipe.hardware.machines import load_stored, own_stored_names, stored_names
+from rlpipe.hardware.profile_store import load_stored, own_stored_names, stored_names
 
 MATMUL_SHARE = 0.55
 """Of the peak: what the large bf16 matrix products of a training step or a prefill reach in common frameworks."""

@@ -11,10 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.data.known_models import read_widths
-from rlpipe.folders import write_whole
+from rlpipe.common.atomic_io import write_whole
 from rlpipe.hardware.dtypes import NARROW, WIDE, DeviceTypes, cpu_name, cpu_switches, gpu_types, rocm_types
-from rlpipe.hardware.machines import machines_folder, own_name
+from rlpipe.hardware.profile_store import machines_folder, own_name
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +55,6 @@ def products(*, rows: int, widths: tuple[int, int], num_threads: int, backward: 
         num_threads=num_threads,
         backward=backward,
     )
-
-
-def model_products(path: str, num_threads: int) -> Products:
-    """Those of a model in a process of its own that reads whole sequences."""
-    return products(rows=MAX_ROWS, widths=read_widths(path), num_threads=num_threads)
 
 
 def device_types(device: torch.device, made: Products) -> DeviceTypes:

@@ -7,9 +7,9 @@ from datetime import date
 import torch
 
 from rlpipe.hardware.arithmetic import adam_elements, added_elements, matmul_flops
+from rlpipe.hardware.cgroup import host_memory_bytes
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import cpu_name
-from rlpipe.hardware.limits import host_memory_bytes
 from rlpipe.hardware.timing import all_cores
 from rlpipe.hardware.transfers import measure_transfers, memory_bandwidth
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from rlpipe.hardware.limits import num_cores
+from rlpipe.hardware.cgroup import num_cores
 
 REPETITIONS = 5
 REPETITION_S = 0.05

@@ -9,7 +9,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 
 from rlpipe.kernels.lora import lora_linear
-from rlpipe.nf4 import from_nf4
+from rlpipe.models.nf4 import from_nf4
 
 
 class FusedLora(nn.Module):

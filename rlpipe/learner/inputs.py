@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlpipe.algorithms.losses import LossInputs
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.rows import Row
+from rlpipe.learner.row_plan import Row
 from rlpipe.types import IntArray, MicroBatch, MiniBatch
 
 

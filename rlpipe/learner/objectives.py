@@ -9,15 +9,15 @@ import torch
 
 from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import empty_micro_batch, split_padded, with_blank
 from rlpipe.errors import ModelError
 from rlpipe.learner.inputs import LearnerInputs, prepare
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
-from rlpipe.learner.rows import Layout
-from rlpipe.learner.sharding import Reduce
+from rlpipe.learner.row_plan import AttentionLayout
+from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.types import IntArray, MicroBatch, MiniBatch
 
 
@@ -75,7 +75,7 @@ class PackedRows:
             bool(need and not micro.images and micro.loss_mask.any())
             for need, micro in zip(needed, micro_batches, strict=True)
         ]
-        if self._policy.scorer.layout is Layout.ALONE and int(
+        if self._policy.scorer.layout is AttentionLayout.ALONE and int(
             self._policy.sharding.reduce(torch.tensor(int(any(lacking))), Reduce.MAX)
         ):
             raise ModelError(
@@ -90,10 +90,10 @@ class PackedRows:
     def _cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Where sequences are filled up, in parts that keep to the token budget so; or one by one."""
         layout = self._policy.scorer.layout
-        if layout not in (Layout.APART, Layout.ALONE) or not micro_batches:
+        if layout not in (AttentionLayout.APART, AttentionLayout.ALONE) or not micro_batches:
             return micro_batches
         with_reference = micro_batches[0].ref_logprobs is not None
-        max_tokens = self._config.max_tokens_per_microbatch if layout is Layout.APART else 1
+        max_tokens = self._config.max_tokens_per_microbatch if layout is AttentionLayout.APART else 1
         parts = [part for micro in micro_batches for part in split_padded(micro, max_tokens)]
         most = int(self._policy.sharding.reduce(torch.tensor(len(parts)), Reduce.MAX))
         return parts + [empty_micro_batch(with_reference=with_reference)] * (most - len(parts))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlpipe.configs.schema_learner import OptimizerConfig, ScheduleConfig
+from rlpipe.configs.schema.learner_config import OptimizerConfig, ScheduleConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -15,25 +15,25 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlpipe.configs.schema_learner import LearnerConfig, reentrant_checkpointing
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, serves_adapter
-from rlpipe.data.gguf import model_folder
+from rlpipe.common.hub import hub_has
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.learner_config import LearnerConfig, reentrant_checkpointing
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.hub import hub_has
-from rlpipe.imports import describe_error
-from rlpipe.learner import attention
+from rlpipe.learner import packed_attention
+from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.fused_lora import fuse_lora
-from rlpipe.learner.head import check_adapter
-from rlpipe.learner.merge.live import LiveMerge
-from rlpipe.learner.rows import Layout, Row, plan_row
-from rlpipe.learner.scorer import TokenScorer
-from rlpipe.learner.sharding import Sharding
-from rlpipe.learner.single import SingleRank
+from rlpipe.learner.lm_head import check_adapter
+from rlpipe.learner.merge.in_memory import LiveMerge
+from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
+from rlpipe.learner.strategies.sharding import Sharding
+from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.vision import Vision
 from rlpipe.learner.weight_scales import normalize_weight_scales
 from rlpipe.learner.workload import Workload
-from rlpipe.models import describe_model, has_vision, hollow_model, open_model, with_dtype
-from rlpipe.nf4 import nf4_config, settle_nf4
+from rlpipe.models.gguf import model_folder
+from rlpipe.models.loading import describe_model, has_vision, hollow_model, open_model, with_dtype
+from rlpipe.models.nf4 import nf4_config, settle_nf4
 from rlpipe.types import MicroBatch, WeightsKind
 
 
@@ -167,7 +167,7 @@ def outline_policy(model: ModelConfig) -> Policy:
         )
     except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
         raise ModelError(f"model.path={model.path} can't be loaded: {describe_error(error)}") from None
-    scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=Layout.SHARED)
+    scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
     scorer.model = _add_adapter(base, model.adapter, seed=0)
     return Policy(scorer, model, torch.device("cpu"))
 
@@ -176,15 +176,15 @@ def make_sharding(
     learner: LearnerConfig, device: torch.device, *, trains_all: bool, workload: Workload | None = None
 ) -> Sharding:
     if learner.offload == "chunked":
-        from rlpipe.learner.chunked import Chunked
+        from rlpipe.learner.strategies.chunked import Chunked
 
         return Chunked(learner, device, workload or Workload())
     if learner.strategy == "fsdp2":
-        from rlpipe.learner.fsdp2 import Fsdp2
+        from rlpipe.learner.strategies.fsdp2 import Fsdp2
 
         return Fsdp2(learner.fsdp, device, on_cpu=learner.offload == "policy", reduce_every_backward=trains_all)
     if learner.strategy == "zero3":
-        from rlpipe.learner.zero3 import Zero3
+        from rlpipe.learner.strategies.zero3 import Zero3
 
         return Zero3(learner.zero3, device)
     if learner.num_ranks > 1:
@@ -202,9 +202,9 @@ def load_scorer(config: ModelConfig, device: torch.device | str, *, frozen: bool
     model = _load_model(config, torch.float32 if trained_whole else compute_dtype)
     cast(nn.Module, model).to(device)
     drifts = normalize_weight_scales(model, config.normalize_weight_scales)
-    layout = attention.find_layout(model, config.attention)
-    if layout is Layout.SHARED:
-        attention.use_packed_attention(model)
+    layout = packed_attention.find_layout(model, config.attention)
+    if layout is AttentionLayout.SHARED:
+        packed_attention.use_packed_attention(model)
     return TokenScorer(model, compute_dtype=compute_dtype, layout=layout, drifts=drifts)
 
 

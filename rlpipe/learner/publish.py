@@ -11,10 +11,10 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from rlpipe.conversion import to_files, untied_state
 from rlpipe.learner.policy import Policy
+from rlpipe.models.hf_weight_map import to_files, untied_state
 from rlpipe.types import ByteArray, TensorOutline, WeightsKind, WeightsManifest
-from rlpipe.weights import BucketMemory, pack_weights
+from rlpipe.weights.buckets import BucketMemory, pack_weights
 
 
 def publish_weights(

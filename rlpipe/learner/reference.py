@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig, ReferenceConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReferenceConfig
 from rlpipe.errors import ConfigError
 from rlpipe.learner.policy import Policy, load_scorer
-from rlpipe.learner.rows import Row
+from rlpipe.learner.row_plan import Row
 from rlpipe.learner.workload import needs_reference
 
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
 from rlpipe.learner.objectives import Inputs, Objective, PolicyGradient, Supervised
 from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import make_reference
-from rlpipe.learner.sharding import Reduce
+from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
 from rlpipe.learner.workload import num_sequences
-from rlpipe.offload.decide import AMORTISING_SEQUENCES, describe_small_update
+from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, describe_small_update
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss")

@@ -23,13 +23,13 @@ from rlpipe.algorithms.features import (
 )
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
-from rlpipe.learner.sharding import Reduce
-from rlpipe.learner.strided import StridedInputs, StridedLogprobs, draw_blocks, plan_strided, score_blocks
+from rlpipe.learner.strategies.sharding import Reduce
+from rlpipe.learner.strided_pass import StridedInputs, StridedLogprobs, draw_blocks, plan_strided, score_blocks
 from rlpipe.types import MiniBatch
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.hardware.limits import num_cores
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.hardware.cgroup import num_cores
 
 
 def num_threads(learner: LearnerConfig) -> int:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.data.processor import ImageProcessor, feature_token_id, seen_tiles
-from rlpipe.learner.rows import Layout, Row, plan_row
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
+from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.types import Images, MicroBatch
 
 WHOLE_IMAGES = {"gemma3", "gemma4_unified"}
@@ -35,7 +35,7 @@ class Vision:
         self._image_id = feature_token_id(model.config)
         self._arguments = set(inspect.signature(self._base.forward).parameters)
 
-    def plan(self, micro_batch: MicroBatch, layout: Layout, device: torch.device) -> Row:
+    def plan(self, micro_batch: MicroBatch, layout: AttentionLayout, device: torch.device) -> Row:
         """The row of a micro batch with images."""
         assert self._image_id is not None, "rows with images are refused where the model can't take them"
         row = plan_row(micro_batch, layout=layout, device=device)
@@ -47,12 +47,12 @@ class Vision:
         if hasattr(self._base, "get_rope_index"):
             row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
         if "cross_attention_mask" in self._arguments:
-            assert layout is Layout.ALONE
+            assert layout is AttentionLayout.ALONE
             seen = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])
             extra["cross_attention_mask"] = seen[None]
         if self._sees_whole_images:
             row = self._let_see(row, is_image, layout)
-            if layout is not Layout.SHARED:
+            if layout is not AttentionLayout.SHARED:
                 extra[self._type_argument] = _per_row(is_image.long(), row, layout)
         return replace(row, vision=extra)
 
@@ -66,15 +66,15 @@ class Vision:
     def _type_argument(self) -> str:
         return "mm_token_type_ids" if "mm_token_type_ids" in self._arguments else "token_type_ids"
 
-    def _in_order(self, row: Row, layout: Layout) -> Images:
+    def _in_order(self, row: Row, layout: AttentionLayout) -> Images:
         """As the model comes across them."""
-        if layout is not Layout.APART:
+        if layout is not AttentionLayout.APART:
             return row.images
         assert row.attention is not None
         selected = row.attention.selected.tolist()
         return tuple(sorted(row.images, key=lambda image: selected[image.place]))
 
-    def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: Layout) -> Tensor:
+    def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: AttentionLayout) -> Tensor:
         """Those of text, and time, height and width ``[4, M]``; only the latter for rows that are apart ``[3, M]``."""
         places_of = {image.place: index for index, image in enumerate(row.images)}
         spatial = row.position_ids.expand(3, -1).clone()
@@ -89,11 +89,11 @@ class Vision:
                 image_grid_thw=extra["image_grid_thw"][own].to(spatial.device),
             )
             spatial[:, places] = positions[:, 0]
-        return spatial if layout is Layout.APART else torch.cat([row.position_ids[None], spatial])
+        return spatial if layout is AttentionLayout.APART else torch.cat([row.position_ids[None], spatial])
 
-    def _let_see(self, row: Row, is_image: Tensor, layout: Layout) -> Row:
+    def _let_see(self, row: Row, is_image: Tensor, layout: AttentionLayout) -> Row:
         """Has the attention of ours let the tokens of an image see each other."""
-        if layout is not Layout.SHARED or row.attention is None:
+        if layout is not AttentionLayout.SHARED or row.attention is None:
             return row
         starts = is_image & ~torch.cat([is_image.new_zeros(1), is_image[:-1]])
         groups = torch.where(is_image, starts.cumsum(0), 0)  # [M]
@@ -107,9 +107,9 @@ class Vision:
         return replace(row, attention=plan)
 
 
-def _per_row(values: Tensor, row: Row, layout: Layout) -> Tensor:
+def _per_row(values: Tensor, row: Row, layout: AttentionLayout) -> Tensor:
     """Of each token of the row ``[M]``, as the model has them ``[1, M]`` or ``[S, L]``."""
-    if layout is not Layout.APART:
+    if layout is not AttentionLayout.APART:
         return values[None]
     assert row.attention is not None
     return values[row.attention.blocks[0]]

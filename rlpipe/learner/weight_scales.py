@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from rlpipe.configs.schema_model import WeightScaleRule
+from rlpipe.configs.schema.model_config import WeightScaleRule
 from rlpipe.errors import ModelError
 
 EXPERT_DIMENSIONS = 3

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.packing import pack_fullest
 from rlpipe.types import MicroBatch, Rollout
 
 if TYPE_CHECKING:  # the driver, which reads the workload, needs no model
     from torch import Tensor
 
-    from rlpipe.learner.rows import Row
-    from rlpipe.learner.scorer import TokenScorer
+    from rlpipe.learner.forward import TokenScorer
+    from rlpipe.learner.row_plan import Row
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from rlpipe.offload.decide import Decision
+from rlpipe.offload.planner.planner import Decision
 
 COMPARED_UPDATE = 3
 

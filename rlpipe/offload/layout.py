@@ -28,7 +28,7 @@ class TensorInfo:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Place:
+class ChunkPlace:
     name: str
     offset: int
     """Bytes from the chunk's start, a multiple of ``ALIGNMENT``."""
@@ -40,7 +40,7 @@ class Chunk:
     index: int
     is_trained: bool
     """All of its tensors are; frozen ones have chunks of their own, which are never written back."""
-    places: list[Place] = field(default_factory=list)
+    places: list[ChunkPlace] = field(default_factory=list)
     blocks: list[int | None] = field(default_factory=list)
     """Those whose tensors it holds, in the order of first use."""
 
@@ -50,7 +50,7 @@ class Chunk:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Layout:
+class ChunkLayout:
     slot_bytes: int
     """What a slot on the device holds: the largest chunk that is not larger than the chunks' size."""
     chunks: Sequence[Chunk]
@@ -69,7 +69,7 @@ def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:
     return -(-num_bytes // to) * to
 
 
-def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_SIZES) -> Layout:
+def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_SIZES) -> ChunkLayout:
     """The layout with the least slack among the chunk ``sizes``; of equal ones, that of the smaller chunks.
 
     ``tensors`` are in the order of first use, shared ones at their first. A chunk begins anew rather than to split a
@@ -80,7 +80,7 @@ def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_S
     return min((_fill(tensors, size) for size in sorted(sizes)), key=lambda layout: layout.slack)
 
 
-def _fill(tensors: Sequence[TensorInfo], size: int) -> Layout:
+def _fill(tensors: Sequence[TensorInfo], size: int) -> ChunkLayout:
     chunks: list[Chunk] = []
     open_chunks: dict[Kind, Chunk] = {}
     for unit in _units(tensors):
@@ -92,13 +92,13 @@ def _fill(tensors: Sequence[TensorInfo], size: int) -> Layout:
             if chunk is None or (chunk.places and chunk.num_bytes + aligned(tensor.num_bytes) > size):
                 chunk = Chunk(index=len(chunks), is_trained=unit[0].is_trained)
                 chunks.append(chunk)
-            chunk.places.append(Place(name=tensor.name, offset=chunk.num_bytes, num_bytes=tensor.num_bytes))
+            chunk.places.append(ChunkPlace(name=tensor.name, offset=chunk.num_bytes, num_bytes=tensor.num_bytes))
             if tensor.block not in chunk.blocks:
                 chunk.blocks.append(tensor.block)
         assert chunk is not None, "a unit has tensors"
         open_chunks[kind] = chunk
     fitting = [chunk.num_bytes for chunk in chunks if chunk.num_bytes <= size]
-    return Layout(slot_bytes=max(fitting, default=size), chunks=chunks)
+    return ChunkLayout(slot_bytes=max(fitting, default=size), chunks=chunks)
 
 
 Kind = tuple[bool, str]

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlpipe.configs.schema_learner import OptimizerConfig
+from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.errors import ConfigError
-from rlpipe.offload.adam import MOMENTS, STEPS
 from rlpipe.offload.comparison import Comparison
-from rlpipe.offload.runtime import OffloadedModel
-from rlpipe.offload.state import chunk_state, load_chunk_state
-from rlpipe.stored import moment_key, read_tensors, stored_shapes, weight_key, write_tensors
+from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS
+from rlpipe.offload.runtime.chunk_state import chunk_state, load_chunk_state
+from rlpipe.offload.runtime.runtime import OffloadedModel
+from rlpipe.weights.dcp import moment_key, read_tensors, stored_shapes, weight_key, write_tensors
 
 logger = logging.getLogger(__name__)
 

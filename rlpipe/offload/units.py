@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlpipe.offload.chunk import Fill, Member, make_real, set_values
 from rlpipe.offload.layout import TensorInfo
+from rlpipe.offload.runtime.chunk import Fill, Member, make_real, set_values
 
 ADAPTER_MARKS = ("lora_", "modules_to_save")
 """In the names that PEFT gives to what it adds to a model."""

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.plan.engine import EnginePlan
+from rlpipe.plan.engine_plan import EnginePlan
 from rlpipe.plan.learner_memory import LearnerMemory
 from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, Room
 

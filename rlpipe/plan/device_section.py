@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
+from rlpipe.common.formatting import gib, giga
 from rlpipe.hardware.device import STATE_DTYPES, Device, adding
 from rlpipe.plan.section import Section
-from rlpipe.units import gib, giga
 
 
 def device_section(device: Device, dtypes: Sequence[str]) -> Section:

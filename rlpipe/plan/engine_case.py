@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from rlpipe.common.formatting import gib
 from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_memory import EngineMemory, engine_memory
 from rlpipe.plan.engine_setup import EngineSetup
 from rlpipe.plan.engine_speed import EngineSpeed, engine_speed
 from rlpipe.plan.kv_cache import KvCache, read_kv_cache
 from rlpipe.plan.shape import ModelShape
-from rlpipe.units import gib
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from rlpipe.common.formatting import gib
 from rlpipe.hardware.device import Device
-from rlpipe.plan.engine import EnginePlan
+from rlpipe.plan.engine_plan import EnginePlan
 from rlpipe.plan.engine_speed import EngineSpeed
 from rlpipe.plan.section import Section
 from rlpipe.plan.sharing import Sharing
-from rlpipe.units import gib
 
 
 def engine_section(plan: EnginePlan, device: Device) -> Section:

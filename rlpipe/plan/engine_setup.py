@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_model import serves_adapter
+from rlpipe.configs.schema.model_config import serves_adapter
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.rollout.adapter_slots import num_slots, slot_rank
 from rlpipe.rollout.engine import default_sequences
+from rlpipe.rollout.vllm.adapter_slots import num_slots, slot_rank
 
 VLLM_UTILIZATION = 0.92
 """vLLM 0.32's share of a GPU, where ``gpu_memory_utilization`` is not set."""
@@ -143,7 +143,7 @@ def _utilization(config: Config, kind: str, on_gpu: bool) -> float:
 
 
 def _cpu_kv_bytes() -> int:
-    """As ``rlpipe.rollout.vllm_options`` sets it."""
+    """As ``rlpipe.rollout.vllm.vllm_options`` sets it."""
     text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         return int(float(text) * 2**30)

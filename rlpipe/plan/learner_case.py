@@ -8,18 +8,19 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedConfig
 
-from rlpipe.configs.schema import Config
+from rlpipe.common.formatting import gib
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import chunk_sizes, longest_row
-from rlpipe.learner.rows import Row
+from rlpipe.learner.row_plan import Row
+from rlpipe.learner.strategies.chunk_options import chunk_sizes, longest_row
 from rlpipe.learner.workload import needs_copy
-from rlpipe.offload.decide import Decision
-from rlpipe.offload.profile import Capacity, Profile
-from rlpipe.offload.rates import rates_of
-from rlpipe.offload.runtime import least_memory
-from rlpipe.offload.search import DoesNotFit
-from rlpipe.offload.trace import Trace
+from rlpipe.offload.planner.planner import Decision
+from rlpipe.offload.planner.profile import Capacity, Profile
+from rlpipe.offload.planner.rates import rates_of
+from rlpipe.offload.planner.search import DoesNotFit
+from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.runtime.runtime import least_memory
 from rlpipe.plan.engine_setup import EngineSetup
 from rlpipe.plan.learner_chunked import Chunks, chunked_memory, chunked_time, decide_chunks, make_chunks
 from rlpipe.plan.learner_memory import LearnerMemory, plain_memory
@@ -28,7 +29,6 @@ from rlpipe.plan.learner_room import CPU_HOST_BYTES, Room, read_room
 from rlpipe.plan.learner_time import StepTime, plain_time
 from rlpipe.plan.learner_trace import trace_policy
 from rlpipe.plan.learner_work import Work, read_work
-from rlpipe.units import gib
 
 
 @dataclass(slots=True)

@@ -8,13 +8,13 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from rlpipe.configs.contradictions import contradictions
-from rlpipe.configs.schema import Config
+from rlpipe.configs.constraints.constraints import contradictions
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.chunk_options import GIB
+from rlpipe.learner.strategies.chunk_options import GIB
 from rlpipe.learner.workload import sequence_tokens
-from rlpipe.offload.cost import Knobs
+from rlpipe.offload.planner.cost import Knobs
 from rlpipe.plan.learner_case import LearnerCase
 
 RANKS = (2, 4, 8)

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import chunk_sizes, fixed_knobs, precision_of
-from rlpipe.offload.auto import choices_of
-from rlpipe.offload.cost import Knobs, arrange, predict, staging_bytes, update_bytes, working_bytes
-from rlpipe.offload.decide import Decision, decide
-from rlpipe.offload.layout import Layout, make_layout
-from rlpipe.offload.profile import Capacity, ChunkProfile, Mode, Profile, Rates
-from rlpipe.offload.profiler import make_profile, resident_bytes
-from rlpipe.offload.rates import rates_of
-from rlpipe.offload.trace import Trace
+from rlpipe.learner.strategies.chunk_options import chunk_sizes, fixed_knobs, precision_of
+from rlpipe.offload.api import choices_of
+from rlpipe.offload.layout import ChunkLayout, make_layout
+from rlpipe.offload.planner.cost import Knobs, arrange, predict, staging_bytes, update_bytes, working_bytes
+from rlpipe.offload.planner.planner import Decision, decide
+from rlpipe.offload.planner.profile import Capacity, ChunkProfile, Mode, Profile, Rates
+from rlpipe.offload.planner.profiler import make_profile, resident_bytes
+from rlpipe.offload.planner.rates import rates_of
+from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.units import Inventory, take_inventory
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes, LearnerMemory
 from rlpipe.plan.learner_outline import Outline, nf4_bytes
@@ -46,7 +46,7 @@ class Chunks:
 
     outline: Outline
     inventory: Inventory
-    layout: Layout
+    layout: ChunkLayout
     config: Config
 
     def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int) -> Profile:

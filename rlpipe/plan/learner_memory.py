@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import nn
 
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.learner.moments import BLOCK as MOMENT_BLOCK
-from rlpipe.learner.wrapping import find_units
-from rlpipe.offload.cost import activation_peak
-from rlpipe.offload.profile import Mode, StageProfile
+from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.learner.strategies.fsdp_wrap import find_units
+from rlpipe.learner.strategies.optimizer_state import BLOCK as MOMENT_BLOCK
+from rlpipe.offload.planner.cost import activation_peak
+from rlpipe.offload.planner.profile import Mode, StageProfile
 from rlpipe.plan.learner_outline import Outline
 from rlpipe.plan.learner_room import HOST_BYTES
 

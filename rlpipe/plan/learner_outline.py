@@ -13,17 +13,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.imports import describe_error
-from rlpipe.learner import attention
+from rlpipe.learner import packed_attention
+from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.fused_lora import fuse_lora
 from rlpipe.learner.policy import lora_config
-from rlpipe.learner.rows import Layout
-from rlpipe.learner.scorer import TokenScorer
-from rlpipe.models import outline_model
-from rlpipe.nf4 import BLOCK as NF4_BLOCK
-from rlpipe.nf4 import nf4_parameters
+from rlpipe.learner.row_plan import AttentionLayout
+from rlpipe.models.loading import outline_model
+from rlpipe.models.nf4 import BLOCK as NF4_BLOCK
+from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.offload.units import Unit, find_units
 
 NF4_SCALES = 256
@@ -120,11 +120,11 @@ def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel
     return causal
 
 
-def _set_attention(causal: PreTrainedModel, implementation: str) -> Layout:
+def _set_attention(causal: PreTrainedModel, implementation: str) -> AttentionLayout:
     """Kernels of a GPU are outlined by torch's own, which keep as much."""
-    layout = attention.find_layout(causal, "eager" if implementation == "eager" else "sdpa")
-    if layout is Layout.SHARED:
-        attention.use_packed_attention(causal)
+    layout = packed_attention.find_layout(causal, "eager" if implementation == "eager" else "sdpa")
+    if layout is AttentionLayout.SHARED:
+        packed_attention.use_packed_attention(causal)
     elif implementation == "eager":
         causal.set_attn_implementation("eager")
     return layout

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import GIB
-from rlpipe.offload.auto import SHARE_USED
-from rlpipe.offload.profile import Capacity
-from rlpipe.offload.rates import DEVICES_PER_MACHINE
+from rlpipe.learner.strategies.chunk_options import GIB
+from rlpipe.offload.api import SHARE_USED
+from rlpipe.offload.planner.profile import Capacity
+from rlpipe.offload.planner.rates import DEVICES_PER_MACHINE
 from rlpipe.plan.engine_setup import EngineSetup
 
 BESIDE_TORCH_BYTES = 2**30

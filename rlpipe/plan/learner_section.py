@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rlpipe.common.formatting import count, gib
 from rlpipe.hardware.device import Device
-from rlpipe.plan.learner import LearnerPlan
 from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
+from rlpipe.plan.learner_plan import LearnerPlan
 from rlpipe.plan.learner_time import StepTime
 from rlpipe.plan.section import Section
-from rlpipe.units import count, gib
 
 DEVICE_LABELS = {
     "weights": "weights",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.curve import Curve
 from rlpipe.hardware.device import Device
-from rlpipe.offload.profile import Mode, Rates, StageProfile
-from rlpipe.offload.rates import rates_of
+from rlpipe.offload.planner.profile import Mode, Rates, StageProfile
+from rlpipe.offload.planner.rates import rates_of
 from rlpipe.plan.learner_memory import FLOAT32_BYTES, checkpoint_modes, gathered_units
 from rlpipe.plan.learner_outline import Outline
 from rlpipe.plan.learner_work import Work

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpipe.configs.schema import Config
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
 from rlpipe.hardware.device import Device
-from rlpipe.imports import describe_error
-from rlpipe.learner.rows import Row
-from rlpipe.learner.scorer import find_layers
+from rlpipe.learner.forward import find_layers
+from rlpipe.learner.row_plan import Row
 from rlpipe.learner.workload import read_workload
-from rlpipe.offload.fakes import trace_model, traceable_experts
-from rlpipe.offload.fold import choose_blocks, unfold
-from rlpipe.offload.rates import roofline
-from rlpipe.offload.trace import Stage, Trace
+from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
+from rlpipe.offload.planner.fold import choose_blocks, unfold
+from rlpipe.offload.planner.rates import roofline
+from rlpipe.offload.planner.trace import Stage, Trace
 from rlpipe.plan.learner_outline import Outline, nf4_bytes
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.learner.rows import Layout, Row, plan_row
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.workload import num_sequences, pack_full, reads_features, sequence_tokens
 
 
@@ -43,7 +43,7 @@ class Work:
         return self.num_sequences * self.sequence_tokens
 
 
-def read_work(config: Config, layout: Layout) -> Work:
+def read_work(config: Config, layout: AttentionLayout) -> Work:
     """Packs a step as the run does. Raises ``ConfigError`` for sequences that fit into no micro batch."""
     algorithm, sequences = config.algorithm, num_sequences(config.algorithm)
     num_micro_batches, fullest = pack_full(config)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from rlpipe.configs.schema import Config
-from rlpipe.plan.engine import EnginePlan
-from rlpipe.plan.learner import LearnerPlan
-from rlpipe.plan.scorer import ScorerPlan
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.plan.engine_plan import EnginePlan
+from rlpipe.plan.learner_plan import LearnerPlan
+from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.plan.section import Section
 
 

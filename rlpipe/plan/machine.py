@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rlpipe.configs.schema import Config
+from rlpipe.common.formatting import gib
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.learner.chunk_options import GIB
-from rlpipe.offload.rates import DEVICES_PER_MACHINE
+from rlpipe.learner.strategies.chunk_options import GIB
+from rlpipe.offload.planner.rates import DEVICES_PER_MACHINE
 from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
 from rlpipe.plan.learner_case import LearnerCase
 from rlpipe.plan.learner_changes import MOST_DOUBLED, with_options
-from rlpipe.plan.scorer import ScorerPlan
+from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.plan.scorer_setup import num_copies, scoring_pools
-from rlpipe.units import gib
 
 RUN_BYTES = 3 * 2**30
 """Of the driver, of the actors for replay and weights, and of Ray with its object store; an assumption."""

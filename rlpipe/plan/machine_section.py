@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlpipe.common.formatting import gib
 from rlpipe.hardware.device import Device
 from rlpipe.plan.machine import MachinePlan
 from rlpipe.plan.section import Section
-from rlpipe.units import gib
 
 
 def machine_section(plan: MachinePlan, device: Device) -> Section:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rlpipe.common.formatting import gib
 from rlpipe.hardware.device import Device
-from rlpipe.offload.auto import SHARE_USED
+from rlpipe.offload.api import SHARE_USED
 from rlpipe.plan.actors import ActorKind, Placed, fill
 from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, CPU_HOST_BYTES, HOST_BYTES
 from rlpipe.plan.scorer_model import ScorerModel
 from rlpipe.plan.scorer_setup import ScorerSetup
-from rlpipe.units import gib
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpipe.algorithms.features import layer_indices
-from rlpipe.configs.schema import Config
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
 from rlpipe.hardware.device import Device
-from rlpipe.imports import describe_error
-from rlpipe.offload.fakes import ForwardCost, trace_forward
-from rlpipe.offload.rates import roofline
-from rlpipe.plan.known_models import describe_offline
+from rlpipe.offload.planner.fake_trace import ForwardCost, trace_forward
+from rlpipe.offload.planner.rates import roofline
 from rlpipe.plan.learner_outline import Outline, nf4_bytes, outline_policy
+from rlpipe.plan.offline_models import describe_offline
 from rlpipe.plan.scorer_setup import ScorerSetup
 from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, drop_unread
 from rlpipe.scoring.reward_model import ClassifierReward

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlpipe.common.formatting import gib
 from rlpipe.hardware.device import Device
-from rlpipe.plan.scorer import ScorerPlan, UnplannedScorer
 from rlpipe.plan.scorer_case import describe_neighbours
+from rlpipe.plan.scorer_plan import ScorerPlan, UnplannedScorer
 from rlpipe.plan.section import Section
-from rlpipe.units import gib
 
 
 def scorers_section(plans: Sequence[ScorerPlan | UnplannedScorer], device: Device) -> Section:

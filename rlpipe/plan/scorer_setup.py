@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_scoring import RewardConfig
+from rlpipe.common.imports import import_object
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import AUTO
-from rlpipe.imports import import_object
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.plan.dtype_work import dtype_on, scorer_products
 from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, feature_configs, split_rewards, split_served

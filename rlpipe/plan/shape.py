@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlpipe.configs.schema import ModelConfig
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.root_config import ModelConfig
 from rlpipe.errors import ModelError
-from rlpipe.imports import describe_error
-from rlpipe.models import outline_model
-from rlpipe.nf4 import nf4_parameters
+from rlpipe.models.loading import outline_model
+from rlpipe.models.nf4 import nf4_parameters
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_setup import EngineSetup
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import rlpipe
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.preload.client import DEFAULT_STAGE, FOLDER, STAGE
 from rlpipe.rollout.engine import resolve_engine
 
@@ -54,7 +53,7 @@ class Preloading:
 
 def _environment() -> dict[str, str]:
     """This process's, with rlpipe importable from every working directory."""
-    paths = [os.environ.get("PYTHONPATH", ""), str(Path(rlpipe.__file__).parents[1])]
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

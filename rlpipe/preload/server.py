@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpipe.imports import without_collection
+from rlpipe.common.imports import without_collection
 from rlpipe.preload.client import DEFAULT_STAGE
 
 REQUEST_TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ BACKLOG = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class PreloadStage:
     """What a process imports after its parent.
 
     Ray reads its variables, such as the job's id, when it is imported: ``ray_modules`` wait for the first worker.
@@ -43,22 +43,29 @@ class Stage:
 
 
 STAGES = {
-    DEFAULT_STAGE: Stage(
+    DEFAULT_STAGE: PreloadStage(
         parent=None,
         modules=("pandas", "pyarrow", "pydantic", "jsonschema", "rlpipe.replay.store", "rlpipe.scoring.scorer"),
         ray_modules=("ray", "rlpipe.actors.replay", "rlpipe.actors.weights", "rlpipe.actors.reward"),
     ),
-    "torch": Stage(
+    "torch": PreloadStage(
         parent=DEFAULT_STAGE,
         modules=("torch", "transformers.models.auto.modeling_auto"),
         ray_modules=("ray.train.torch", "rlpipe.actors.trainer"),
     ),
-    "learner": Stage(
+    "learner": PreloadStage(
         parent="torch",
-        modules=("rlpipe.learner.step", "rlpipe.learner.checkpoint", "rlpipe.learner.export", "rlpipe.learner.publish"),
+        modules=(
+            "rlpipe.learner.step",
+            "rlpipe.learner.checkpoint.checkpoints",
+            "rlpipe.learner.checkpoint.save_policy",
+            "rlpipe.learner.publish",
+        ),
         ray_modules=("rlpipe.actors.learner",),
     ),
-    "engine": Stage(parent="torch", modules=("rlpipe.rollout.vllm_engine",), ray_modules=("rlpipe.actors.rollout",)),
+    "engine": PreloadStage(
+        parent="torch", modules=("rlpipe.rollout.vllm.vllm_engine",), ray_modules=("rlpipe.actors.rollout",)
+    ),
 }
 
 

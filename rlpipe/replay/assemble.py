@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig, mends_weights
+from rlpipe.common.hub import hub_has
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, mends_weights
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.hub import hub_has
-from rlpipe.imports import describe_error
-from rlpipe.training_record import read_record
+from rlpipe.models.adapter_metadata import read_record
 
 
 def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:

@@ -1,20 +1,14 @@
-"""The protocol of rollout engines, and the choice among them; imports neither torch nor vllm."""
+"""The protocol of rollout engines, and which of them a config means; imports neither torch nor vllm."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.configs.schema_rollout import RolloutConfig
+from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.errors import ConfigError
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
-
-logger = logging.getLogger(__name__)
-
 
 DEFAULT_SEQUENCES = 256
 """Sequences that an engine runs at one time, where ``rollout.engine_args`` does not say; not so vLLM on a GPU."""
@@ -85,34 +79,3 @@ def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
 def num_threads(rollout: RolloutConfig) -> int:
     """CPU threads of an engine."""
     return rollout.num_threads or max(1, int(rollout.num_cpus))
-
-
-def open_engine(
-    name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
-) -> Engine:
-    """Loads the model into the engine of the config.
-
-    Args:
-        name: of this engine, in its health and its errors.
-        max_prompt_tokens: the longest prompt that will be submitted.
-
-    Raises:
-        ConfigError: an option is unknown to the engine, or not supported by it.
-        ModelError: the model or adapter can't be loaded.
-    """
-    if model.dtype == "auto":  # to vLLM, the type of the model's files
-        from rlpipe.models import own_device, with_dtype
-
-        model = with_dtype(model, own_device())
-    engine = resolve_engine(rollout.engine)
-    if rollout.engine == "auto" and engine == "hf":
-        logger.warning("vllm is not installed: engine %s samples with transformers, which is slower", name)
-    if engine == "vllm":
-        from rlpipe.rollout.vllm_engine import VllmEngine
-
-        return VllmEngine(name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
-    if weights.transport == "nccl":
-        raise ConfigError("weights.transport=nccl is vLLM's, which is not installed: set object_store")
-    from rlpipe.rollout.hf_engine import HfEngine
-
-    return HfEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)

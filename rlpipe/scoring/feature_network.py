@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.algorithms.features import join_layers, layer_indices, pool
-from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.packing import padded_parts
+from rlpipe.learner.forward import TokenScorer, find_layers
 from rlpipe.learner.policy import load_scorer
-from rlpipe.learner.rows import AttentionPlan, Layout, Row
-from rlpipe.learner.scorer import TokenScorer, find_layers
-from rlpipe.nf4 import settle_nf4
+from rlpipe.learner.row_plan import AttentionLayout, AttentionPlan, Row
+from rlpipe.models.nf4 import settle_nf4
 from rlpipe.types import BoolArray, IntArray, Rollout
 
 Depths = Callable[[Row, Sequence[int]], list[Tensor]]
@@ -83,7 +83,7 @@ class FeatureReader:
         config: FeatureConfig,
         *,
         num_layers: int,
-        layout: Layout,
+        layout: AttentionLayout,
         device: torch.device,
         max_tokens: int,
         most: Callable[[int], int] = lambda count: count,
@@ -132,6 +132,6 @@ class FeatureReader:
             loss_tokens=none,
             targets=none,
             attention=None
-            if self._layout is Layout.POSITIONS
+            if self._layout is AttentionLayout.POSITIONS
             else AttentionPlan(blocks=[places.view(count, length)], selected=places),
         )

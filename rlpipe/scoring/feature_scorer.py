@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.features import FeatureScores, feature_rewards, score_features
-from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.reference import Reference
-from rlpipe.learner.sharding import Reduce
+from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, open_feature_network
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import ALIGNMENT, DIVERSITY, RolloutGroup

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rlpipe.scoring.checks import shortened
+from rlpipe.scoring.validation import shortened
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Answers after which a request is made again."""

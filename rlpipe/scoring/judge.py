@@ -15,11 +15,11 @@ from typing import Any, get_args
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpipe.configs.schema_model import ModelConfig, serves_adapter
-from rlpipe.data.messages import content_text
+from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.data.render.messages import content_text
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.answer_cache import AnswerCache
-from rlpipe.scoring.chat import EngineClient, Weights, check_options
+from rlpipe.scoring.engine_chat import EngineClient, Weights, check_options
 from rlpipe.scoring.http import JsonClient, UnusableAnswer, together
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.scoring.toolbox import last_fenced, last_number

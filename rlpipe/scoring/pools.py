@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from rlpipe.configs.schema_ebft import FeatureConfig
-from rlpipe.configs.schema_scoring import RewardConfig, ScoringConfig, ServeConfig
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig, ServeConfig
 from rlpipe.types import ALIGNMENT, DIVERSITY
 
 SHARED_POOL = "scorer"

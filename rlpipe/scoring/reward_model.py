@@ -22,7 +22,7 @@ from transformers import (
 
 from rlpipe.data.packing import padded_parts
 from rlpipe.hardware.dtypes import AUTO
-from rlpipe.models import own_device, own_dtype
+from rlpipe.models.loading import own_device, own_dtype
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import ChatMessages, RolloutGroup
 

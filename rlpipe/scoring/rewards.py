@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.common.imports import import_object
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import RewardImportError
-from rlpipe.imports import import_object
 from rlpipe.types import RolloutGroup
 
 if TYPE_CHECKING:
-    from rlpipe.scoring.chat import Chat
+    from rlpipe.scoring.engine_chat import Chat
 
 RewardFunction = Callable[..., Any]
 

@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlpipe.configs.schema_scoring import RewardConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig
 from rlpipe.errors import RewardFailed
-from rlpipe.scoring.checks import check_scores, describe_exception, is_lack_of_memory
-from rlpipe.scoring.leftovers import Leftovers
 from rlpipe.scoring.memory import MemoryLimit, lift_memory_limit
+from rlpipe.scoring.process_state import Leftovers
 from rlpipe.scoring.rewards import (
     Reward,
     RewardActor,
@@ -30,11 +29,12 @@ from rlpipe.scoring.rewards import (
     load_reward,
     read_signature,
 )
-from rlpipe.scoring.sandbox import Sandbox, SandboxFailed
+from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed
+from rlpipe.scoring.validation import check_scores, describe_exception, is_lack_of_memory
 from rlpipe.types import NO_VERSION, RolloutGroup
 
 if TYPE_CHECKING:
-    from rlpipe.scoring.chat import Chat
+    from rlpipe.scoring.engine_chat import Chat
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TrainerState:
     epoch: float
 
 
-class _Call:
+class _RewardCall:
     """Everything that the rewards of one group may ask for, made once for all of them."""
 
     def __init__(self, group: RolloutGroup, tokenizer: Tokenizer, num_steps: int) -> None:
@@ -114,7 +114,7 @@ class _Reward(Protocol):
     together: Callable[[Sequence[RolloutGroup]], Any] | None
     """Scores several groups at one time."""
 
-    def __call__(self, call: _Call) -> Any: ...
+    def __call__(self, call: _RewardCall) -> Any: ...
 
 
 class _FunctionReward:
@@ -128,7 +128,7 @@ class _FunctionReward:
         self._kwargs = dict(kwargs)
         self._signature: Signature = read_signature(function, source)
 
-    def arguments(self, call: _Call) -> dict[str, Any]:
+    def arguments(self, call: _RewardCall) -> dict[str, Any]:
         arguments = self._signature.choose(call.arguments) | self._kwargs
         missing = self._signature.required - set(arguments)
         if missing:
@@ -137,7 +137,7 @@ class _FunctionReward:
             )
         return arguments
 
-    def __call__(self, call: _Call) -> Any:
+    def __call__(self, call: _RewardCall) -> Any:
         return self._function(**self.arguments(call))
 
 
@@ -150,7 +150,7 @@ class _SandboxedReward(_FunctionReward):
         super().__init__(function, config.kwargs, config.path)
         self._name, self._sandbox = name, sandbox
 
-    def __call__(self, call: _Call) -> Any:
+    def __call__(self, call: _RewardCall) -> Any:
         answer = self._sandbox.call(self._name, self.arguments(call), len(call.group))
         for metric, value in answer.logged:
             call.log_metric(metric, value)
@@ -171,7 +171,7 @@ class _ActorReward:
         defined = kind.score_groups is not RewardActor.score_groups
         self.together: Callable[[Sequence[RolloutGroup]], Any] | None = self._actor.score_groups if defined else None
 
-    def __call__(self, call: _Call) -> Any:
+    def __call__(self, call: _RewardCall) -> Any:
         return self._actor.score(call.group)
 
 
@@ -228,7 +228,7 @@ class Scorer:
         Raises ``MemoryError`` once the process holds so much memory that it is of no use any more.
         """
         waiting: list[Awaitable[bool]] = []
-        calls = [_Call(group, self._tokenizer, self._num_steps) for group in groups]
+        calls = [_RewardCall(group, self._tokenizer, self._num_steps) for group in groups]
         for name, reward in self._rewards.items():
             if reward.together is not None and len(calls) > 1:
                 _score_together(name, reward.together, calls)
@@ -258,7 +258,7 @@ class Scorer:
             if failed:
                 before.end_children()
 
-    def _check_memory(self, call: _Call) -> None:
+    def _check_memory(self, call: _RewardCall) -> None:
         """Names the limit where memory ran out, and raises if what was taken does not come free."""
         for name in call.ran_out if self._limit is not None else ():
             assert self._limit is not None
@@ -276,7 +276,7 @@ class Scorer:
             self._sandbox.close()
 
 
-def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], calls: Sequence[_Call]) -> None:
+def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], calls: Sequence[_RewardCall]) -> None:
     """Records the scores of all groups; of none where that fails, as they are then scored one by one."""
     started = time.perf_counter()
     before = Leftovers()
@@ -298,7 +298,7 @@ def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], c
         call.result.scores[name], call.result.seconds[name] = own, seconds
 
 
-def _begin(name: str, reward: _Reward, call: _Call) -> list[Awaitable[bool]]:
+def _begin(name: str, reward: _Reward, call: _RewardCall) -> list[Awaitable[bool]]:
     """Records a function's scores, or returns what must be awaited for them."""
     started = time.perf_counter()
     before = Leftovers()
@@ -321,7 +321,7 @@ def _begin(name: str, reward: _Reward, call: _Call) -> list[Awaitable[bool]]:
     return []
 
 
-async def _finish(name: str, pending: Awaitable[Any], call: _Call) -> bool:
+async def _finish(name: str, pending: Awaitable[Any], call: _RewardCall) -> bool:
     """Whether it failed."""
     started = time.perf_counter()
     try:

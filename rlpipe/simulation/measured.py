@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlpipe.configs.compose import load_config
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import DataError
 
 Spans = NDArray[np.float64]  # [groups, 2]: from, until

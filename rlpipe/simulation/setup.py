@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_model import serves_adapter
-from rlpipe.configs.schema_rollout import RolloutConfig
+from rlpipe.configs.schema.model_config import serves_adapter
+from rlpipe.configs.schema.rollout_config import RolloutConfig
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import default_sequences
 from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards

@@ -1,6 +1,6 @@
 """Runs a set-up in virtual time: the real admission, router and replay buffer, between simulated parts.
 
-What calls what, and in which order, is as in ``rlpipe.controller`` and the actors; messages take no time.
+What calls what, and in which order, is as in ``rlpipe.run.controller`` and the actors; messages take no time.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpipe.configs.schema import Config
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import DataError, InputError
 from rlpipe.simulation.distributions import Distribution, empirical, parse_distribution
 from rlpipe.simulation.measured import Measured, read_measured, read_run_config, work_seconds

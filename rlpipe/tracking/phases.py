@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from rlpipe.configs.schema import TrackingConfig
+from rlpipe.configs.schema.root_config import TrackingConfig
 
 TICK_S = 0.5
 """Seconds between updates of the line at the bottom of a terminal."""

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlpipe.configs.schema import TrackingConfig
+from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.view import RunView, format_duration
 

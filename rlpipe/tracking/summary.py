@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from rlpipe.folders import write_whole
+from rlpipe.common.atomic_io import write_whole
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.view import PHASES, format_duration, is_phase
 

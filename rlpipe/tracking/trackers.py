@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlpipe.configs.schema import TrackingConfig
+from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.jsonl import JsonlTracker
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,12 @@ from engine_cases import OpenVllm, model_config, rollout_config
 from run_cases import SIX_STEPS, make_config
 
 import rlpipe
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.preload import preloading
-from rlpipe.rollout.engine import Engine, open_engine
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.factory import open_engine
 
 NUM_ROWS = 24
 FIRST_FILES = (

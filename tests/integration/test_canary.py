@@ -20,20 +20,20 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
-from rlpipe.configs.schema import Config
-from rlpipe.configs.schema_data import HeldOutConfig
-from rlpipe.configs.schema_scoring import RewardConfig
+from rlpipe.configs.schema.data_config import HeldOutConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig
 from rlpipe.configs.tree import to_tree
-from rlpipe.controller import Controller
 from rlpipe.data.prompts import open_prompts
-from rlpipe.data.tokenizer import load_tokenizer
+from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import WeightsMismatch
-from rlpipe.evaluation import Evaluator
-from rlpipe.parts import Parts
-from rlpipe.placement import Need, start_actor
-from rlpipe.replay.restore import RunStart
-from rlpipe.replay.steps import StepReport
-from rlpipe.scorer_pool import ScorerPool
+from rlpipe.replay.ledger.restore import RunStart
+from rlpipe.replay.step_queue import StepReport
+from rlpipe.run.cluster import Need, start_actor
+from rlpipe.run.controller import Controller
+from rlpipe.run.evaluation import Evaluator
+from rlpipe.run.scorer_pool import ScorerPool
+from rlpipe.run.workers import Parts
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 ENGINE = "canary-engine"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from run_cases import run_options, supervised_options
 
-from rlpipe import cli, pipeline
+from rlpipe import cli
 from rlpipe.hardware.dtypes import DeviceTypes, cpu_name
-from rlpipe.learner.checkpoint_files import read_extra
+from rlpipe.learner.checkpoint.checkpoint_files import read_extra
+from rlpipe.run import pipeline
 
 pytestmark = pytest.mark.ray
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})

@@ -11,7 +11,7 @@ from real_cases import real_model, require_real_model
 from run_cases import read_jsonl
 
 from rlpipe.cli import main
-from rlpipe.imports import import_object
+from rlpipe.common.imports import import_object
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray", "in_the_repository")]

@@ -15,16 +15,16 @@ from peft import LoraConfig, get_peft_model
 from serving_cases import largest_gap, publish_policy
 from transformers import AutoModelForImageTextToText
 
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
-from rlpipe.learner.export import export_policy
+from rlpipe.learner.checkpoint.save_policy import export_policy
 from rlpipe.learner.merge.merging import MergeRequest, merge
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.rows import AttentionPlan, Row
-from rlpipe.models import open_model
-from rlpipe.rollout.engine import open_engine
+from rlpipe.learner.row_plan import AttentionPlan, Row
+from rlpipe.models.loading import open_model
+from rlpipe.rollout.factory import open_engine
 from rlpipe.types import WeightsKind
 
 pytestmark = pytest.mark.covering(1)

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from learner_cases import make_learner, make_model_config, make_rollouts, train_steps
 from rank_cases import Ranks
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_ebft import EbftConfig, FeatureConfig
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.tiny import make_tiny_policy
 from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, Truth
 
 pytestmark = pytest.mark.covering(1)

@@ -13,8 +13,8 @@ from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
 from rlpipe.errors import RlpipeError, WaitTimeout
-from rlpipe.placement import placement_groups
-from rlpipe.replay.ledger import GroupState
+from rlpipe.replay.ledger.run_ledger import GroupState
+from rlpipe.run.cluster import placement_groups
 
 pytestmark = pytest.mark.ray
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from rank_cases import Ranks
 
 from rlpipe.errors import ModelError, RunError
-from rlpipe.hardware import own
-from rlpipe.hardware.first import ask_first
+from rlpipe.hardware import calibration
+from rlpipe.hardware.calibration import own_device
 from rlpipe.hardware.link import TENSOR_BYTES
-from rlpipe.hardware.machines import load_stored, own_name
-from rlpipe.hardware.own import own_device
+from rlpipe.hardware.profile_store import load_stored, own_name
+from rlpipe.hardware.rank0 import ask_first
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ def check_errors() -> None:
     with pytest.raises(ModelError, match="too large"):
         ask_first(lambda: fail_to_find(ModelError("too large")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own, "_find_or_measure", lambda *_: fail_to_find(RuntimeError("no such clock")))
+        patch.setattr(calibration, "_find_or_measure", lambda *_: fail_to_find(RuntimeError("no such clock")))
         with pytest.raises(RuntimeError if is_first else RunError, match="no such clock"):
             own_device(CPU)
     assert ask_first(dist.get_rank) == 0

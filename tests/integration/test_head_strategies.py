@@ -34,11 +34,11 @@ from transformers import (
     set_seed,
 )
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig
-from rlpipe.configs.schema_learner import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
-from rlpipe.learner.export import export_policy
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.learner.checkpoint.save_policy import export_policy
 from rlpipe.learner.publish import served_weights
-from rlpipe.tiny import make_tokenizer
+from rlpipe.models.tiny import make_tokenizer
 
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4

@@ -13,8 +13,8 @@ from image_cases import IMAGE_FAMILIES, render_rows
 from learner_cases import assert_close, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
 

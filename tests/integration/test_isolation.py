@@ -16,14 +16,14 @@ import pytest
 import ray
 from run_cases import make_config
 
-from rlpipe.actors.chat import Engines
-from rlpipe.launch import scorer_needs, start_pools
-from rlpipe.placement import Reservation, end_actors
-from rlpipe.prepare import Run, prepare_run
-from rlpipe.scorer_pool import ScorerPool
+from rlpipe.actors.engine_handles import Engines
+from rlpipe.run.cluster import Reservation, end_actors
+from rlpipe.run.launch import scorer_needs, start_pools
+from rlpipe.run.prepare import Run, prepare_run
+from rlpipe.run.scorer_pool import ScorerPool
 from rlpipe.scoring.processes import list_processes
+from rlpipe.scoring.sandbox.seccomp import unsupported
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.scoring.seccomp import unsupported
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 pytestmark = pytest.mark.ray

@@ -1,4 +1,4 @@
-"""Two thousand of the random schedules of ``tests/unit/test_interleavings.py``, in two halves for two cores."""
+"""Two thousand of the random schedules of ``tests/unit/replay/test_interleavings.py``, in two halves for two cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "replay"))
 from test_interleavings import Schedule
 
 pytestmark = [pytest.mark.slow]

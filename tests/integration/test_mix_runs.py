@@ -9,9 +9,9 @@ import pytest
 from run_cases import largest_difference, make_config, read_adapter, trained_steps
 
 import rlpipe
-from rlpipe.replay.audit import audit
-from rlpipe.replay.database import NAME
-from rlpipe.replay.location import reading
+from rlpipe.replay.ledger.audit import audit
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.location import reading
 
 pytestmark = pytest.mark.ray
 

@@ -16,7 +16,7 @@ from learner_cases import (
     train_steps,
 )
 
-from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
 
 pytestmark = pytest.mark.covering(1)

@@ -28,15 +28,16 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rlpipe.configs.schema_learner import OptimizerConfig
-from rlpipe.offload.cost import Knobs, arrange, predict, why_impossible
-from rlpipe.offload.fakes import BITSANDBYTES, RealUnlessWeighted, trace_model
-from rlpipe.offload.lanes import Event, InlineLane, Queues, Work
+from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.offload.layout import MIB, make_layout
-from rlpipe.offload.profile import Capacity, Mode
-from rlpipe.offload.profiler import make_profile, resident_bytes
-from rlpipe.offload.runtime import Arrangement, OffloadedModel, Precision
-from rlpipe.offload.tracker import Tracker
+from rlpipe.offload.planner.cost import Knobs, arrange, predict, why_impossible
+from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, trace_model
+from rlpipe.offload.planner.planner import Arrangement
+from rlpipe.offload.planner.profile import Capacity, Mode
+from rlpipe.offload.planner.profiler import make_profile, resident_bytes
+from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
+from rlpipe.offload.runtime.streams import InlineLane, Queues, StreamEvent, Work
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import SCALES, find_units, take_inventory
 
@@ -53,7 +54,7 @@ class SlowLane(InlineLane):
         self._held: list[list[Work]] = [[], []]
         self.is_forward = False
 
-    def submit(self, work: Work, behind: Event | None = None) -> Event:
+    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
         if self.is_forward:
             self._held[-1].append(work)
         return super().submit(work, behind)
@@ -322,7 +323,7 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
 
         for unit in offloaded.inventory.units:
             unit.module.register_forward_pre_hook(lane.begin_unit)
-        tracker = Tracker(look)
+        tracker = TensorTracker(look)
         with RealUnlessWeighted():
             run()
             update()

@@ -28,25 +28,25 @@ from offload_cases import (
 from rank_cases import Ranks
 from torch import Tensor, nn
 
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.errors import RunError
-from rlpipe.learner import chunked
-from rlpipe.learner.chunked import Chunked
 from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.strategies import chunked
+from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
-from rlpipe.offload.auto import offload
-from rlpipe.offload.cost import Knobs, predict
-from rlpipe.offload.decide import Decision
-from rlpipe.offload.fakes import trace_model
-from rlpipe.offload.lanes import InlineLane, Queues
-from rlpipe.offload.profile import Capacity, Mode
-from rlpipe.offload.profiler import make_profile
-from rlpipe.offload.ranks import Replicated, Sharded
-from rlpipe.offload.runtime import OffloadedModel, Precision
-from rlpipe.offload.tracker import Tracker
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.offload.api import offload
+from rlpipe.offload.planner.cost import Knobs, predict
+from rlpipe.offload.planner.fake_trace import trace_model
+from rlpipe.offload.planner.planner import Decision
+from rlpipe.offload.planner.profile import Capacity, Mode
+from rlpipe.offload.planner.profiler import make_profile
+from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.offload.runtime.chunk_ranks import Replicated, Sharded
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
+from rlpipe.offload.runtime.streams import InlineLane, Queues
 from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
-from rlpipe.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -274,7 +274,7 @@ def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
 
         def reduce(self, whole: Tensor) -> Tensor:
             held = offloaded.optimizer.gradients.device_bytes + whole.untyped_storage().nbytes()
-            with Tracker() as tracker:
+            with TensorTracker() as tracker:
                 part: Tensor = super().reduce(whole)
             self.peak, self.sent = max(self.peak, held + tracker.peak), part.nbytes
             return part
@@ -331,7 +331,7 @@ def compare_gather() -> None:
         peak = 0
 
         def gather(self, whole: Tensor) -> None:
-            with Tracker() as tracker:
+            with TensorTracker() as tracker:
                 super().gather(whole)
             self.peak = max(self.peak, tracker.peak)
 
@@ -378,7 +378,7 @@ def compare_host(dtype: torch.dtype, is_sharded: bool, num_persistent: int) -> N
         for number in range(2):
             token_loss(model, number).backward()
             optimizer.step()
-        with Tracker(lambda _: held.append(offloaded.host_bytes + worker.live)):
+        with TensorTracker(lambda _: held.append(offloaded.host_bytes + worker.live)):
             token_loss(model, 2).backward()
             optimizer.step()
     knobs = Knobs(num_persistent=num_persistent, num_slots=3, num_swapped=len(profile.blocks))

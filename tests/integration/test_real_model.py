@@ -21,19 +21,20 @@ from torch import Tensor
 
 import rlpipe
 from rlpipe import cli
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_ebft import EbftConfig, FeatureConfig
-from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
-from rlpipe.configs.schema_model import ModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.configs.tree import to_tree
 from rlpipe.data.packing import pack_step
-from rlpipe.learner.checkpoint import CheckpointStore
+from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
-from rlpipe.offload.profiler import resident_bytes
-from rlpipe.offload.tracker import Tracker
-from rlpipe.rollout.engine import Engine, open_engine
+from rlpipe.offload.planner.profiler import resident_bytes
+from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.factory import open_engine
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer
 from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, TrainBatch, Truth
 
@@ -366,7 +367,7 @@ def test_a_plan_says_what_an_update_takes(
 ) -> None:
     expected = planned(capsys, plan_options(path, adapter))
     learner = make_learner(path, adapter=adapter)
-    with Tracker() as tracker:
+    with TensorTracker() as tracker:
         learner.train_step(pack_step(real_rollouts()[:1], step=0, num_ranks=1, max_tokens=FULL)[0])
         learner.train_step(full_batch(2))
     measured = weights_bytes(learner) + tracker.peak
@@ -400,7 +401,7 @@ def test_chunks_train_within_a_small_budget_as_without(path: Path, adapter: str,
         nonlocal peak
         peak = max(peak, tracker.live + offloaded.device_bytes)
 
-    tracker = Tracker(look)
+    tracker = TensorTracker(look)
     with tracker:
         found.append(learner.train_step(batches[2])["loss"])
     peak += resident_bytes(learner.policy.scorer, offloaded.inventory)

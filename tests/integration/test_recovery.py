@@ -17,10 +17,10 @@ from signal_cases import assert_accounts_add_up, ledger_of, signals, steps_done
 import rlpipe
 from benchmarks.processes import find_processes
 from rlpipe.errors import EngineFailed, LearnerFailed
-from rlpipe.placement import placement_groups
-from rlpipe.replay.audit import audit
-from rlpipe.replay.database import NAME
-from rlpipe.replay.ledger import Ledger
+from rlpipe.replay.ledger.audit import audit
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.run_ledger import Ledger
+from rlpipe.run.cluster import placement_groups
 
 pytestmark = pytest.mark.ray
 

@@ -16,7 +16,7 @@ from run_cases import REWARDS_FILE, make_config, run_options, trained_steps
 from signal_cases import ledger_of
 
 import rlpipe
-from rlpipe.replay.audit import audit
+from rlpipe.replay.ledger.audit import audit
 
 pytestmark = pytest.mark.ray
 WAIT_S = 120

@@ -17,13 +17,13 @@ from learner_cases import assert_close, make_adapter_config, make_batches, make_
 from plain_training import train_plain
 from rank_cases import Ranks
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import ChunkedConfig, LearnerConfig, OptimizerConfig
-from rlpipe.learner.checkpoint import CheckpointStore
-from rlpipe.learner.export import ADAPTER_FILE
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
+from rlpipe.learner.checkpoint.save_policy import ADAPTER_FILE
 from rlpipe.learner.step import Learner
-from rlpipe.offload.flat_part import FlatPart
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.offload.runtime.flat_part import FlatPart
 
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, HALF, MAX_NORM = 5, 3, 0.05
@@ -174,7 +174,7 @@ def test_a_rank_that_holds_a_part_writes_no_more_than_that(tiny: Path, groups: d
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_ranks_that_torchrun_starts_train_as_plain_pytorch(tiny: Path, tmp_path: Path, strategy: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = [str(folder) for folder in (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))]
+    paths = [str(folder) for folder in (ROOT, ROOT / "tests" / "helpers", *filter(None, [os.environ.get("PYTHONPATH")]))]
     subprocess.run(
         [*command, str(CASE), str(tiny), strategy, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

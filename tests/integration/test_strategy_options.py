@@ -22,11 +22,11 @@ from plain_training import load_plain, train_plain
 from rank_cases import Ranks
 from safetensors.torch import load_file
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
-from rlpipe.configs.schema_model import AdapterConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema.model_config import AdapterConfig
 from rlpipe.learner.publish import outline_weights, served_weights
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.models.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from learner_cases import assert_close, make_document, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema_algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
-from rlpipe.configs.schema_ebft import EbftConfig, StridedConfig
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.ebft_config import EbftConfig, StridedConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import TrainBatch
 
 pytestmark = pytest.mark.covering(1)

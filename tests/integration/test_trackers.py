@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.configs.schema import TrackingConfig
+from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking import open_trackers
 
 

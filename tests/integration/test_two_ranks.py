@@ -11,15 +11,15 @@ import torch.distributed as dist
 from learner_cases import assert_close, make_batches, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig, LossConfig, ReferenceConfig
-from rlpipe.configs.schema_learner import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import LearnerFailed
-from rlpipe.learner.checkpoint import CheckpointStore
-from rlpipe.learner.export import export_policy
+from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
+from rlpipe.learner.checkpoint.save_policy import export_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
-from rlpipe.tiny import make_tiny_policy
+from rlpipe.models.tiny import make_tiny_policy
 
 pytestmark = pytest.mark.covering(1)
 NUM_RANKS = 2

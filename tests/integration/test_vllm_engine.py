@@ -25,12 +25,13 @@ from engine_cases import (
     without,
 )
 
-from rlpipe.configs.schema import WeightsConfig
-from rlpipe.configs.schema_rollout import SamplingConfig
+from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner.merge.merging import MergeRequest, merge
-from rlpipe.rollout.engine import VLLM_GPU_SEQUENCES, Engine, open_engine
-from rlpipe.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.rollout.engine import VLLM_GPU_SEQUENCES, Engine
+from rlpipe.rollout.factory import open_engine
 from rlpipe.types import GroupRequest
 
 pytest.importorskip("vllm")

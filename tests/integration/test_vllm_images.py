@@ -11,8 +11,8 @@ from engine_cases import OpenVllm, load, publish_adapter, publish_full, sample
 from image_cases import IMAGE_FAMILIES, render_prompts
 from torch import nn
 
-from rlpipe.configs.schema_learner import LearnerConfig
-from rlpipe.configs.schema_model import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.rollout.engine import Engine

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from learner_cases import make_learner, parameters_of, train_steps
 
-from rlpipe.configs.schema_algorithm import AlgorithmConfig
-from rlpipe.configs.schema_learner import LearnerConfig, OptimizerConfig
-from rlpipe.learner.export import export_policy
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.learner.checkpoint.save_policy import export_policy
 
 
 def main(policy: Path, strategy: str, output: Path) -> None:

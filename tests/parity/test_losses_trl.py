@@ -12,7 +12,6 @@ import math
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +22,11 @@ from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-import rlpipe.configs.schema as schema
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
-from rlpipe.configs.schema_algorithm import AlgorithmConfig, CorrectionConfig, LossConfig
+from rlpipe.configs.groups import config_folder
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, LossConfig
 
-CONFIGS = Path(schema.__file__).parent / "algorithm"
+CONFIGS = config_folder() / "algorithm"
 BATCH, LENGTH, PROMPT = 16, 13, 3
 MAX_COMPLETION_TOKENS = 16
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks import counting, lora_sync, overlap, vs_trl
 from benchmarks.ideal import PROMPT
 from rlpipe.configs.compose import compose_tree
-from rlpipe.configs.schema import Config
-from rlpipe.tiny import make_tiny_policy, make_tokenizer
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.types import GroupRequest
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlpipe.common.imports import import_object
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.groups import list_groups
 from rlpipe.configs.validate import require_rewards
-from rlpipe.data.rows import UnusableRow
-from rlpipe.data.sources import open_rows
-from rlpipe.data.transforms import apply_transform
-from rlpipe.imports import import_object
-from rlpipe.scoring.programs import passes_tests
+from rlpipe.data.render.transforms import apply_transform
+from rlpipe.data.row import UnusableRow
+from rlpipe.data.sources.open_rows import open_rows
+from rlpipe.models.tiny import make_tokenizer
+from rlpipe.scoring.code_execution import passes_tests
 from rlpipe.scoring.rewards import load_reward, missing_columns
 from rlpipe.scoring.toolbox import gsm8k_accuracy, math_answer
-from rlpipe.tiny import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout, RolloutGroup
 
 ROOT = Path(__file__).parents[2]

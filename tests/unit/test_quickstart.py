@@ -1,9 +1,9 @@
 """The quickstart's rows: bare sums with their grader's entry, and held-out prompts that are never trained on."""
 
 from rlpipe.configs.compose import load_config
-from rlpipe.data.order import Cursor
 from rlpipe.data.prompts import open_prompts, open_sft_rows
-from rlpipe.tiny import make_tokenizer
+from rlpipe.data.sources.order import Cursor
+from rlpipe.models.tiny import make_tokenizer
 
 CONFIG = load_config(["experiment=quickstart", "model.prepare=rlpipe.quickstart:warm_up"])
 

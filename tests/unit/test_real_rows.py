@@ -14,14 +14,14 @@ from real_cases import gsm8k_rows, real_model, real_rollouts, real_tokenizer, re
 from transformers import AutoModelForCausalLM
 
 from rlpipe import cli
-from rlpipe.configs.schema_data import DataConfig
-from rlpipe.configs.schema_learner import LearnerConfig
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.packing import pack_step
-from rlpipe.data.rows import UnusableRow
-from rlpipe.data.template import ChatTemplate
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.row import UnusableRow
 from rlpipe.learner.policy import Policy, load_policy
-from rlpipe.learner.rows import plan_row
+from rlpipe.learner.row_plan import plan_row
 from rlpipe.types import MicroBatch, Rollout
 
 require_real_model()

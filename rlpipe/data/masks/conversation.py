@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.configs.schema_data import DataConfig
-from rlpipe.data.images import count_images
+from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import Turn, find_turns
 from rlpipe.data.masks.generation import mark_generation
 from rlpipe.data.masks.loss_mask import LossMask
 from rlpipe.data.masks.media import media_token_ids
 from rlpipe.data.masks.probe import ASSISTANT, Probe
 from rlpipe.data.masks.resolve import resolve_mask, taken_for_assistant
-from rlpipe.data.messages import assistant_turns
-from rlpipe.data.processor import Encoded
-from rlpipe.data.rows import UnusableRow
-from rlpipe.data.template import ChatTemplate
+from rlpipe.data.render.images import count_images
+from rlpipe.data.render.messages import assistant_turns
+from rlpipe.data.render.processor import Encoded
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.row import UnusableRow
 from rlpipe.types import BoolArray, ChatMessages
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlpipe.configs.role_boundaries import RoleMarkers
 from rlpipe.data.masks.probe import ASSISTANT, DIALOGUE, SYSTEM, TOOL, USER, Probe, UnexpectedText
-from rlpipe.data.rows import UnusableRow
+from rlpipe.data.row import UnusableRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpipe.data.messages import assistant_turns
-from rlpipe.data.processor import Encoded
-from rlpipe.data.template import ChatTemplate, Span
+from rlpipe.data.render.messages import assistant_turns
+from rlpipe.data.render.processor import Encoded
+from rlpipe.data.render.template import ChatTemplate, Span
 from rlpipe.errors import DataError
 from rlpipe.types import BoolArray, ChatMessages, IntArray
 

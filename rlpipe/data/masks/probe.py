@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.data.masks.boundaries import RoleBoundary, find_turns
-from rlpipe.data.rows import UnusableRow
-from rlpipe.data.template import ChatTemplate
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.row import UnusableRow
 from rlpipe.types import ChatMessages
 
 WORDS = ("Kestrel", "Juniper", "Marigold", "Obsidian", "Tamarind")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rlpipe.configs.role_boundaries import OPTION, RoleMarkers, read_role_boundaries
-from rlpipe.configs.schema_data import DataConfig
+from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import RoleBoundary
 from rlpipe.data.masks.derivation import NotDerivable, derive_markers
 from rlpipe.data.masks.families import FAMILIES
@@ -15,8 +15,8 @@ from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
 from rlpipe.data.masks.markers import encode_markers
 from rlpipe.data.masks.media import media_token_ids
 from rlpipe.data.masks.probe import ASSISTANT, DIALOGUE, SYSTEM, TOOL, USER, WORDS, Probe
-from rlpipe.data.rows import UnusableRow
-from rlpipe.data.template import ChatTemplate
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 
-from rlpipe.data.images import thumbnail
-from rlpipe.data.views.pieces import Piece
-from rlpipe.data.views.rows import ShownRow
+from rlpipe.data.render.images import thumbnail
+from rlpipe.data.views.pieces import TextPiece
+from rlpipe.data.views.row_view import ShownRow
 
 IMAGE_SIDE = 192
 """Pixels of a shown image."""
@@ -50,7 +50,7 @@ def make_page(title: str, rows: Sequence[ShownRow], notes: Sequence[str], *, tra
     return "\n".join([*lines, "</body></html>\n"])
 
 
-def _span(piece: Piece) -> str:
+def _span(piece: TextPiece) -> str:
     classes = [name for name, on in (("trained", piece.is_trained), ("special", piece.is_special)) if on]
     name = f' class="{" ".join(classes)}"' if classes else ""
     repeats = "" if piece.repeats == 1 else f" ×{piece.repeats} "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rlpipe.data.images import image_size
+from rlpipe.data.render.images import image_size
 from rlpipe.types import BoolArray, Images, IntArray, PlacedImage
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PICTURES = CONTROLS | {ord("\n"): "⏎\n", ord("\t"): "⇥"}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Piece:
+class TextPiece:
     token_ids: tuple[int, ...]
     text: str
     is_trained: bool
@@ -45,7 +45,7 @@ class Piece:
 
 def split_row(
     token_ids: IntArray, trained: BoolArray, tokenizer: PreTrainedTokenizerBase, images: Images = ()
-) -> list[Piece]:
+) -> list[TextPiece]:
     """The pieces of ``token_ids`` ``[T]``, of which ``trained`` ``[T]`` count; joined, their texts are the row's.
 
     All tokens of an image are one piece, whose text is not theirs.
@@ -59,7 +59,7 @@ def split_row(
     pictures = {image.place: _picture(image, ids) for image in images}
     covered = {place for image in images for place in range(image.place, image.place + image.num_tokens)}
     pieces = [
-        Piece(
+        TextPiece(
             token_ids=tuple(ids[start:stop]),
             text=text,
             is_trained=bool(trained[start:stop].any()),
@@ -73,8 +73,8 @@ def split_row(
     return [*_join_repeats(pieces)]
 
 
-def _picture(image: PlacedImage, ids: Sequence[int]) -> Piece:
-    return Piece(
+def _picture(image: PlacedImage, ids: Sequence[int]) -> TextPiece:
+    return TextPiece(
         token_ids=tuple(ids[image.place : image.place + image.num_tokens]),
         text=f"<image {image_size(image.content)}>",
         is_trained=False,
@@ -100,7 +100,7 @@ def _split(
         before, start = start, stop
 
 
-def _join_repeats(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _join_repeats(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
     for piece, group in groupby(pieces):
         equal = [*group]
         if piece.image is None and piece.is_special and len(equal) > MAX_REPEATS:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, takewhile
 
-from rlpipe.data.order import Cursor
 from rlpipe.data.prompts import PromptSource, SequenceSource
-from rlpipe.data.row_source import RowPlace
+from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import RowPlace
 
 
 def first_rows(source: PromptSource | SequenceSource, num_rows: int) -> Iterator[RowPlace]:

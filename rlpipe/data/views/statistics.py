@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlpipe.data.prompts import PromptSource, SequenceSource
-from rlpipe.data.row_source import RowPlace
-from rlpipe.data.rows import UnusableRow
+from rlpipe.data.row import UnusableRow
+from rlpipe.data.sources.row_source import RowPlace
 from rlpipe.types import BoolArray, Images, Prompt, Rollout, RolloutStatus, TrainBatch
 
 NUM_BINS = 10

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from rlpipe.data.views.pieces import Piece
-from rlpipe.data.views.rows import ShownRow
+from rlpipe.data.views.pieces import TextPiece
+from rlpipe.data.views.row_view import ShownRow
 
 BRACKETS = (("⟦", "⟧"), ("⟪", "⟫"), ("⦃", "⦄"), ("<<<", ">>>"))
 """The first pair of which no row has either is taken."""
@@ -44,7 +44,7 @@ def _choose_brackets(rows: Sequence[ShownRow]) -> tuple[str, str]:
     return next(free, BRACKETS[0])
 
 
-def _bracket(pieces: Sequence[Piece], brackets: tuple[str, str]) -> str:
+def _bracket(pieces: Sequence[TextPiece], brackets: tuple[str, str]) -> str:
     texts = []
     for trained, group in groupby(pieces, lambda piece: piece.is_trained):
         text = "".join(map(_with_repeats, group))
@@ -52,10 +52,10 @@ def _bracket(pieces: Sequence[Piece], brackets: tuple[str, str]) -> str:
     return "".join(texts)
 
 
-def _colour(pieces: Sequence[Piece]) -> Text:
+def _colour(pieces: Sequence[TextPiece]) -> Text:
     styled = groupby(pieces, lambda piece: STYLES[piece.is_trained, piece.is_special])
     return Text.assemble(*(("".join(map(_with_repeats, group)), style) for style, group in styled))
 
 
-def _with_repeats(piece: Piece) -> str:
+def _with_repeats(piece: TextPiece) -> str:
     return piece.visible if piece.repeats == 1 else f"{piece.visible} ×{piece.repeats} "

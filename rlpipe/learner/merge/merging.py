@@ -15,15 +15,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rlpipe.configs.schema_model import ModelConfig
-from rlpipe.conversion import Unit, plan_units
-from rlpipe.data.tokenizer import load_tokenizer
+from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
-from rlpipe.folders import begin_folder, complete_folder, write_whole, writing_path
-from rlpipe.imports import describe_error
-from rlpipe.learner.merge.files import ModelFiles, data_bytes, open_files, write_file
-from rlpipe.learner.merge.gap import Gap, Texts, fill_up
-from rlpipe.learner.merge.patches import (
+from rlpipe.learner.merge.adapter_patches import (
     Patch,
     hollow_base,
     is_made_for,
@@ -32,10 +29,13 @@ from rlpipe.learner.merge.patches import (
     over_scaled,
     tensor_names,
 )
+from rlpipe.learner.merge.merge_error import Gap, Texts, fill_up
+from rlpipe.learner.merge.model_files import ModelFiles, data_bytes, open_files, write_file
 from rlpipe.learner.merge.streaming import Streamed
 from rlpipe.learner.policy import find_source
-from rlpipe.nf4 import nf4_parameters
-from rlpipe.training_record import read_record
+from rlpipe.models.adapter_metadata import read_record
+from rlpipe.models.hf_weight_map import WeightGroup, plan_units
+from rlpipe.models.nf4 import nf4_parameters
 
 PLAN = "merge.json"
 """In a folder that is being written: what is merged into what, so that only its own work is continued."""
@@ -135,7 +135,12 @@ def _draw_texts(gap: Gap, base: Path) -> Texts:
 
 
 def write_merged(
-    files: ModelFiles, units: Sequence[Unit], patches: Mapping[str, Patch], adapter: Path, output: Path, plan: str
+    files: ModelFiles,
+    units: Sequence[WeightGroup],
+    patches: Mapping[str, Patch],
+    adapter: Path,
+    output: Path,
+    plan: str,
 ) -> None:
     """``plan`` says what is merged into what; what was written of the same plan stays."""
     changed = _changed_units(units, files, patches)
@@ -153,7 +158,7 @@ def write_merged(
         ) from error
 
 
-def _changed_units(units: Sequence[Unit], files: ModelFiles, patches: Mapping[str, Patch]) -> list[Unit]:
+def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Mapping[str, Patch]) -> list[WeightGroup]:
     """Those with a patch; tries the conversion there and back on shapes alone."""
     outlines, left, changed = files.outlines(), set(patches), []
     for unit in units:
@@ -176,7 +181,7 @@ def _changed_units(units: Sequence[Unit], files: ModelFiles, patches: Mapping[st
 
 
 def _merge_file(
-    files: ModelFiles, names: Sequence[str], changed: Sequence[Unit], patches: Mapping[str, Patch]
+    files: ModelFiles, names: Sequence[str], changed: Sequence[WeightGroup], patches: Mapping[str, Patch]
 ) -> dict[str, Tensor]:
     tensors = files.read(names)
     for unit in changed:

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
-from rlpipe.conversion import Unit
-from rlpipe.learner.merge.files import ModelFiles
-from rlpipe.learner.merge.patches import Patch
+from rlpipe.learner.merge.adapter_patches import Patch
+from rlpipe.learner.merge.model_files import ModelFiles
+from rlpipe.models.hf_weight_map import WeightGroup
 
 
 class Streamed:
     """A hollow model, by the modules that it has before an adapter is put on it."""
 
-    def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[Unit]) -> None:
+    def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[WeightGroup]) -> None:
         self._files = files
         self._names = {module: name for name, module in model.named_modules() if _own(module)}
         outlines = files.outlines()

@@ -1,0 +1,193 @@
+"""The schema as a flat list of options, with their types and ranges in words, and the nearest name of a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from rlpipe.configs.schema.option import MISSING
+from rlpipe.configs.schema.root_config import Config
+
+SYNONYMS = {
+    "learning_rate": "learner.optimizer.lr",
+    "max_steps": "algorithm.num_steps",
+    "total_steps": "algorithm.num_steps",
+    "warmup_steps": "learner.schedule.warmup_steps",
+    "lr_scheduler_type": "learner.schedule.name",
+    "num_generations": "algorithm.group_size",
+    "n_samples_per_prompt": "algorithm.group_size",
+    "batch_size": "algorithm.groups_per_step",
+    "train_batch_size": "algorithm.groups_per_step",
+    "num_iterations": "algorithm.num_epochs_per_step",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "delta": "algorithm.loss.clip_delta",
+    "kl_coef": "algorithm.loss.beta",
+    "loss_type": "algorithm.loss.name",
+    "importance_sampling_level": "algorithm.loss.level",
+    "scale_rewards": "algorithm.advantage.scale",
+    "mask_truncated_completions": "algorithm.loss.mask_truncated",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_completion_length": "rollout.sampling.max_tokens",
+    "max_new_tokens": "rollout.sampling.max_tokens",
+    "model_name_or_path": "model.path",
+    "lora_r": "model.adapter.r",
+    "lora_alpha": "model.adapter.alpha",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "data.held_out.every_steps",
+    "output_dir": "output",
+    "train_on_input": "data.train_on_inputs",
+    "train_on_prompt": "data.train_on_inputs",
+    "mask_prompt": "data.roles_to_train",
+    "roles": "data.roles_to_train",
+    "assistant_only_loss": "data.roles_to_train",
+    "completion_only_loss": "data.roles_to_train",
+    "train_on_responses_only": "data.roles_to_train",
+    "train_on_eot": "data.train_on_eos",
+    "eot_tokens": "data.role_boundaries",
+    "instruction_template": "data.role_boundaries",
+    "response_template": "data.role_boundaries",
+    "template": "model.chat_template",
+    "chat_template_path": "model.chat_template",
+    "chat_template_jinja": "model.chat_template",
+    "custom_chat_template": "model.chat_template",
+    "tokenizer_chat_template": "model.chat_template",
+    "apply_chat_template": "data.chat",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "enable_thinking": "data.chat_template_kwargs",
+    "default_system": "data.system_prompt",
+    "default_system_message": "data.system_prompt",
+    "prompt_key": "data.prompt_column",
+    "input_key": "data.prompt_column",
+    "response_key": "data.completion_column",
+    "output_key": "data.completion_column",
+    "messages_key": "data.messages_column",
+    "field_messages": "data.messages_column",
+    "dataset_text_field": "data.text_column",
+    "reward_funcs": "scoring.rewards",
+    "async_level": "replay.max_staleness",
+    "in_flight_weight_updates": "weights.on_update",
+    "partial_rollout": "weights.on_update",
+}
+"""What other libraries call our options."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Option:
+    """One option; entries of a dictionary of sections stand under ``<name>``."""
+
+    name: str
+    """Dotted, from the root."""
+    hint: Any
+    default: Any
+    """``MISSING`` where it must be given."""
+    metadata: Mapping[str, Any]
+
+    @property
+    def pattern(self) -> str:
+        """The names that it covers, for ``fnmatch``."""
+        return self.name.replace("<name>", "*")
+
+    @property
+    def doc(self) -> str:
+        return str(self.metadata["doc"])
+
+    @property
+    def type(self) -> str:
+        return describe_type(self.hint)
+
+    @property
+    def allowed(self) -> str:
+        return describe_range(self.metadata)
+
+
+def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
+    """Every option of a section and of the sections in it, in the schema's order."""
+    hints = get_type_hints(section)
+    for entry in fields(section):
+        hint, name = hints[entry.name], prefix + entry.name
+        if is_section(hint):
+            yield from options(hint, f"{name}.")
+        elif (element := element_section(hint)) is not None:
+            yield from options(element, f"{name}.<name>.")
+        else:
+            default = entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
+            yield Option(name=name, hint=hint, default=default, metadata=entry.metadata)
+
+
+def is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def element_section(hint: Any) -> type | None:
+    """The section that the entries of a dictionary are, as in ``dict[str, RewardConfig]``, or None."""
+    arguments = get_args(hint)
+    if get_origin(hint) is dict and is_section(arguments[1]):
+        return arguments[1]  # type: ignore[no-any-return]
+    return None
+
+
+def describe_type(hint: Any) -> str:
+    """A type in words, as in "a list of numbers, or null"."""
+    if get_origin(hint) is UnionType:
+        return ", or ".join(describe_type(part) for part in get_args(hint))
+    if get_origin(hint) is list:
+        return "a list" if get_args(hint)[0] is Any else f"a list of {plural(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "a dictionary" if get_args(hint)[1] is Any else f"a dictionary of {plural(get_args(hint)[1])}"
+    words = {str: "a text", int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
+    return words.get(hint, "anything")
+
+
+def plural(hint: Any) -> str:
+    return describe_type(hint).split(maxsplit=1)[1] + "s"
+
+
+def describe_range(metadata: Mapping[str, Any]) -> str:
+    """The choices, or the range, in words; empty where anything of the type is allowed."""
+    if metadata["choices"] is not None:
+        return f"one of {', '.join(metadata['choices'])}"
+    bounds = {"minimum": "at least", "above": "above", "maximum": "at most"}
+    limits = [f"{words} {metadata[bound]:g}" for bound, words in bounds.items() if metadata[bound] is not None]
+    return " and ".join(limits)
+
+
+def describe_default(option: Option) -> str:
+    if option.default == MISSING:
+        return "required"
+    words = {None: "null", True: "true", False: "false", "": "''"}
+    return words[option.default] if option.default in (None, "") or option.hint is bool else f"{option.default}"
+
+
+@cache
+def all_names() -> tuple[str, ...]:
+    """The dotted names of all options and of the sections that hold them."""
+    names: dict[str, None] = {}
+    for option in options():
+        parts = option.name.split(".")
+        names |= dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return tuple(names)
+
+
+def nearest_name(wrong: str) -> str | None:
+    """The option or section that ``wrong`` was most likely meant to be.
+
+    In order: another library's name for it, the same last word elsewhere, a similar last word in the same section,
+    a similar whole name.
+    """
+    parent, _, word = wrong.rpartition(".")
+    if word in SYNONYMS:
+        return SYNONYMS[word]
+    twins = [name for name in all_names() if name.rpartition(".")[2] == word]
+    siblings = {name: name.rpartition(".")[2] for name in all_names() if name.rpartition(".")[0] == parent}
+    similar = difflib.get_close_matches(word, list(siblings.values()), n=1, cutoff=0.6)
+    if twins:
+        return difflib.get_close_matches(wrong, twins, n=1, cutoff=0)[0]
+    if similar:
+        return f"{parent}.{similar[0]}" if parent else similar[0]
+    return next(iter(difflib.get_close_matches(wrong, all_names(), n=1, cutoff=0.6)), None)

@@ -1,0 +1,124 @@
+"""Options of the learner: its ranks, optimizer, schedule and sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.option import Freezable, option
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Freezable):
+    name: str = option(
+        "adamw",
+        "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU where a GPU is full.",
+        choices=("adamw", "adamw_8bit", "paged_adamw_8bit"),
+    )
+    lr: float = option(1e-6, "Peak learning rate.", minimum=0)
+    betas: list[float] = option([0.9, 0.999], "Decay of the moments.")
+    eps: float = option(1e-8, "Added to the denominator.", above=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig(Freezable):
+    name: str = option("constant", "Shape after the warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
+    min_ratio: float = option(0.0, "Floor as a share of the peak.", minimum=0, maximum=1)
+
+
+@dataclass(kw_only=True)
+class FsdpConfig(Freezable):
+    wrap: Any = option(
+        "blocks", "What is gathered at one time: blocks (the model's layers), size, none, or the names of classes."
+    )
+    min_num_params: int = option(
+        100_000_000, "wrap=size: modules with at least so many parameters, whose children have fewer.", minimum=1
+    )
+    reshard_after_forward: bool = option(True, "Free a block's gathered parameters after its forward pass.")
+
+
+@dataclass(kw_only=True)
+class Zero3Config(Freezable):
+    offload_optimizer: bool = option(False, "Keep the optimizer's state on the CPU, and update there.")
+    offload_parameters: bool = option(False, "Keep the parameters on the CPU while no module needs them.")
+
+
+@dataclass(kw_only=True)
+class ChunkedConfig(Freezable):
+    """What is null is searched for."""
+
+    num_persistent: int | None = option(None, "First chunks that stay on the device.", minimum=0)
+    num_slots: int | None = option(None, "Chunks on the device beside those.", minimum=0)
+    num_swapped: int | None = option(None, "Layers whose activations go to the host and back.", minimum=0)
+    num_checkpointed: int | None = option(None, "Layers whose activations are computed again.", minimum=0)
+    num_offloaded: int | None = option(
+        None, "Layers whose activations stay, while their weights go and come back.", minimum=0
+    )
+    sharing: str = option(
+        "auto",
+        "Every rank has all chunks on its host, or a share of each; auto: what is faster, of what fits.",
+        choices=("auto", "replicated", "sharded"),
+    )
+    state_dtype: str = option(
+        "float32", "Type of trained weights, and moments, that the optimizer updates.", choices=("float32", "bfloat16")
+    )
+    gradient_dtype: str = option(
+        "float32", "Type in which an update's gradients are summed up.", choices=("float32", "bfloat16")
+    )
+    device_memory_gib: float | None = option(None, "Of the device; null: what is free there, less a tenth.", above=0)
+    host_memory_gib: float | None = option(
+        None, "Of the host, for each rank; null: its share of what is free, less a tenth.", above=0
+    )
+    chunk_mib: float | None = option(
+        None, "Size of a chunk; null: 32, 64, 128 or 256, what leaves least room unused.", above=0
+    )
+
+
+@dataclass(kw_only=True)
+class LearnerConfig(Freezable):
+    strategy: str = option(
+        "single",
+        "How the policy is spread over the ranks: not at all, by torch, or by DeepSpeed.",
+        choices=("single", "fsdp2", "zero3"),
+    )
+    offload: str = option(
+        "none",
+        "What does not fit on the device: nothing; all of it is kept on the CPU by FSDP2; or what must, in chunks.",
+        choices=("none", "policy", "chunked"),
+    )
+    num_ranks: int = option(1, "Learner processes.", minimum=1)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for a rank.", minimum=0, maximum=1)
+    resources: dict[str, float] = option({}, "Custom Ray resources of a rank.")
+    num_threads: int | None = option(
+        None,
+        "CPU threads of a rank; null: its whole CPUs, or its share of all where the host updates a GPU's weights.",
+        minimum=1,
+    )
+    max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1)
+    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at one time.", minimum=1)
+    max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    zero3: Zero3Config = field(default_factory=Zero3Config)
+    chunked: ChunkedConfig = field(default_factory=ChunkedConfig)
+    max_bad_steps: int = option(
+        3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
+    )
+    collective_timeout_s: float = option(
+        1800.0, "Seconds that ranks wait for each other, before the group begins again.", above=0
+    )
+    max_failures: int = option(
+        3, "Deaths of a rank without a new step in between, before the run stops; each restarts the group.", minimum=0
+    )
+
+
+def reentrant_checkpointing(model: ModelConfig, learner: LearnerConfig) -> bool:
+    """Whether gradient checkpointing takes torch's reentrant form."""
+    if model.reentrant_checkpointing is not None:
+        return model.reentrant_checkpointing
+    return learner.strategy == "zero3" or model.attention == "flex_attention"

@@ -1,0 +1,90 @@
+"""Options of the model and its adapter, and what follows from them for engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.configs.schema.option import MISSING, Freezable, option
+
+
+@dataclass(kw_only=True)
+class AdapterConfig(Freezable):
+    kind: str = option(
+        "lora",
+        "Train a LoRA adapter, one over a base in NF4 (QLoRA), or all weights.",
+        choices=("none", "lora", "qlora"),
+    )
+    path: str | None = option(None, "A PEFT adapter to start from.")
+    r: int = option(16, "Rank.", minimum=1)
+    alpha: float = option(32.0, "Scale; the update is alpha / r times B·A.", above=0)
+    dropout: float = option(0.0, "Dropout before A.", minimum=0, maximum=0.99)
+    target_modules: Any = option("all-linear", "Module names, a regex, or all-linear.")
+    target_parameters: list[str] = option([], "Names of parameters that are no linear layer's, such as experts'.")
+    modules_to_save: list[str] = option([], "Names of modules that are trained as a whole beside the adapter.")
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
+    use_dora: bool = option(False, "Train direction and magnitude of each weight apart (DoRA).")
+    merge: bool | None = option(
+        None, "Engines are given whole models with the adapter in them; null: only where they can't serve it as it is."
+    )
+
+
+@dataclass(kw_only=True)
+class WeightScaleRule(Freezable):
+    name_pattern: str = option(MISSING, "A regex; the parameters whose names it matches are a group.")
+    threshold: float = option(1.5, "Factor by which a standard deviation may leave the group's median.", above=1)
+    dry_run: bool = option(False, "Report only.")
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Freezable):
+    path: str = option(
+        MISSING, "A folder or a hub id of a transformers causal language model, or a GGUF file, which is dequantised."
+    )
+    revision: str | None = option(None, "Hub revision.")
+    tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
+    processor_kwargs: dict[str, Any] = option(
+        {}, "Further arguments of the processor's from_pretrained, such as min_pixels (models that take images)."
+    )
+    chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
+    dtype: str = option(
+        "auto",
+        "Type of weights and activations; auto: bfloat16 where learner and engines are faster in it, else float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    attention: str = option(
+        "sdpa",
+        "transformers' attention implementation.",
+        choices=("sdpa", "eager", "flex_attention", "flash_attention_2"),
+    )
+    images: bool = option(
+        False, "Load what takes images also where there is a class for text alone (Llama 3.2 Vision, Qwen3.5)."
+    )
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
+    reentrant_checkpointing: bool | None = option(
+        None, "The form of it; null: reentrant for learner.strategy=zero3 and flex_attention, else the other."
+    )
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    normalize_weight_scales: dict[str, WeightScaleRule] = field(default_factory=dict)
+    prepare: str | None = option(
+        None, "module:function, called with the config where model.path does not exist; it must make it."
+    )
+
+
+def serves_adapter(model: ModelConfig) -> bool:
+    """Whether engines serve the adapter beside the model of ``model.path``; else they are given whole models."""
+    adapter = model.adapter
+    merges = needs_merging(model) if adapter.merge is None else adapter.merge
+    return adapter.kind != "none" and not merges
+
+
+def needs_merging(model: ModelConfig) -> bool:
+    """Whether the adapter is more than vLLM serves, A and B of linear layers over the base as its files have it."""
+    adapter = model.adapter
+    return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or mends_weights(model))
+
+
+def mends_weights(model: ModelConfig) -> bool:
+    """Whether the base is not what its files have."""
+    return any(not rule.dry_run for rule in model.normalize_weight_scales.values())

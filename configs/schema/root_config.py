@@ -1,0 +1,127 @@
+"""Every option of a run: the tree of its sections, and the sections that are too small for a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.option import Freezable, option
+from rlpipe.configs.schema.rollout_config import RolloutConfig
+from rlpipe.configs.schema.scoring_config import ScoringConfig
+
+
+@dataclass(kw_only=True)
+class ReplayConfig(Freezable):
+    max_staleness: int = option(
+        0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0
+    )
+    streaming: bool = option(True, "Score each group as soon as it is generated; false: a whole step's at once.")
+    skip_zero_advantage: bool = option(True, "Leave out rollouts that have no gradient, as their advantage is 0.")
+    refill_attempts: int = option(
+        0, "Times that another prompt replaces a group whose rewards are all the same (DAPO); 0: never.", minimum=0
+    )
+    reuse_groups: int = option(
+        0, "Newest groups with differing rewards that are kept, to stand beside later ones without; 0: none.", minimum=0
+    )
+    reroll_after: float | None = option(
+        None, "Prompts of which no rollout earned anything come back after this share of the run.", above=0, maximum=1
+    )
+    reroll_below: float = option(0.0, "Rewards up to this are nothing earned.")
+    rerolls_per_step: int = option(1, "The most prompts that come back in a step.", minimum=1)
+
+
+@dataclass(kw_only=True)
+class LedgerConfig(Freezable):
+    folder: str | None = option(
+        None, "Folder on the replay actor's own disk, where output lies on a network file system; null: output."
+    )
+    keep_steps: int = option(
+        10, "Steps behind the newest checkpoint whose groups can still be read, with their tokens.", minimum=0
+    )
+
+
+@dataclass(kw_only=True)
+class WeightsConfig(Freezable):
+    transport: str = option(
+        "object_store",
+        "How weights reach the engines: through Ray's object store; whole models also by vLLM's transfer between GPUs.",
+        choices=("object_store", "nccl"),
+    )
+    on_update: str = option(
+        "wait",
+        "Running sequences finish on the version they began with, or go on with the new one (vllm).",
+        choices=("wait", "inflight"),
+    )
+    bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10)
+    timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Freezable):
+    every_steps: int = option(50, "Steps between checkpoints; 0: only at the end.", minimum=0)
+    keep: int = option(2, "Newest checkpoints that stay.", minimum=1)
+
+
+@dataclass(kw_only=True)
+class TrackingConfig(Freezable):
+    progress: str = option(
+        "auto", "Live display in a terminal, plain lines, or none.", choices=("auto", "live", "plain", "none")
+    )
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    ray_metrics: bool = option(True, "Export the metrics to Ray's dashboard and Prometheus.")
+    wandb: bool = option(False, "Log to Weights & Biases.")
+    wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
+    wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
+    log_completions: int = option(2, "Groups whose texts are kept of every step, in completions.jsonl.", minimum=0)
+
+
+@dataclass(kw_only=True)
+class ClusterConfig(Freezable):
+    address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
+    num_cpus: int | None = option(None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1)
+    preload: bool = option(
+        True, "Fork the processes of a local cluster from ones that have their imports done (Linux); a faster start."
+    )
+    log_to_driver: bool = option(False, "Print what the actors print, here too.")
+    schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
+    start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
+    step_timeout_s: float = option(3600.0, "Seconds a step may take.", above=0)
+    call_timeout_s: float = option(120.0, "Seconds that a replay or weights actor may take to answer.", above=0)
+    suspect_after_s: float = option(
+        30.0, "Seconds of silence after which an engine gets no more prompts; it answers every few seconds.", above=0
+    )
+    dead_after_s: float = option(120.0, "Seconds of silence after which an engine is replaced.", above=0)
+    max_engine_failures: int = option(
+        3, "Deaths of an engine without a finished group in between, before the run stops.", minimum=0
+    )
+    max_outage_s: float = option(
+        600.0, "Seconds without any engine that serves, before the run checkpoints and stops.", above=0
+    )
+
+
+@dataclass(kw_only=True)
+class Config(Freezable):
+    name: str = option("run", "Name of the run, on the dashboard and in the trackers.")
+    output: str = option("outputs/${name}", "Folder of the run.")
+    seed: int = option(0, "Seed of everything that is drawn.", minimum=0)
+    resume: str = option("auto", "auto goes on from the newest checkpoint in output; never; or a checkpoint's path.")
+    resume_changes: str = option(
+        "refuse",
+        "What happens where a resumed run has other options that change training.",
+        choices=("refuse", "allow"),
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

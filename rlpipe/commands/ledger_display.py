@@ -1,0 +1,301 @@
+"""Shows people what is in a run's ledger, in the terminal or as JSON, also while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.messages import content_text
+from rlpipe.errors import DataError, ModelError
+from rlpipe.replay.ledger.location import find_ledger, reading
+from rlpipe.replay.ledger.query import (
+    Feed,
+    GroupFilter,
+    GroupRow,
+    Row,
+    StepRow,
+    find_groups,
+    find_steps,
+    has_ended,
+    to_tree,
+)
+from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
+from rlpipe.tracking.table import (
+    Column,
+    one_line,
+    print_table,
+    printable,
+    show_count,
+    show_number,
+    show_start,
+    show_time,
+)
+from rlpipe.types import ChatMessages, Rollout, RolloutGroup
+
+POLL_S = 0.5
+PATIENCE = 4
+"""Looks in a row that fail before it is said: a ledger that gives way to a copy is away for a moment."""
+Subject = Literal["groups", "steps", "events"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Question:
+    """What is to be shown of a ledger."""
+
+    subjects: tuple[Subject, ...] = ("groups",)
+    wanted: GroupFilter = field(default_factory=GroupFilter)
+    sort: str = "id"
+    ascending: bool = False
+    limit: int | None = None
+
+
+def inspect(run: Path, question: Question, *, as_json: bool = False) -> None:
+    """Prints what a question asks for, the newest first; raises ``DataError`` if there is no ledger."""
+    with reading(find_ledger(run)) as ledger:
+        for subject in question.subjects:
+            rows = _find(ledger, subject, question)
+            if as_json:
+                _print_json(rows)
+            else:
+                print_table(COLUMNS[subject], rows, sys.stdout)
+
+
+def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
+    """Prints the newest ``limit`` of each subject, and then what comes, until the run has ended.
+
+    Goes on while the writer is dead, and where a copy takes the ledger's place.
+    """
+    path, feed, failures = find_ledger(run), Feed(question.wanted), 0
+    show = _print_json if as_json else _print_lines
+    with _identified(path) as (ledger, file):
+        for subject in question.subjects if question.limit else ():
+            show(_find(ledger, subject, question)[::-1])
+        feed.look(ledger, file)
+        ended = has_ended(ledger)
+    while not ended:
+        time.sleep(POLL_S)
+        try:
+            with _identified(path) as (ledger, file):
+                rows, ended = feed.look(ledger, file), has_ended(ledger)
+        except (OSError, DataError) as error:
+            failures += 1
+            if failures == PATIENCE:
+                print(f"rlpipe: waiting for the ledger: {error}", file=sys.stderr)
+        else:
+            failures = 0
+            show([row for row in rows if SUBJECTS[type(row)] in question.subjects])
+
+
+@contextmanager
+def _identified(path: Path) -> Iterator[tuple[Ledger, tuple[int, int]]]:
+    """The ledger, and what tells it from others; raises ``DataError`` if another one takes its place just now."""
+    before = path.stat()
+    with reading(path) as ledger:
+        after = path.stat()
+        if not os.path.samestat(before, after):
+            raise DataError(f"{path} is replaced at this moment: try again")
+        yield ledger, (after.st_dev, after.st_ino)
+
+
+def _find(ledger: Ledger, subject: Subject, question: Question) -> Sequence[Row]:
+    wanted, limit = question.wanted, question.limit
+    if subject == "groups":
+        return find_groups(ledger, wanted, sort=question.sort, ascending=question.ascending, limit=limit)
+    if subject == "steps":
+        return find_steps(ledger, first=wanted.first_step or 0, last=wanted.last_step, limit=limit)[::-1]
+    return ledger.events()[::-1][:limit]
+
+
+def _print_json(rows: Sequence[Row]) -> None:
+    for row in rows:
+        print(json.dumps(to_tree(row), ensure_ascii=False), flush=True)
+
+
+def _print_lines(rows: Sequence[Row]) -> None:
+    for row in rows:
+        print(one_line(COLUMNS[SUBJECTS[type(row)]], row), flush=True)
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _prompt_cell(group: GroupRow) -> str:
+    if group.prompt is None:
+        return "(dropped)" if group.is_dropped else ""
+    return show_start(_last_turn(group.prompt))
+
+
+def _last_turn(prompt: str | ChatMessages) -> str:
+    return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content")) if prompt else ""
+
+
+def _metric(name: str, key: str, show: Callable[[float | None], str | None] = show_number) -> Column:
+    def cell(step: StepRow) -> str | None:
+        value = step.metrics.get(key)
+        return show(value) if value is None or math.isfinite(value) else str(value)
+
+    return Column(name, cell)
+
+
+COLUMNS: dict[Subject, tuple[Column, ...]] = {
+    "groups": (
+        Column("group", lambda group: str(group.group_id)),
+        Column("step", lambda group: show_count(group.step)),
+        Column("state", lambda group: group.state, is_text=True),
+        Column("prompt", _prompt_cell, is_text=True),
+        Column("reward", lambda group: show_number(group.reward)),
+        Column("std", lambda group: show_number(group.reward_std)),
+        Column("best", lambda group: show_number(group.best_reward)),
+        Column("staleness", lambda group: show_count(group.staleness)),
+        Column("tokens", lambda group: show_count(group.num_tokens)),
+        Column("engine", lambda group: group.engine, is_text=True),
+        Column("generate s", lambda group: show_number(group.generate_s)),
+        Column("score s", lambda group: show_number(group.score_s)),
+        Column("reason", lambda group: printable(group.reason) if group.reason else None, is_text=True),
+    ),
+    "steps": (
+        Column("step", lambda step: str(step.step)),
+        Column("ended", lambda step: show_time(step.ended_at), is_text=True),
+        Column("times", lambda step: "compared" if step.last else str(step.times)),
+        _metric("reward", "reward"),
+        _metric("std", "reward_std"),
+        _metric("loss", "loss"),
+        _metric("length", "completions/mean_length"),
+        _metric("staleness", "staleness/max", show_count),
+        _metric("tokens", "num_tokens", show_count),
+        _metric("train s", "time/train"),
+        _metric("wait s", "time/wait"),
+    ),
+    "events": (
+        Column("event", lambda event: str(event.number)),
+        Column("time", lambda event: show_time(event.time), is_text=True),
+        Column("kind", lambda event: event.kind, is_text=True),
+        Column("subject", lambda event: event.subject, is_text=True),
+        Column("message", lambda event: printable(event.message), is_text=True),
+    ),
+}
+SUBJECTS: dict[type, Subject] = {GroupRow: "groups", StepRow: "steps", LedgerEvent: "events"}
+
+
+# One group ------------------------------------------------------------------------------------------------------------
+
+
+def inspect_group(run: Path, group_id: int, *, as_json: bool = False) -> None:
+    """Prints one group whole; raises ``DataError`` if the ledger does not know it."""
+    with reading(find_ledger(run)) as ledger:
+        found = find_groups(ledger, GroupFilter(group_id=group_id))
+        if not found:
+            raise DataError(f"{ledger.path} has no group {group_id}; its groups are 0 to {ledger.next_group_id() - 1}")
+        groups = list(ledger.load([group_id]))
+        config = ledger.get("config")
+    texts, problem = _decode(groups, config)
+    if as_json:
+        rollouts = [_rollout_tree(*pair) for group in groups for pair in zip(group, texts, strict=True)]
+        print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
+    else:
+        print("\n".join(_describe(found[0], groups, texts, problem)))
+
+
+def _decode(groups: Sequence[RolloutGroup], config: Any) -> tuple[list[str | None], str | None]:
+    """The completions as text, or None for each, and why."""
+    completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
+    if not completions or config is None:
+        return [None] * len(completions), None
+    from rlpipe.data.render.tokenizer import load_tokenizer
+
+    names = ("path", "tokenizer", "revision", "trust_remote_code")
+    try:
+        tokenizer = load_tokenizer(ModelConfig(**{name: config["model"][name] for name in names}))
+    except ModelError as error:
+        return [None] * len(completions), str(error)
+    return [*tokenizer.batch_decode(completions, skip_special_tokens=True)], None
+
+
+def _versions(rollout: Rollout) -> dict[int, int]:
+    """Drawn tokens by the policy version that drew them."""
+    versions, counts = np.unique(rollout.policy_versions[rollout.loss_mask], return_counts=True)
+    return dict(zip(versions.tolist(), counts.tolist(), strict=True))
+
+
+def _advantage(rollout: Rollout) -> float | None:
+    if rollout.advantages is None or not len(rollout.advantages):
+        return None
+    value = float(rollout.advantages[-1])
+    return value if math.isfinite(value) else None
+
+
+def _rollout_tree(rollout: Rollout, text: str | None) -> dict[str, Any]:
+    return {
+        "sample_index": rollout.sample_index,
+        "completion": text,
+        "completion_ids": rollout.completion_ids.tolist(),
+        "rewards": rollout.rewards,
+        "reward": rollout.reward,
+        "advantage": _advantage(rollout),
+        "versions": _versions(rollout),
+        "status": rollout.status.value,
+        "finish_reason": rollout.finish_reason,
+    }
+
+
+def _describe(
+    row: GroupRow, groups: Sequence[RolloutGroup], texts: Sequence[str | None], problem: str | None
+) -> Iterator[str]:
+    yield one_line(COLUMNS["groups"], row)
+    yield (
+        f"epoch {row.epoch}, position {row.position}, prompt {row.prompt_id}; admitted with version {row.version}"
+        + (f", attempt {row.attempt}" if row.attempt else "")
+        + (f", put back {row.reroll} times" if row.reroll else "")
+        + (f"; again in step {row.replayed_in}" if row.replayed_in is not None else "")
+    )
+    times = {"admitted": row.admitted_at, "generated": row.generated_at, "scored": row.scored_at}
+    times |= {"assigned": row.assigned_at, "trained": row.trained_at}
+    yield ", ".join(f"{name} {show_time(moment)}" for name, moment in times.items() if moment is not None)
+    if not groups:
+        yield _why_no_tokens(row)
+        return
+    for name, value in groups[0].logged.items():
+        yield f"{name} {value:.6g}"
+    yield from _describe_prompt(groups[0].prompt.prompt)
+    if problem is not None:
+        yield f"\nits completions are shown as token ids: {problem}"
+    for rollout, text in zip(groups[0], texts, strict=True):
+        yield f"\nrollout {rollout.sample_index}: {_outcome(rollout)}"
+        yield str(rollout.completion_ids.tolist()) if text is None else printable(text)
+
+
+def _why_no_tokens(row: GroupRow) -> str:
+    if row.state == "DISCARDED":
+        return "the tokens of discarded groups are not kept"
+    return "its tokens are dropped (ledger.keep_steps)" if row.is_dropped else "it has no tokens yet"
+
+
+def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:
+    if isinstance(prompt, str):
+        yield f"\nprompt\n{printable(prompt)}"
+        return
+    for message in prompt:
+        yield f"\n{message.get('role')}\n{printable(content_text(message.get('content')))}"
+
+
+def _outcome(rollout: Rollout) -> str:
+    rewards = ", ".join(f"{name} {show_number(value) or 'none'}" for name, value in rollout.rewards.items())
+    versions = ", ".join(f"{count} tokens of version {version}" for version, count in _versions(rollout).items())
+    parts = [
+        f"reward {show_number(rollout.reward) or 'none'}" + (f" ({rewards})" if rewards else ""),
+        f"advantage {show_number(_advantage(rollout)) or 'none'}",
+        versions or "no tokens",
+        f"{rollout.status.value} ({rollout.finish_reason})",
+    ]
+    return "; ".join(parts)

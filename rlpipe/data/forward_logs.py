@@ -1,0 +1,54 @@
+"""Hands on what is said of rows while they are opened and rendered, for a run's user, who does not see every log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+MASKS = "rlpipe.data.masks"
+SPOKEN = (MASKS, "rlpipe.data.cache")
+"""Loggers whose lines at level INFO are for users, too."""
+
+
+class _Relay(logging.Handler):
+    """Each message once."""
+
+    def __init__(self, tell: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._tell, self._told = tell, set[str]()
+        self.addFilter(lambda record: accepts(record.levelno))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self._told:
+            self._told.add(message)
+            self._tell(message)
+
+
+@contextmanager
+def told(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] = SPOKEN) -> Iterator[None]:
+    """Calls ``tell`` with the ``spoken`` loggers' lines at level INFO, and with ``warnings`` of all that read rows."""
+    relays = [(name, _Relay(tell, lambda level: level == logging.INFO)) for name in spoken]
+    if warnings:
+        relays.append(("rlpipe.data", _Relay(tell, lambda level: level >= logging.WARNING)))
+    levels = {name: logging.getLogger(name).level for name in spoken}
+    for name in spoken:
+        logging.getLogger(name).setLevel(logging.INFO)
+    for name, relay in relays:
+        logging.getLogger(name).addHandler(relay)
+    try:
+        yield
+    finally:
+        for name, relay in relays:
+            logging.getLogger(name).removeHandler(relay)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def mask_notes() -> Iterator[list[str]]:
+    """What is said meanwhile of how the loss mask is made."""
+    notes: list[str] = []
+    with told(notes.append, warnings=False, spoken=[MASKS]):
+        yield notes

@@ -1,0 +1,240 @@
+"""Opens the rows of a data config, and holds some of them out of training.
+
+A source's rows are rendered by one set of renderers, whether they are trained or held out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlpipe.configs.data_sources import MixedSource, all_sources
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.cache.cache_key import Rendering
+from rlpipe.data.cache.cached_rows import find_prepared
+from rlpipe.data.row import AnyRows, CheckColumns, Row, RowLocation, Rows, SkipKind, UnusableRow
+from rlpipe.data.sources.mixed_rows import (
+    named_errors,
+    open_held_out_source,
+    open_source_rows,
+    open_source_stream,
+    with_own_images,
+)
+from rlpipe.data.sources.mixture import Mixture
+from rlpipe.data.sources.open_rows import held_out_data
+from rlpipe.data.sources.order import Order, PermutedOrder
+from rlpipe.data.sources.row_source import Part, Render, RowSource
+from rlpipe.data.sources.stream import BlockOrder, StreamRows
+from rlpipe.errors import DataError
+from rlpipe.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
+KeepOut = Callable[[Prompt], None]
+"""Raises ``UnusableRow`` if the prompt is a held-out one."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Renderers(Generic[Item]):
+    """How the rows of one source are rendered."""
+
+    check: CheckColumns
+    prompt: Render[Prompt]
+    trained: Callable[[Row, RowLocation, KeepOut | None], Item]
+    """What is trained of a row, whose prompt is first shown to ``KeepOut``, if there is one."""
+
+    def keeping_out(self, keep_out: KeepOut | None) -> Render[Item]:
+        return lambda row, place: self.trained(row, place, keep_out)
+
+
+class Split(Generic[Item]):
+    """The rows of a data config, and its held-out ones.
+
+    If it is ``tried``, data of which no row can be used fails at once.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        rendering: Rendering,
+        renderers_of: Callable[[DataConfig], Renderers[Item]],
+        seed: int,
+        *,
+        tried: bool,
+    ) -> None:
+        self._seed = seed
+        self._tried = tried
+        self._sources = [
+            _Source.open(source, number, seed, renderers_of(source.data), rendering)
+            for number, source in enumerate(all_sources(data))
+        ]
+        self._held: list[tuple[_Source[Item], list[int]]] = []
+        """Held-out rows by source."""
+        self.held_out: list[Prompt] = []
+        if data.held_out.path is not None or data.held_out.split is not None:
+            held = _Source.open_held_out(data, renderers_of(with_own_images(data)), rendering, seed)
+            self._hold_out(held, held.indices.tolist(), len(held.indices))
+        elif data.held_out.size:
+            self._split_off(data.held_out.size)
+        self._keys = {_key(prompt) for prompt in self.held_out}
+
+    def source(self) -> RowSource[Item]:
+        """The training rows."""
+        keep_out = self._keep_out if self.held_out else None
+        source = RowSource([one.part(one.renderers.keeping_out(keep_out), self._seed) for one in self._sources])
+        if self._tried:
+            source.examples()
+        return source
+
+    def render_held_out(self) -> list[Item]:
+        """The held-out rows, rendered as those that are trained."""
+        return [
+            item
+            for source, rows in self._held
+            for item, _ in self._read(source, rows, len(rows), source.renderers.keeping_out(None))
+        ]
+
+    def _keep_out(self, prompt: Prompt) -> None:
+        if _key(prompt) in self._keys:
+            raise UnusableRow("its prompt is held out for evaluation", SkipKind.HELD_OUT)
+
+    def _split_off(self, size: int) -> None:
+        """Of several sources, as many rows of each as the first ``size`` places of the mix have."""
+        shares = Mixture([source.weight for source in self._sources]).counts(size)
+        for source, share in zip(self._sources, shares, strict=True):
+            order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices).tolist()
+            # Its other rows stay in the training source, which tells about them.
+            rows = self._hold_out(source, order, share, level=logging.INFO) if share else []
+            source.indices = np.setdiff1d(source.indices, rows)
+            source.num_split_off = len(rows)
+            if (rows or self._tried) and (len(rows) < share or not len(source.indices)):
+                wanted = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
+                usable = f"of whose {len(order)} rows {len(rows)} can be held out"
+                fix = "set it lower" if source.name else f"set it below {len(rows)}"
+                raise DataError(
+                    f"data.held_out.size: {wanted} are to come from {source.rows.name}, {usable}; {fix}, so that some "
+                    "are left to train on"
+                )
+
+    def _hold_out(
+        self, source: _Source[Item], order: Iterable[int], count: int, *, level: int = logging.WARNING
+    ) -> list[int]:
+        found = self._read(source, order, count, source.renderers.prompt, level)
+        rows = [row for _, row in found]
+        self._held.append((source, rows))
+        self.held_out += [prompt for prompt, _ in found]
+        return rows
+
+    def _read(
+        self,
+        source: _Source[Item],
+        order: Iterable[int],
+        count: int,
+        render: Render[Found],
+        level: int = logging.WARNING,
+    ) -> list[tuple[Found, int]]:
+        """The first ``count`` rows of ``order`` that can be rendered, with their numbers; the others are logged."""
+        found: list[tuple[Found, int]] = []
+        part, reason = source.part(render, 0), ""
+        for row in order:
+            location = source.rows.location(row)
+            try:
+                found.append((part.read(row, RowLocation(row=row, epoch=0, location=location)), row))
+            except UnusableRow as problem:
+                reason = reason or f"{location} because {problem.reason}"
+                logger.log(level, "%s can't be held out: %s", location, problem.reason)
+            if len(found) == count:
+                break
+        if not found and self._tried:
+            raise DataError(f"data.held_out: none of the rows of {source.rows.name} can be held out, {reason}")
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class _Source(Generic[Item]):
+    """The rows of a config, or of one of the sources of a mix."""
+
+    name: str
+    """Empty where there is no mix."""
+    weight: float
+    data: DataConfig
+    renderers: Renderers[Item]
+    rows: AnyRows
+    has: Callable[[int], bool]
+    """Whether there is a row of this number."""
+    indices: NDArray[np.int64]
+    """Of the rows that are trained on, unless they are a stream's."""
+    stream: StreamRows | None = None
+    number: int = 0
+    num_split_off: int = 0
+    """Rows that ``data.held_out.size`` took out of ``indices``."""
+
+    @classmethod
+    def open(
+        cls, source: MixedSource, number: int, seed: int, renderers: Renderers[Item], rendering: Rendering
+    ) -> _Source[Item]:
+        data, tokenizer, check = source.data, rendering.tokenizer, renderers.check
+        make = partial(cls, name=source.name, weight=source.weight, data=data, renderers=renderers, number=number)
+        with named_errors(source):
+            if data.streaming:
+                stream, streamed = open_source_stream(source, tokenizer, check=check)
+                return make(rows=streamed, has=stream.has, indices=np.arange(0), stream=stream)
+            prepared = find_prepared(data, data, rendering, name=source.name, seed=seed)
+            rows = prepared or open_source_rows(source, tokenizer, seed=seed, check=check)
+            return make(rows=rows, has=_reaches(rows), indices=np.arange(len(rows)))
+
+    @classmethod
+    def open_held_out(
+        cls, data: DataConfig, renderers: Renderers[Item], rendering: Rendering, seed: int
+    ) -> _Source[Item]:
+        own = with_own_images(data)
+        prepared = find_prepared(own, held_out_data(data), rendering, name="", seed=seed)
+        rows = prepared or open_held_out_source(data, rendering.tokenizer, check=renderers.check)
+        return cls(
+            name="",
+            weight=1.0,
+            data=own,
+            renderers=renderers,
+            rows=rows,
+            has=_reaches(rows),
+            indices=np.arange(len(rows)),
+        )
+
+    def seeds(self, seed: int) -> list[int]:
+        """Another order for each source of a mix, so that parallel ones do not go hand in hand."""
+        return [seed, self.number] if self.name else [seed]
+
+    def part(self, render: Render[Found], seed: int) -> Part[Found]:
+        order = self._order(seed)
+        return Part(
+            rows=self.rows,
+            order=order,
+            render=render,
+            has=self.has,
+            name=self.name,
+            weight=self.weight,
+            num_split_off=self.num_split_off,
+        )
+
+    def _order(self, seed: int) -> Order:
+        seeds, shuffle = self.seeds(seed), self.data.shuffle
+        if self.stream is not None:
+            return BlockOrder(self.stream, seeds=seeds, shuffle=shuffle)
+        return PermutedOrder(self.rows.name, self.indices, seeds=seeds, shuffle=shuffle)
+
+
+def _reaches(rows: Rows) -> Callable[[int], bool]:
+    return lambda row: row < len(rows)
+
+
+def _key(prompt: Prompt) -> tuple[bytes, ...]:
+    return (prompt.token_ids.tobytes(), *(image.content for image in prompt.images))

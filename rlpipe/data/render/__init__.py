@@ -1,0 +1,1 @@
+"""Rows to tokens: chat templates, tokenizers, images, and the formats of other libraries."""

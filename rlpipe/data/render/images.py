@@ -1,0 +1,234 @@
+"""Takes the images out of a row's messages and its column of images, as encoded bytes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from rlpipe.common.imports import describe_error
+from rlpipe.data.row import UnusableRow
+from rlpipe.types import ChatMessages
+
+TEXT, IMAGE = "text", "image"
+MARK = "<image>"
+"""Where an image of the column stands within a text, as LLaVA's rows have it."""
+IMAGE_TYPES = {IMAGE, "image_url"}
+IMAGE_KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
+"""Of a part that has its own image; the first of these counts, as beside bytes a path only says where they are from."""
+PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
+
+FileState = dict[str, Any]
+_files: ContextVar[dict[str, FileState] | None] = ContextVar("files", default=None)
+
+
+@contextmanager
+def noted_files() -> Iterator[dict[str, FileState]]:
+    """The files that images are looked for in meanwhile, by path, each as it was before it was read."""
+    files: dict[str, FileState] = {}
+    token = _files.set(files)
+    try:
+        yield files
+    finally:
+        _files.reset(token)
+
+
+def file_state(path: str) -> FileState:
+    """What tells that a file has changed; both numbers are -1 where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return {"path": path, "size": -1, "changed": -1}
+    return {"path": path, "size": found.st_size, "changed": found.st_mtime_ns}
+
+
+def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[ChatMessages, list[bytes]]:
+    """``chat_messages`` with a bare ``{"type": "image"}`` for each image, and the images in that order.
+
+    A part without an image of its own, or ``<image>`` within a text, stands for the next one of the ``column``, which
+    holds one image or a list. Where neither is in the messages, the column's stand before the first text of the user.
+    Raises ``UnusableRow`` if images are missing or left over, or if one can't be read; relative paths begin at
+    ``folder``.
+    """
+    given = _as_list(column)
+    if not given and not any(isinstance(message.get("content"), list) for message in messages):
+        return messages, []
+    spread = [_with_parts(message, has_marks=bool(given)) for message in messages]
+    if given and not any(_is_image(part) for message in spread for part in _parts(message)):
+        spread = _led_by(spread, len(given))
+    waiting = iter(given)
+    found: list[bytes] = []
+    for message in spread:
+        for part in _parts(message):
+            if _is_image(part):
+                own = _own_image(part)
+                found.append(read_image(next(waiting, None) if own is None else own, folder, len(found) + 1))
+    if left := len(list(waiting)):
+        raise UnusableRow(f"it has {len(given)} images, of which {left} have no place in its messages")
+    return [_bare(message) for message in spread], found
+
+
+def count_images(messages: ChatMessages) -> int:
+    return sum(_is_image(part) for message in messages for part in _parts(message))
+
+
+def read_image(value: Any, folder: Path, number: int) -> bytes:
+    """The encoded image of a path, bytes, a ``data:`` address, an image of PIL, or a dict with bytes or a path.
+
+    Raises ``UnusableRow`` if it is none of these or can't be read.
+    """
+    if value is None:
+        raise UnusableRow(f"there is no image {number} for its messages")
+    try:
+        content = _read(value, folder)
+        image_size(content)
+        return content
+    except (OSError, ValueError) as error:
+        raise UnusableRow(f"image {number} can't be read ({describe_error(error)})") from None
+
+
+def open_image(content: bytes) -> Any:
+    """PIL's image, in RGB and upright; raises ``OSError`` or ``ValueError`` if it is none that can be read."""
+    from PIL import ImageOps
+
+    with _opened(content) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def image_size(content: bytes) -> str:
+    """Its width and height in pixels, such as ``640x480``, as it is stored. Raises as ``open_image``."""
+    with _opened(content) as image:
+        return f"{image.width}x{image.height}"
+
+
+def thumbnail(content: bytes, side: int) -> bytes:
+    """The image as PNG, at most ``side`` pixels high and wide."""
+    image = open_image(content)
+    image.thumbnail((side, side))
+    return as_png(image)
+
+
+def as_png(image: Any) -> bytes:
+    """An image of PIL, encoded."""
+    buffer = io.BytesIO()
+    (image if image.mode in PNG_MODES else image.convert("RGB")).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@contextmanager
+def _opened(content: bytes) -> Iterator[Any]:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            yield image
+    except UnidentifiedImageError:
+        raise ValueError("it is in no format of images that PIL knows") from None
+    except (Image.DecompressionBombError, SyntaxError, EOFError, struct.error) as error:
+        raise ValueError(str(error)) from None
+
+
+def _read(value: Any, folder: Path) -> bytes:
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        inner = _own_image(value)
+        if inner is None:
+            raise ValueError(f"no bytes and no path in {dict(value)!r:.80}")
+        return _read(inner, folder)
+    if isinstance(value, str | Path):
+        return _read_address(str(value), folder)
+    if hasattr(value, "save"):
+        return as_png(value)
+    raise ValueError(f"{type(value).__name__} is no image, path or bytes")
+
+
+def _read_address(address: str, folder: Path) -> bytes:
+    scheme, _, encoded = address.partition(",")
+    if scheme.startswith("data:"):
+        try:
+            return base64.b64decode(encoded, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"its data address is not base64: {error}") from None
+    if address.startswith(("http://", "https://")):
+        raise ValueError(f"{address:.80} is on the net: download the images, and give their paths")
+    if address.startswith("file://"):
+        address = unquote(urlsplit(address).path)
+    file = folder / Path(address).expanduser()
+    if (noted := _files.get()) is not None:
+        noted.setdefault(str(file), file_state(str(file)))
+    return file.read_bytes()
+
+
+def _as_list(column: Any) -> list[Any]:
+    if column is None:
+        return []
+    return list(column) if isinstance(column, list | tuple) else [column]
+
+
+def _with_parts(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:
+    """The message with marks, if these are meant, as parts."""
+    content = message.get("content")
+    if isinstance(content, str) and has_marks and MARK in content:
+        return {**message, "content": list(_split(content))}
+    if isinstance(content, list):
+        return {**message, "content": [part for given in content for part in _checked(given, has_marks)]}
+    return dict(message)
+
+
+def _split(text: str) -> Iterator[dict[str, Any]]:
+    for index, piece in enumerate(text.split(MARK)):
+        if index:
+            yield {"type": IMAGE}
+        if piece:
+            yield {"type": TEXT, TEXT: piece}
+
+
+def _checked(part: Mapping[str, Any], has_marks: bool) -> Iterator[Mapping[str, Any]]:
+    if part["type"] == TEXT:
+        yield from _split(part[TEXT]) if has_marks and MARK in part[TEXT] else [part]
+    elif part["type"] in IMAGE_TYPES:
+        yield part
+    else:
+        raise UnusableRow(f"a part of a message is of the type {part['type']!r:.40}; texts and images can be rendered")
+
+
+def _led_by(messages: ChatMessages, count: int) -> ChatMessages:
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise UnusableRow("it has images, but no message of the user that they could stand in")
+    user = messages[first]
+    content = user["content"]
+    parts = list(content) if isinstance(content, list) else [{"type": TEXT, TEXT: content}]
+    led = {**user, "content": [*({"type": IMAGE} for _ in range(count)), *parts]}
+    return [*messages[:first], led, *messages[first + 1 :]]
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") in IMAGE_TYPES
+
+
+def _own_image(part: Mapping[str, Any]) -> Any:
+    key = next((key for key in IMAGE_KEYS if part.get(key) is not None), None)
+    if key is None:
+        return None
+    return f"data:image;base64,{part[key]}" if key == "base64" else part[key]
+
+
+def _bare(message: dict[str, Any]) -> dict[str, Any]:
+    if not _parts(message):
+        return message
+    return {**message, "content": [{"type": IMAGE} if _is_image(part) else part for part in _parts(message)]}

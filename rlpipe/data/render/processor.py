@@ -1,0 +1,306 @@
+"""A model's processor: the tokens that stand for images, and the pixels that the model takes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlpipe.common.atomic_io import python_files
+from rlpipe.common.hub import hub_has
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.images import as_png, open_image
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.row import UnusableRow
+from rlpipe.errors import ModelError
+from rlpipe.models.known_configs import read_known_config
+from rlpipe.types import Images, IntArray, PlacedImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOR_LOADING = {"use_fast", "backend", "subfolder", "token", "cache_dir"}
+"""What every ``from_pretrained`` of a processor takes."""
+TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
+"""What processors make of the text, which is not that of the caller here."""
+
+READS_BOTH_WAYS = {"paligemma"}
+"""Models that see all of a prompt from each of its tokens."""
+
+PROCESSOR_FILES = {"processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
+OTHER_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+"""Files of the model that the processor is read from as well."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Encoded:
+    """A rendered text as tokens."""
+
+    token_ids: IntArray  # [T]
+    folded_ids: IntArray | None = None  # [F]
+    """With a single placeholder for each image; None without images."""
+    images: Images = ()
+    offsets: IntArray | None = None  # [T, 2]
+    """Where in the text each token begins and ends, if that is known."""
+
+
+class ImageProcessor:
+    """transformers' processor of a model, which is loaded when the first image comes."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+
+    def encode(self, text: str, images: Sequence[bytes]) -> Encoded:
+        """A rendered text with one placeholder for each of at least one image.
+
+        Raises ``ModelError`` if the model has no processor, and ``UnusableRow`` if that can't take these images.
+        """
+        processor = self.hf_processor
+        try:
+            made = processor(
+                text=[text],
+                images=[[open_image(image) for image in images]],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+            )
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise UnusableRow(f"the model's processor can't take its images ({describe_error(error)})") from error
+        token_ids = np.array(made["input_ids"][0], np.int32)
+        offsets = np.array(made.get("offset_mapping", [[]])[0]).reshape(-1, 2)  # in the text with images' tokens
+        spans = _find_spans(type(processor).__name__, made, offsets, token_ids, self._image_id)
+        if len(spans) != len(images):
+            raise UnusableRow(f"the chat template has {len(spans)} placeholders for its {len(images)} images")
+        return Encoded(
+            token_ids=token_ids,
+            folded_ids=np.array(processor.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32),
+            images=tuple(
+                PlacedImage(place=start, num_tokens=stop - start, content=image)
+                for (start, stop), image in zip(spans, images, strict=True)
+            ),
+            offsets=_before_images(offsets, made, len(text)),
+        )
+
+    def check(self, encoded: Encoded) -> None:
+        """Raises ``UnusableRow`` if a token stands for an image that is not there, which no model could take."""
+        stands = encoded.token_ids == self.feature_id
+        for image in encoded.images:
+            stands[image.place : image.place + image.num_tokens] = False
+        if stands.any():
+            raise UnusableRow("it has a token that stands for an image, where there is none")
+
+    @cached_property
+    def feature_id(self) -> int:
+        """-1 for models that take no images, or are not there yet."""
+        known = read_known_config(self._path)
+        try:
+            found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
+        except (OSError, ValueError):  # whoever needs the model says so; to look at rows, nobody does
+            return -1
+        return -1 if found is None else found
+
+    @cached_property
+    def _described(self) -> Any:
+        """transformers' config of the model."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._path, **self._source)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._model.processor_kwargs
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """What it is read from, by name, with the model's own code where that is in a folder and trusted; empty for
+        models without a processor, or that are not there yet."""
+        from transformers.utils import cached_file
+
+        found = {}
+        for name in sorted(PROCESSOR_FILES | OTHER_FILES):
+            try:
+                file = cached_file(self._path, name, _raise_exceptions_for_missing_entries=False, **self._source)
+            except (OSError, ValueError):
+                file = None
+            if file is not None:
+                found[name] = Path(file)
+        if not found.keys() & PROCESSOR_FILES:
+            return {}
+        folder = Path(self._path)
+        has_code = self._model.trust_remote_code and folder.is_dir()
+        return found | ({name: folder / name for name in python_files(folder)} if has_code else {})
+
+    @property
+    def commit(self) -> str | None:
+        """Of the hub's model, whose own code is trusted, and comes with its processor."""
+        from transformers.utils.hub import extract_commit_hash
+
+        file = next(iter(self.files.values()), None)
+        return extract_commit_hash(str(file), None) if file is not None and self._model.trust_remote_code else None
+
+    @property
+    def _path(self) -> str:
+        return str(Path(self._model.path).expanduser())
+
+    @cached_property
+    def _source(self) -> dict[str, Any]:
+        """How transformers finds the model's files."""
+        model = self._model
+        try:
+            is_local = Path(self._path).exists() or not hub_has(
+                model.path, kind="model", option="model.path", error=ModelError, revision=model.revision
+            )
+        except ModelError:
+            is_local = True
+        return {
+            "revision": model.revision,
+            "trust_remote_code": model.trust_remote_code,
+            "local_files_only": is_local,
+        }
+
+    def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
+        """What the model takes of the images of some rows, each of which has one, beside its tokens."""
+        processor = self.hf_processor
+        made = processor(
+            text=[processor.image_token * len(row) for row in rows],
+            images=[[open_image(image) for image in row] for row in rows],
+            return_tensors="pt",
+            padding=True,
+        )
+        return {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+
+    @cached_property
+    def blank(self) -> Encoded:
+        """A small image alone."""
+        from PIL import Image
+
+        side = 2 * 28  # at least as high and wide as two patches of any processor here
+        return self.encode(self.hf_processor.image_token, [as_png(Image.new("RGB", (side, side)))])
+
+    @cached_property
+    def hf_processor(self) -> Any:
+        """transformers'. Raises ``ModelError`` if there is none, or the model can't be trained on images."""
+        from transformers import ProcessorMixin
+
+        options = self._model.processor_kwargs
+        try:
+            processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+            given = " with model.processor_kwargs" if options else ", which rows with images need"
+            raise ModelError(
+                f"model.path={self._model.path}: its processor can't be loaded{given} ({describe_error(error)})"
+            ) from None
+        if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
+            raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
+        processor.tokenizer = load_tokenizer(self._model)
+        _check_names(processor, options)
+        _check_class(self._model, self._described)
+        return processor
+
+    @cached_property
+    def _image_id(self) -> int:
+        """The placeholder's."""
+        processor = self.hf_processor
+        return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
+
+
+def export_processor(model: ModelConfig, folder: Path) -> None:
+    """Writes a model's processor as the run had it, for ``from_pretrained``; nothing where it has none."""
+    processor = ImageProcessor(model)
+    for name in PROCESSOR_FILES & processor.files.keys():
+        shutil.copyfile(processor.files[name], folder / name)
+    if model.processor_kwargs:
+        processor.hf_processor.save_pretrained(folder)
+
+
+def feature_token_id(config: Any) -> int | None:
+    """Of the tokens that take the features of images, by transformers' config of the model; None where it has none."""
+    names = ("image_token_id", "image_token_index")
+    return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
+    """Which tiles each token looks at ``[T, I, tiles]``, where images have ``tiles`` ``[I, tiles]`` (Llama 3.2 Vision).
+
+    As in transformers' processor of the model.
+    """
+    from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+    seen = tiles.new_zeros(len(token_ids), *tiles.shape)
+    for index, (start, stop) in enumerate(get_cross_attention_token_mask(token_ids.tolist(), image_id)):
+        seen[start : len(token_ids) if stop == -1 else stop, index] = tiles[index]
+    return seen
+
+
+def _find_spans(
+    processor: str, made: Any, offsets: IntArray, token_ids: IntArray, image_id: int
+) -> list[tuple[int, int]]:
+    """The first token of each image, and the one behind its last."""
+    if "text_replacement_offsets" not in made:
+        if "cross_attention_mask" not in made:
+            raise ModelError(f"{processor}: this kind of processor does not say which tokens stand for an image")
+        return [(place, place + 1) for place in np.flatnonzero(token_ids == image_id).tolist()]
+    starts, ends = offsets.T
+    spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
+    return [(int(np.argmax(ends > start)), int(np.searchsorted(starts, end))) for start, end in spans]
+
+
+def _before_images(offsets: IntArray, made: Any, length: int) -> IntArray:
+    """The characters of each token ``[T, 2]`` in the text of that length, in which an image has its placeholder."""
+    entries = made.get("text_replacement_offsets", [[]])[0]
+    grown = [(new, old) for entry in entries for new, old in zip(entry["new_span"], entry["span"], strict=True)]
+    last = grown[-1] if grown else (0, 0)
+    after, before = zip((-1, -1), *grown, (last[0] + length, last[1] + length), strict=True)
+    return np.interp(offsets, after, before).astype(np.int32)
+
+
+def _check_class(model: ModelConfig, described: Any) -> None:
+    """Raises ``ModelError`` if the class that the learner loads can't be trained on images."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    if described.model_type in READS_BOTH_WAYS:
+        raise ModelError(
+            f"model.path={model.path}: models of the type {described.model_type} can't be trained on images"
+        )
+    text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), None)
+    if not model.images and text not in (None, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(described), None)):
+        raise ModelError(
+            f"model.path={model.path} is loaded for texts alone, but rows have images: set model.images=true"
+        )
+
+
+def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
+    """transformers takes any name, and looks at those that it knows."""
+    image_processor = processor.image_processor
+    known = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
+    for name in given:
+        if name not in FOR_LOADING and name not in known and not hasattr(image_processor, name):
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"{type(image_processor).__name__} has no such option"
+            raise ModelError(f"model.processor_kwargs.{name} is unknown to the model's processor: {hint}")
+
+
+def _find_class(described: Any) -> Any:
+    """transformers' class; where it takes videos, too, and torchvision is not there, one for images alone."""
+    from transformers import AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return AutoProcessor
+    known: Any = PROCESSOR_MAPPING.get(type(described), None)
+    if known is None or "video_processor" not in (parts := known.get_attributes()):
+        return AutoProcessor
+    parts = [name for name in parts if name != "video_processor"]
+    return type(known.__name__, (known,), {"get_attributes": classmethod(lambda _: parts)})

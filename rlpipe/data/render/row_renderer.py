@@ -1,0 +1,320 @@
+"""Loads the tokenizer and renders rows: to prompts, and to token sequences with a loss mask for SFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from glob import has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.render.formats import SupervisedForm
+from rlpipe.data.render.images import count_images, take_images
+from rlpipe.data.render.messages import column_messages
+from rlpipe.data.render.processor import Encoded, ImageProcessor
+from rlpipe.data.render.template import ChatTemplate, token_ids_of
+from rlpipe.data.render.tools import row_tools
+from rlpipe.data.row import Row, RowLocation, SkipKind, UnusableRow, require_columns
+from rlpipe.errors import DataError
+from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, IntArray, Prompt, Rollout, RolloutStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from transformers import PreTrainedTokenizerBase
+
+
+NEED_CHAT = "rows with images need data.chat=true, and no data.text_column"
+NO_IMAGES = "rows with images are for SFT and for RL with rewards, not for EBFT or strided rows"
+
+
+class PromptRenderer:
+    """Renders rows to prompts: text as a user turn if ``data.chat``, messages always through the chat template.
+
+    Rows with images need the model's ``processor``.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, processor: ImageProcessor | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        self._processor = processor
+        self._template = ChatTemplate(tokenizer, data, processor)
+        if data.chat and data.text_column is None:
+            self._template.require()
+
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
+        """Raises ``DataError`` if the prompt column is missing."""
+        require_columns(columns, [self._data.prompt_column], location, "data.prompt_column or data.transform")
+
+    def render(self, row: Row, place: RowLocation) -> Prompt:
+        """The row's prompt, its other columns in ``task``.
+
+        Raises ``DataError`` if the prompt column is missing, ``UnusableRow`` if its value can't be rendered or has
+        more than ``max_prompt_tokens`` tokens.
+        """
+        self.check(row.keys(), place.location)
+        task = {name: value for name, value in row.items() if name != self._data.prompt_column}
+        return self.render_value(present(row, self._data.prompt_column), task, place)
+
+    def render_value(self, value: Any, task: Mapping[str, Any], place: RowLocation) -> Prompt:
+        """The prompt that ``value``, a text or chat messages, makes."""
+        images = task.get(self._data.images_column)
+        if isinstance(value, str) and not self._data.chat:
+            if images:
+                raise DataError(f"{place.location}: {NEED_CHAT}")
+            encoded = Encoded(token_ids=token_ids_of(self._tokenizer, value))
+            return self._prompt(value, encoded, task, place)
+        messages = column_messages(value, self._data.prompt_column, "user")
+        messages, contents = take_images(messages, images, images_folder(self._data))
+        return self.render_taken(messages, contents, task, place, tools=row_tools(task, self._data.tools_column))
+
+    def render_taken(
+        self,
+        messages: ChatMessages,
+        contents: Sequence[bytes],
+        task: Mapping[str, Any],
+        place: RowLocation,
+        *,
+        tools: Sequence[Any] | None,
+    ) -> Prompt:
+        """The prompt of messages and their images, as ``take_images`` gives both, and ``row_tools``."""
+        if contents and self._processor is None:
+            raise DataError(f"{place.location}: {NO_IMAGES}")
+        messages = self._template.with_system_prompt(messages)
+        if not messages:
+            raise UnusableRow("the prompt is empty")
+        if contents:
+            task = {**task, self._data.images_column: list(contents)}
+        template = self._template.with_tools(tools)
+        encoded = template.encode(template.prompt_text(messages), contents)
+        return self._prompt(messages, encoded, task, place)
+
+    def _prompt(
+        self, prompt: str | ChatMessages, encoded: Encoded, task: Mapping[str, Any], place: RowLocation
+    ) -> Prompt:
+        check_prompt_length(len(encoded.token_ids), self._data.max_prompt_tokens)
+        if self._processor is not None:
+            self._processor.check(encoded)
+        return Prompt(
+            prompt_id=place.row,
+            epoch=place.epoch,
+            token_ids=encoded.token_ids,
+            prompt=prompt,
+            task=task,
+            images=encoded.images,
+            folded_ids=encoded.folded_ids,
+        )
+
+
+class SequenceRenderer:
+    """Renders SFT rows to training sequences with loss on what the assistant writes, or on what the config says.
+
+    Of a conversation every assistant turn counts. Any other row has a prompt and a completion, and only the completion
+    counts: with ``data.chat`` an assistant turn (or messages), else text and the end token. ``SupervisedForm`` says
+    which of the two a row is. With ``data.text_column`` a row is a text, and all of it counts; of one that is too long,
+    a window does, another one in each epoch.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        max_tokens: int,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        self._max_tokens = max_tokens
+        self._processor = processor
+        self._template = ChatTemplate(tokenizer, data, processor)
+        self._prompts = PromptRenderer(tokenizer, data, processor)
+        self._mask = ConversationMask(self._template, data)
+        answers = data.source == "reasoning_gym" and data.transform is None
+        self._completion_column = "answer" if answers else data.completion_column
+        self._form = SupervisedForm(data, self._completion_column)
+
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
+        """Raises ``DataError`` if the row has neither a text, a conversation, nor a prompt and a completion."""
+        if self._data.text_column is not None:
+            require_columns(columns, [self._data.text_column], location, "data.text_column or data.transform")
+        else:
+            self._form.check(columns, location, nulls)
+
+    def prompt(self, row: Row, place: RowLocation) -> Prompt:
+        """The row's prompt: for a conversation, what stands before its first assistant turn; for a text, all of it."""
+        self.check(row.keys(), place.location)
+        if self._data.text_column is not None:
+            text = self._text(row)
+            token_ids = self._text_tokens(text)
+            return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=token_ids, prompt=text, task={})
+        row = self._form.normal(row)
+        if self._data.messages_column not in row and self._is_plain(row):
+            task = {name: value for name, value in row.items() if name != self._data.prompt_column}
+            return self._prompts.render_value(present(row, self._data.prompt_column), task, place)
+        messages, contents, end = self._conversation(row)
+        task = {name: value for name, value in row.items() if name not in self._rendered_columns}
+        if self._data.messages_column in row:
+            roles = [message["role"] for message in messages]
+            end = roles.index("assistant") if "assistant" in roles else len(roles)
+        tools = row_tools(row, self._data.tools_column)
+        contents = contents[: count_images(messages[:end])]
+        return self._prompts.render_taken(messages[:end], contents, task, place, tools=tools)
+
+    def render(self, row: Row, place: RowLocation) -> Rollout:
+        """The row's training sequence. Raises ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit``."""
+        return self.fit(*self.whole(row, place), place)
+
+    def whole(self, row: Row, place: RowLocation) -> tuple[Encoded, BoolArray, dict[str, Any]]:
+        """The row's T tokens, which of them count ``[T]``, and the columns that are not rendered.
+
+        Raises ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render``.
+        """
+        self.check(row.keys(), place.location)
+        try:
+            if self._data.text_column is not None:
+                self._refuse_images(row)
+                encoded, loss_mask = self._all_tokens(row)
+            else:
+                row = self._form.normal(row)
+                encoded, loss_mask = self.encode(row)
+        except DataError as error:
+            raise DataError(f"{place.location}: {error}") from None
+        if self._processor is not None:
+            self._processor.check(encoded)
+        if self._data.text_column is None:
+            check_prompt_length(int(np.argmax(loss_mask)), self._data.max_prompt_tokens)
+        task = {name: value for name, value in row.items() if name not in self._rendered_columns}
+        return encoded, loss_mask, task
+
+    def fit(self, encoded: Encoded, loss_mask: BoolArray, task: Mapping[str, Any], place: RowLocation) -> Rollout:
+        """The training sequence of a whole row: advantage 1 on its loss tokens, which no policy version drew.
+
+        ``group_id`` is the row and ``sample_index`` the epoch. Raises ``UnusableRow`` for a sequence of more than
+        ``max_tokens`` tokens.
+        """
+        token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
+        if self._data.text_column is not None and len(token_ids) > self._max_tokens:
+            start = np.random.default_rng([place.row, place.epoch]).integers(len(token_ids) - self._max_tokens + 1)
+            token_ids = token_ids[start : start + self._max_tokens]
+            loss_mask = loss_mask[: self._max_tokens]
+            status = RolloutStatus.TRUNCATED
+        if len(token_ids) > self._max_tokens:
+            reason = f"{len(token_ids)} tokens, more than learner.max_tokens_per_microbatch={self._max_tokens}"
+            raise UnusableRow(reason, SkipKind.TOO_LONG)
+        return Rollout(
+            status=status,
+            group_id=place.row,
+            sample_index=place.epoch,
+            prompt_id=place.row,
+            task=task,
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            logprobs=np.zeros(len(token_ids), np.float32),
+            policy_versions=np.full(len(token_ids), NO_VERSION, np.int32),
+            advantages=loss_mask.astype(np.float32),
+            images=encoded.images,
+        )
+
+    def encode(self, row: Row) -> tuple[Encoded, BoolArray]:
+        """The T tokens of a row with a completion or a conversation, and which of them count ``[T]``."""
+        if self._data.messages_column not in row and self._is_plain(row):
+            self._refuse_images(row)
+            return self._plain_tokens(present(row, self._data.prompt_column), present(row, self._completion_column))
+        messages, images, first = self._conversation(row)
+        if images and self._processor is None:
+            raise DataError(NO_IMAGES)
+        with_system = self._template.with_system_prompt(messages)
+        num_earlier = first + len(with_system) - len(messages) if first else 0
+        tools = row_tools(row, self._data.tools_column)
+        return self._mask.tokens(with_system, images, first_message=num_earlier, tools=tools)
+
+    def _is_plain(self, row: Row) -> bool:
+        """Whether a pair of prompt and completion is rendered without the chat template."""
+        pair = present(row, self._data.prompt_column), present(row, self._completion_column)
+        return not self._data.chat and all(isinstance(text, str) for text in pair)
+
+    def _conversation(self, row: Row) -> tuple[ChatMessages, list[bytes], int]:
+        """Its messages, its images, and which of the messages is the first of the completion; 0: all are one's own."""
+        if self._data.messages_column in row:
+            messages, first = self._messages(row, self._data.messages_column), 0
+        else:
+            prompt = self._messages(row, self._data.prompt_column, "user")
+            answer = self._messages(row, self._completion_column, "assistant")
+            messages, first = [*prompt, *answer], len(prompt)
+        images = row.get(self._data.images_column)
+        return *take_images(messages, images, images_folder(self._data)), first
+
+    def _messages(self, row: Row, column: str, role: str | None = None) -> ChatMessages:
+        return column_messages(present(row, column), column, role)
+
+    def _refuse_images(self, row: Row) -> None:
+        if row.get(self._data.images_column):
+            raise DataError(NEED_CHAT)
+
+    @property
+    def _rendered_columns(self) -> set[str | None]:
+        return {
+            *(self._data.messages_column, self._data.prompt_column, self._data.images_column),
+            *(self._completion_column, self._data.text_column, self._data.tools_column),
+        }
+
+    def _text(self, row: Row) -> str:
+        text = present(row, str(self._data.text_column))
+        if not isinstance(text, str):
+            raise UnusableRow(f"column {self._data.text_column!r} holds a {type(text).__name__}, not a text")
+        return text
+
+    def _text_tokens(self, text: str) -> IntArray:
+        end = self._tokenizer.eos_token_id
+        token_ids = np.append(token_ids_of(self._tokenizer, text), np.array([] if end is None else [end], np.int32))
+        if len(token_ids) < 2:
+            raise UnusableRow("the text is empty")
+        return token_ids
+
+    def _all_tokens(self, row: Row) -> tuple[Encoded, BoolArray]:
+        token_ids = self._text_tokens(self._text(row))
+        return Encoded(token_ids=token_ids), np.arange(len(token_ids)) > 0
+
+    def _plain_tokens(self, prompt: str, completion: str) -> tuple[Encoded, BoolArray]:
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"tokenizer {self._tokenizer.name_or_path!r} has no end token; plain SFT rows need one")
+        prompt_ids = token_ids_of(self._tokenizer, prompt)
+        completion_ids = token_ids_of(self._tokenizer, completion, add_special_tokens=False)
+        token_ids = np.array([*prompt_ids, *completion_ids, self._tokenizer.eos_token_id], np.int32)
+        counts_all = self._data.train_on_inputs or self._data.loss_mask == "all"
+        first = 1 if counts_all else max(len(prompt_ids), 1)  # the first token has no predecessor
+        loss_mask = np.arange(len(token_ids)) >= first
+        if self._data.train_on_eos == "none" and not counts_all:
+            loss_mask[-1] = False
+        return Encoded(token_ids=token_ids), loss_mask
+
+
+def images_folder(data: DataConfig) -> Path:
+    """Where relative paths of images begin."""
+    if data.images_folder is not None:
+        return Path(data.images_folder).expanduser()
+    source = Path(data.path or "").expanduser()
+    while has_magic(str(source)):
+        source = source.parent
+    return source if source.is_dir() else source.parent
+
+
+def present(row: Row, column: str) -> Any:
+    """The column's value; raises ``UnusableRow`` if it is null."""
+    if row[column] is None:
+        raise UnusableRow(f"column {column!r} is null")
+    return row[column]
+
+
+def check_prompt_length(length: int, limit: int) -> None:
+    """Raises ``UnusableRow`` if a prompt has no tokens or more than ``limit``."""
+    if length == 0:
+        raise UnusableRow("the prompt is empty")
+    if length > limit:
+        raise UnusableRow(f"{length} prompt tokens, more than data.max_prompt_tokens={limit}", SkipKind.TOO_LONG)

@@ -1,0 +1,72 @@
+"""Loads a model's tokenizer, with its chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlpipe.common.hub import hub_has
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.errors import ModelError
+from rlpipe.models.gguf import model_folder
+from rlpipe.models.known_configs import known_tokenizer_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the config's chat template and, for batches, a padding token.
+
+    Raises ``ModelError`` if its folder or hub id does not exist or holds no tokenizer.
+    """
+    option = "model.path" if config.tokenizer is None else "model.tokenizer"
+    path = config.path if config.tokenizer is None else config.tokenizer
+    path = model_folder(path)
+    folder = Path(path).expanduser()
+    local = folder.exists() or not hub_has(
+        path, kind="model", option=option, error=ModelError, revision=config.revision
+    )
+    try:
+        import transformers
+
+        tokenizer_class = getattr(transformers, known_tokenizer_class(folder) or "AutoTokenizer")
+        tokenizer = tokenizer_class.from_pretrained(
+            str(folder) if folder.exists() else path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local,
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        if local and not folder.exists():
+            reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
+            raise ModelError(f"{option}: tokenizer {path!r} can't be loaded: {reason}") from None
+        raise ModelError(f"{option}: no tokenizer in {path!r} ({describe_error(error)})") from None
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(path if not folder.exists() else str(folder), config, local)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
+    """The one that older models with images have beside their processor alone."""
+    from transformers.utils import cached_file
+
+    options = {"revision": config.revision, "local_files_only": local}
+    file = cached_file(path, "chat_template.json", _raise_exceptions_for_missing_entries=False, **options)
+    if file is None:
+        return None
+    template: str | None = json.loads(Path(file).read_text()).get("chat_template")
+    return template
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.chat_template: {file.absolute()} can't be read ({describe_error(error)})") from None

@@ -1,0 +1,91 @@
+"""What a row of a data source is, and why one may be skipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from rlpipe.errors import DataError
+
+Row = Mapping[str, Any]
+
+
+class AnyRows(Protocol):
+    """Rows by number."""
+
+    name: str
+    """What messages call the source, such as its file."""
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def location(self, index: int) -> str:
+        """Where a user finds the row."""
+
+
+class Rows(AnyRows, Protocol):
+    """A finite sequence of rows that can be read in any order."""
+
+    def __len__(self) -> int: ...
+
+
+class CheckColumns(Protocol):
+    """Raises ``DataError`` if the columns, found at the location, lack one that is needed; ``nulls`` are null there."""
+
+    def __call__(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class RowLocation:
+    """Which row it is."""
+
+    row: int
+    """From 0; stays the same in every epoch."""
+    epoch: int
+    location: str
+
+
+class SkipKind(StrEnum):
+    UNRENDERABLE = "unrenderable"
+    TOO_LONG = "too_long"
+    HELD_OUT = "held_out"
+    """Its prompt equals one that is kept for evaluation."""
+
+
+@dataclass(slots=True, frozen=True)
+class SkippedRow:
+    row: int
+    location: str
+    kind: SkipKind
+    reason: str
+
+
+class UnusableRow(Exception):
+    """Raised while a row is read or rendered, to skip it."""
+
+    def __init__(self, reason: str, kind: SkipKind = SkipKind.UNRENDERABLE) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.kind = kind
+
+
+def require_columns(columns: Collection[str], needed: Sequence[str], location: str, options: str) -> None:
+    """Raises ``DataError`` if one of the ``needed`` columns is not there; ``options`` say how to name others."""
+    missing = [repr(name) for name in needed if name not in columns]
+    if missing:
+        there = ", ".join(columns) or "none"
+        noun = "column" if len(missing) == 1 else "columns"
+        raise DataError(f"{location}: no {noun} {' and '.join(missing)}; columns there: {there}; set {options}")
+
+
+def parse_object(line: bytes, location: str) -> dict[str, Any]:
+    """The row in a line of JSON; raises ``DataError``."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{location}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{location}: a JSON object with the row's columns was expected, found {type(row).__name__}")
+    return row

@@ -1,0 +1,256 @@
+"""Endless, resumable sources of rendered rows: one source's, or those of a mix."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rlpipe.data.row import AnyRows, Row, RowLocation, SkipKind, SkippedRow, UnusableRow
+from rlpipe.data.sources.mixture import Mixture
+from rlpipe.data.sources.order import Cursor, Order
+from rlpipe.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Render = Callable[[Row, RowLocation], Item]
+"""Raises ``UnusableRow`` for a row to skip."""
+
+NUMBER = re.compile(r"\d+")
+MAX_LOGGED_SKIPS = 50
+"""Skipped rows that a source logs one by one; all are counted."""
+MAX_KEPT_SKIPS = 200_000
+"""Skipped rows of a part that are remembered; those behind them are counted in each epoch."""
+MAX_FIRST_SKIPS = 10_000
+"""So many skipped rows without a usable one are enough to give up a part whose length is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A row that a source passed over, because it can't be used."""
+
+    at: Cursor
+    prompt_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[Item]):
+    """What a source is made of; in a mix, one of several, with a name and a weight."""
+
+    rows: AnyRows
+    order: Order
+    render: Render[Item]
+    has: Callable[[int], bool]
+    """Whether there is a row of this number, held-out ones included."""
+    name: str = ""
+    """Empty where there is no mix."""
+    weight: float = 1.0
+    num_split_off: int = 0
+    """Rows that ``data.held_out.size`` took away."""
+
+    def read(self, row: int, place: RowLocation) -> Item:
+        """The rendered row; raises ``UnusableRow`` to skip it."""
+        return self.render(self.rows[row], place)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """A row of one of the parts, in one of its epochs."""
+
+    part: int
+    row: int
+    epoch: int = 0
+
+
+class RowSource(Generic[Item]):
+    """Rendered rows without end, in an order that the place alone determines.
+
+    The rows of one part come epoch by epoch; those of several named ones, each in epochs of its own, as ``Mixture``
+    spreads them. A row that can't be rendered is skipped and kept in ``skipped`` with the reason. ``next`` raises
+    ``DataError`` if no row of a part is left. After ``seek(cursor)`` the source yields again what it yielded when
+    ``cursor`` was its own.
+    """
+
+    def __init__(self, parts: Sequence[Part[Item]]) -> None:
+        self.parts = parts
+        self._mixture = Mixture([part.weight for part in parts]) if parts[0].name else None
+        self._skipped: list[dict[int, SkippedRow]] = [{} for _ in parts]
+        self._counts: list[Counter[SkipKind]] = [Counter() for _ in parts]
+        self._usable: set[int] = set()
+        """Parts of which a row could be used."""
+        self._cursor = Cursor()
+        self.last = Cursor()
+        """Where the item stands that ``next`` gave last."""
+        self.passed_over: list[Passed] = []
+        """The rows that it passed over on the way there."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of an epoch, skipped ones included; None for a mix, which has no epochs."""
+        return self.parts[0].order.num_rows if self._mixture is None else None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        names = [part.name for part in self.parts]
+        return f"the mix of {', '.join(names)}" if self.is_mix else self.parts[0].rows.name
+
+    @property
+    def is_mix(self) -> bool:
+        return self._mixture is not None
+
+    def at(self, cursor: Cursor) -> RowPlace | None:
+        """The row that stands at a place; None right behind the last one of an epoch."""
+        index, at = 0, cursor
+        if self._mixture is not None:
+            index, count = self._mixture.draw(cursor.position)
+            at = self.parts[index].order.behind(count)
+        row = self.parts[index].order.row(at)
+        return None if row is None else RowPlace(index, row, at.epoch)
+
+    def render(self, place: RowPlace) -> Item:
+        """A row, whether or not it is its turn; raises ``UnusableRow`` if the source skips it."""
+        part = self.parts[place.part]
+        prompt_id = self._prompt_id(place.part, place.row)
+        return part.read(place.row, RowLocation(prompt_id, place.epoch, part.rows.location(place.row)))
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return self.next()
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._cursor
+
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """Every row skipped so far, once; of each part the first ``MAX_KEPT_SKIPS``."""
+        return [row for rows in self._skipped for row in rows.values()]
+
+    @property
+    def skip_counts(self) -> dict[str, int]:
+        """Rows skipped so far, by ``SkipKind``."""
+        return {kind.value: sum(counts[kind] for counts in self._counts) for kind in SkipKind}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Rows skipped so far; of a mix, also how many rows were taken of each source, and its epoch."""
+        metrics = {f"rows/skipped/{kind}": float(count) for kind, count in self.skip_counts.items()}
+        if self._mixture is None:
+            return metrics
+        counts = self._mixture.counts(self._cursor.position)
+        for part, count, skipped in zip(self.parts, counts, self._counts, strict=True):
+            metrics[f"rows/taken/{part.name}"] = float(count)
+            metrics[f"rows/skipped/{part.name}"] = float(skipped.total())
+            metrics[f"epoch/{part.name}"] = float(part.order.behind(count).epoch)
+        return metrics
+
+    def seek(self, cursor: Cursor) -> None:
+        """Goes to ``cursor``; raises ``DataError`` if the source was never there."""
+        if self._mixture is None:
+            self.parts[0].order.row(cursor)
+        elif cursor.epoch != 0 or cursor.position < 0:
+            raise DataError(f"a mix of sources has no epochs, so {cursor} is not of this data")
+        self._cursor = cursor
+
+    def next(self) -> Item:
+        self.passed_over = []
+        while True:
+            place = self._take()
+            try:
+                return self._read(place)
+            except UnusableRow as problem:
+                reason = f"{problem.kind}: {problem.reason}"
+                self.passed_over.append(Passed(self.last, self._prompt_id(place.part, place.row), reason))
+
+    def peek(self) -> Item:
+        """The next item, which stays the next."""
+        cursor = self.cursor
+        item = self.next()
+        self.seek(cursor)
+        return item
+
+    def take(self, count: int) -> list[Item]:
+        """The next ``count`` items."""
+        return [self.next() for _ in range(count)]
+
+    def examples(self) -> list[Item]:
+        """The first item of each part; raises ``DataError`` if a part has none."""
+        return [self._first(index) for index in range(len(self.parts))]
+
+    def _first(self, index: int) -> Item:
+        order, count = self.parts[index].order, 0
+        while True:
+            cursor = order.behind(count)
+            row = order.row(cursor)
+            assert row is not None, "a row stands behind any number of them"
+            try:
+                return self._read(RowPlace(index, row, cursor.epoch))
+            except UnusableRow:
+                count += 1
+
+    def _take(self) -> RowPlace:
+        """The next row; steps behind it."""
+        place = self.at(self._cursor)
+        if place is None:
+            self._cursor = Cursor(epoch=self._cursor.epoch + 1)
+            place = self.at(self._cursor)
+            assert place is not None, "an epoch has at least one row"
+        self.last = self._cursor
+        self._cursor = Cursor(self.last.epoch, self.last.position + 1)
+        return place
+
+    def _read(self, place: RowPlace) -> Item:
+        """The rendered row; raises ``UnusableRow`` if it is skipped."""
+        known = self._skipped[place.part].get(place.row)
+        if known is not None:
+            self._check_some_left(place.part)
+            raise UnusableRow(known.reason, known.kind)
+        try:
+            item = self.render(place)
+        except UnusableRow as problem:
+            location = self.parts[place.part].rows.location(place.row)
+            self._skip(place.part, SkippedRow(place.row, location, problem.kind, problem.reason))
+            raise
+        self._usable.add(place.part)
+        return item
+
+    def _prompt_id(self, index: int, row: int) -> int:
+        """Of a row in one part its index; unique over all parts, whatever their lengths."""
+        return row * len(self.parts) + index
+
+    def _skip(self, index: int, skipped: SkippedRow) -> None:
+        if len(self._skipped[index]) < MAX_KEPT_SKIPS:
+            self._skipped[index][skipped.row] = skipped
+        self._counts[index][skipped.kind] += 1
+        number = sum(counts.total() for counts in self._counts)
+        if number <= MAX_LOGGED_SKIPS:
+            level = logging.INFO if skipped.kind is SkipKind.HELD_OUT else logging.WARNING
+            logger.log(level, "%s is skipped: %s", skipped.location, skipped.reason)
+        if number == MAX_LOGGED_SKIPS:
+            logger.warning("further skipped rows of %s are counted, not logged", self.parts[index].rows.name)
+        self._check_some_left(index)
+
+    def _check_some_left(self, index: int) -> None:
+        """Raises ``DataError`` if no row of a part can be used, as far as it has been read."""
+        part, number = self.parts[index], self._counts[index].total()
+        if index not in self._usable and number >= (part.order.num_rows or MAX_FIRST_SKIPS):
+            first = _most_frequent(self._skipped[index].values())
+            which = f"all {number}" if part.order.num_rows else f"the first {number}"
+            reason = f"{first.location} because {first.reason}"
+            others = f"; data.held_out.size holds out {part.num_split_off} others" if part.num_split_off else ""
+            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, {reason}{others}")
+
+
+def _most_frequent(skipped: Collection[SkippedRow]) -> SkippedRow:
+    """The first row with the reason that most have, whatever numbers stand in it."""
+    kinds = [NUMBER.sub("0", row.reason) for row in skipped]
+    (common, _), *_ = Counter(kinds).most_common(1)
+    return next(row for row, kind in zip(skipped, kinds, strict=True) if kind == common)

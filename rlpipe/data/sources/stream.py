@@ -1,0 +1,127 @@
+"""Rows that are read as they come, a block at a time, of sources that need not fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rlpipe.data.row import CheckColumns, Row, UnusableRow, parse_object
+from rlpipe.data.sources.order import Cursor
+from rlpipe.errors import DataError
+
+KEPT_BLOCKS = 2
+"""Blocks in memory: the one that is read, and one that the run goes back to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRow:
+    """A row, and where a user finds it."""
+
+    content: Row | bytes
+    """A line of JSON, or the columns."""
+    location: str
+
+
+class Reader(Protocol):
+    """Reads rows one after the other; going elsewhere is possible, and takes longer."""
+
+    name: str
+    num_rows: int | None
+    """None until the end has been read, where no file says it before."""
+
+    def read(self, start: int, count: int) -> list[StreamedRow]:
+        """The rows from ``start`` on; fewer where they end."""
+
+
+class StreamRows:
+    """The rows of a reader in blocks of ``block_size``.
+
+    The first row is checked at once. Later ones that are no rows, or lack a column, are unusable: nobody can mend them
+    while a run goes on. Raises ``DataError`` if there is none.
+    """
+
+    def __init__(self, reader: Reader, *, block_size: int, check: CheckColumns | None) -> None:
+        self.name, self.block_size = reader.name, block_size
+        self._reader, self._check = reader, check
+        self._blocks: dict[int, list[StreamedRow]] = {}
+        if not self.has(0):
+            raise DataError(f"{self.name} has no rows")
+        self._columns(self._streamed(0))
+
+    @property
+    def num_rows(self) -> int | None:
+        """None while it is not known."""
+        return self._reader.num_rows
+
+    def has(self, index: int) -> bool:
+        """Whether there is such a row; if not, ``num_rows`` is known."""
+        if self.num_rows is not None:
+            return index < self.num_rows
+        return index % self.block_size < self.block_length(index // self.block_size)
+
+    def block_length(self, number: int) -> int:
+        return len(self._block(number))
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._streamed(index)
+        try:
+            return self._columns(row)
+        except DataError as error:
+            raise UnusableRow(str(error).removeprefix(f"{row.location}: ")) from None
+
+    def location(self, index: int) -> str:
+        return self._streamed(index).location
+
+    def _columns(self, row: StreamedRow) -> Row:
+        columns = parse_object(row.content, row.location) if isinstance(row.content, bytes) else row.content
+        if self._check is not None:
+            self._check(columns.keys(), row.location, [name for name, value in columns.items() if value is None])
+        return columns
+
+    def _streamed(self, index: int) -> StreamedRow:
+        return self._block(index // self.block_size)[index % self.block_size]
+
+    def _block(self, number: int) -> list[StreamedRow]:
+        block = self._blocks.pop(number, None)
+        if block is None:
+            block = self._reader.read(number * self.block_size, self.block_size)
+        self._blocks[number] = block  # the last one in order is the one that was used last
+        if len(self._blocks) > KEPT_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+        return block
+
+
+class BlockOrder:
+    """The blocks of a stream one after the other, in each epoch permuted anew within, by ``seeds``, if ``shuffle``."""
+
+    def __init__(self, rows: StreamRows, *, seeds: Sequence[int], shuffle: bool) -> None:
+        self._rows, self._seeds, self._shuffle = rows, seeds, shuffle
+        self._key = (-1, -1)
+        self._order = np.arange(0)
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._rows.num_rows
+
+    def row(self, cursor: Cursor) -> int | None:
+        if min(cursor.epoch, cursor.position) < 0 or not self._rows.has(cursor.position):
+            if cursor.position == self.num_rows:
+                return None
+            raise DataError(f"{self._rows.name} has {self.num_rows} rows, so {cursor} is not of this data")
+        if not self._shuffle:
+            return cursor.position
+        number, place = divmod(cursor.position, self._rows.block_size)
+        if self._key != (cursor.epoch, number):
+            self._key = (cursor.epoch, number)
+            random = np.random.default_rng([*self._seeds, 0, *self._key])
+            self._order = random.permutation(self._rows.block_length(number))
+        return number * self._rows.block_size + int(self._order[place])
+
+    def behind(self, count: int) -> Cursor:
+        if self._rows.has(count):
+            return Cursor(0, count)
+        assert self.num_rows is not None, "its end has been read"
+        return Cursor(*divmod(count, self.num_rows))

@@ -1,0 +1,1 @@
+"""Checkpoints of a run, the learner's state in them, and the trained policy as files."""

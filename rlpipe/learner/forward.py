@@ -1,0 +1,189 @@
+"""Runs packed rows through a causal language model: for log-probs of tokens, logits, and hidden states.
+
+Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlpipe.errors import ModelError
+from rlpipe.learner.lm_head import Head, check_logits
+from rlpipe.learner.packed_attention import mask_for, use_masks
+from rlpipe.learner.row_plan import AttentionLayout, Row
+from rlpipe.learner.weight_scales import Drift
+
+Result = TypeVar("Result")
+
+
+class TokenScorer(nn.Module):
+    """The model with the fused lm_head in place of its own; one module, so that it can be sharded as a whole.
+
+    ``compute_dtype`` is what matrix products run in; where it is narrower than that of the trained parameters,
+    they are cast on the way (autocast). ``drifts`` are the weights whose scale stood out when they were loaded.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        compute_dtype: torch.dtype,
+        layout: AttentionLayout,
+        drifts: Sequence[Drift] = (),
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_dtype = compute_dtype
+        self.layout = layout
+        self.drifts = drifts
+        self.announce: Callable[[nn.Module], None] = lambda _: None
+        """Is told of a module whose weights are read next without a call of it."""
+        self.num_layers: int = self.causal_model.config.get_text_config().num_hidden_layers
+        check_logits(self.causal_model)
+
+    @property
+    def causal_model(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model.get_base_model()) if isinstance(self.model, PeftModel) else self.model
+
+    def forward(self, work: Callable[[], Result]) -> Result:
+        """Does what reads the weights, which sharding gathers around this call."""
+        return work()
+
+    def logprobs(
+        self,
+        row: Row,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = False,
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs ``[K]`` of the row's targets and, if asked for, the entropies in nats ``[K]``."""
+        work = partial(self._logprobs, row, temperature, chunk_tokens, with_entropy, entropy_gradient)
+        result: tuple[Tensor, Tensor | None] = self(work)
+        return result
+
+    def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
+        """Hidden states of every token at some depths, each ``[M, H]``; 0 is the embedding, as in transformers."""
+        result: list[Tensor] = self(partial(self._depths, row, indices))
+        return result
+
+    def take_masks(self, implementation: str) -> None:
+        """From here on rows may have masks of their own; ``implementation`` is that of ``model.attention``."""
+        use_masks(self.causal_model, implementation)
+        self.layout = AttentionLayout.POSITIONS
+
+    def hidden_states(self, row: Row) -> Tensor:
+        """The last hidden state of every token of the row ``[M, H]``; within ``forward``."""
+        if self.layout is AttentionLayout.APART:
+            assert row.attention is not None
+            (block,) = row.attention.blocks  # [S, L]
+            apart = _on_device(row)
+            if row.position_ids.ndim == 2:
+                apart["position_ids"] = row.position_ids[:, block]
+            return self._of_row(row, self.run_backbone(row.token_ids[block], **apart))
+        arguments = _on_device(row)
+        if row.attention is not None:
+            arguments["attention_plan"] = row.attention
+        if row.mask is not None:
+            arguments["attention_mask"] = mask_for(self.causal_model, row.mask)
+        states = self.run_backbone(row.token_ids[None], position_ids=row.position_ids.unsqueeze(-2), **arguments)
+        return self._of_row(row, states)
+
+    def run_backbone(self, token_ids: Tensor, **arguments: Any) -> Tensor:
+        """The last hidden states of token ids ``[S, L]``, as ``[S, L, H]``; within ``forward``."""
+        # Without use_cache=False, transformers does not look at the position ids and rows see each other.
+        options = {"use_cache": "past_key_values" in arguments, **arguments}
+        narrow = self.compute_dtype is not torch.float32
+        # Every weight is cast once a pass; a cache would hold all of them to its end, also of what is computed again.
+        with torch.autocast(token_ids.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
+            output = self.causal_model.base_model(input_ids=token_ids, **options)
+        return cast(Tensor, output.last_hidden_state)
+
+    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        """Of the next tokens, over the temperature: ``[K, H]`` gives ``[K, V]``, in float32; within ``forward``."""
+        return self._head().logits(hidden, temperature)
+
+    def _logprobs(
+        self, row: Row, temperature: float, chunk_tokens: int, with_entropy: bool, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden = self.hidden_states(row).index_select(0, row.predictors)  # [K, H]
+        return self.score_hidden(hidden, row.targets, temperature, chunk_tokens, with_entropy, entropy_gradient)
+
+    def score_hidden(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = False,
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies ``[K]`` of targets that hidden states ``[K, H]`` predict; within ``forward``."""
+        return self._head().logprobs(
+            hidden,
+            targets,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
+            has_ignored=False,
+        )
+
+    def _depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        layers = find_layers(self.causal_model)
+
+        def keep(index: int, states: Tensor) -> None:
+            found[index] = self._of_row(row, states)
+
+        def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            keep(0, args[0] if args else kwargs["hidden_states"])
+
+        def keep_output(index: int, _: nn.Module, args: Any, output: Any) -> None:
+            keep(index, output[0] if isinstance(output, tuple) else output)
+
+        with ExitStack() as hooks:
+            for index in set(indices) - {self.num_layers}:
+                handle = (
+                    layers[index - 1].register_forward_hook(partial(keep_output, index))
+                    if index
+                    else layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+                )
+                hooks.callback(handle.remove)
+            last = self.hidden_states(row)
+        found[self.num_layers] = last
+        return [found[index] for index in indices]
+
+    def _of_row(self, row: Row, states: Tensor) -> Tensor:
+        """Hidden states as the model has them, for each token of the row ``[M, H]``."""
+        if self.layout is AttentionLayout.APART:
+            assert row.attention is not None
+            return states.flatten(0, 1).index_select(0, row.attention.selected)
+        return states[0]
+
+    def _head(self) -> Head:
+        self.announce(self.causal_model.get_output_embeddings())
+        return Head.read(self.causal_model, self.compute_dtype)
+
+
+def _on_device(row: Row) -> dict[str, Any]:
+    """What the model is given of the row's images."""
+    device = row.token_ids.device
+    return {name: value.to(device, non_blocking=True) for name, value in row.vision.items()}
+
+
+def find_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a model, in order."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelError(f"{type(model).__name__} has no list of its {count} layers, whose hidden states are to be read")

@@ -1,0 +1,216 @@
+"""What an adapter changes of its base: a patch for each parameter, computed by PEFT's own merge.
+
+The base is hollow and the adapter alone has values, so that a model of any size fits; a patch gives the adapted module
+the weight at hand, has PEFT merge it, and takes it away again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import transformers
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, load_peft_weights
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from rlpipe.common.imports import describe_error
+from rlpipe.errors import ModelError
+from rlpipe.learner.weight_scales import apply_factors, parameter_of
+from rlpipe.models.loading import hollow_model
+from rlpipe.models.nf4 import nf4_round_trip
+
+Patch = Callable[[Tensor], Tensor]
+"""From a parameter of the base, which it may change in place, to that of the merged model."""
+ADAPTER = "default"
+PREFIX = "base_model.model."
+"""Of all names in PEFT's files."""
+BASE_COPY = ".base_layer.weight"
+KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
+"""Ways of drawing an adapter before training that leave the base as it is."""
+
+
+def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
+    """The hollow model that a folder's config describes, to be merged into.
+
+    Of images and text, the learner trains the class for text alone where there is one; others put their adapters on the
+    one that the config names.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("it is quantized; merge into the model that it was made from")
+        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        return hollow_model(config, named if as_named else None)
+    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
+        raise ModelError(f"the base {folder} can't be used: {describe_error(error)}") from None
+
+
+def tensor_names(adapter: Path) -> frozenset[str]:
+    """Of the adapter's file; raises ``ModelError`` if there is none, or it can't be read."""
+    if not any((adapter / name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        raise ModelError(f"{adapter} holds no {SAFETENSORS_WEIGHTS_NAME}")  # PEFT would look for it on the hub
+    try:
+        return frozenset(load_peft_weights(str(adapter), device="cpu"))
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the adapter {adapter} can't be read: {describe_error(error)}") from None
+
+
+def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
+    """Whether the model has all modules that an adapter's tensors are named after."""
+    modules = {f"{PREFIX}{name}" for name, _ in model.named_modules()}
+    return {name.partition(".lora_")[0] for name in tensors} <= modules
+
+
+def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]) -> tuple[PeftModel, dict[str, Patch]]:
+    """Puts the adapter on ``model``; a patch for each parameter that it changes is under its name before that.
+
+    Raises ``ModelError``, with the names, if a tensor of the adapter finds no place in the model, or a place has no
+    tensor; if it can't be merged exactly; or if a parameter is changed that is tied to another.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    adapted = _put_on(model, adapter, tensors)
+    patches = {
+        f"{names[id(base)]}.{parameter}": patch
+        for module in adapted.modules()
+        for base, parameter, patch in patches_of(module)
+    }
+    if not patches:
+        raise ModelError(f"the adapter {adapter} changes nothing of {type(model).__name__}")
+    if tied := changed_tie(model, patches):
+        one, other = tied
+        raise ModelError(
+            f"the adapter {adapter} changes {one}, but the base ties it to {other}, and both would change: save the "
+            "base with tie_word_embeddings=false, and merge into that"
+        )
+    return adapted, patches
+
+
+def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> PeftModel:
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        check_mergeable(config)
+        if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in KEEPING_THE_BASE:
+            raise ValueError(
+                f"init_lora_weights={config.init_lora_weights} changed the base as well; save the adapter with PEFT's "
+                "path_initial_model_for_weight_conversion"
+            )
+        config.init_lora_weights = False
+        adapted = PeftModel(model, config, ADAPTER)
+        _make_room(adapted, tensors)
+        result = adapted.load_adapter(str(folder), ADAPTER, torch_device="cpu")
+    except (OSError, ValueError, LookupError, RuntimeError, TypeError) as error:
+        raise ModelError(f"the adapter {folder} does not fit the base: {describe_error(error)}") from None
+    for what, found in (
+        ("these tensors find no place in the base", result.unexpected_keys),
+        ("these tensors are missing", result.missing_keys),
+    ):
+        if found:
+            raise ModelError(f"the adapter {folder} does not fit the base: {what}: {', '.join(sorted(found))}")
+    return adapted
+
+
+def check_mergeable(config: PeftConfig) -> LoraConfig:
+    """Raises ``ValueError`` for adapters that PEFT can't merge, or whose merge is not the base's weights alone."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{config.peft_type} is not LoRA, and can't be merged")
+    if config.bias != "none":
+        raise ValueError(f"it trained biases of the base (bias={config.bias!r}), which are not merged")
+    for feature in ("use_qalora", "layer_replication", "alora_invocation_tokens"):
+        if getattr(config, feature, None):
+            raise ValueError(f"it uses {feature}, which can't be merged")
+    return config
+
+
+def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
+    """For the embeddings of the base, which PEFT saves with an adapter on them."""
+    for name in tensors:
+        if name.endswith(BASE_COPY):
+            layer = adapted.get_submodule(name.removesuffix(".weight"))
+            layer.weight = nn.Parameter(cast(Tensor, layer.weight).contiguous(), requires_grad=False)
+
+
+def patches_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
+    """The module of the base that ``module`` adapts, with each parameter that it changes."""
+    if isinstance(module, ParamWrapper):
+        base = module.get_base_layer()
+        yield base, module.parameter_name, _merging(module, base, module.parameter_name)
+    elif isinstance(module, LoraLayer):
+        base = module.get_base_layer()
+        yield base, "weight", _merging(module, base, "weight")
+        if module.lora_bias[ADAPTER]:
+            yield base, "bias", _adding_bias(module)
+    elif isinstance(module, ModulesToSaveWrapper):
+        for name, saved in module.modules_to_save[ADAPTER].named_parameters():
+            yield module.original_module, name, _replacing(saved)
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        raise ModelError(f"{type(module).__name__} can't be merged: train without trainable_token_indices")
+
+
+def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
+    own = cast(Tensor, getattr(base, name))
+    saved = own if own.is_contiguous() else None  # PEFT merges into the embeddings that came with the adapter
+
+    def patch(weight: Tensor) -> Tensor:
+        if saved is not None:
+            weight = saved.detach().to(weight.dtype, copy=True)
+        hollows = dict(base.named_parameters(recurse=False))
+        for other, parameter in hollows.items():  # PEFT merges weight and bias together
+            beside = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
+            values = weight if other == name else beside
+            setattr(base, other, nn.Parameter(values, requires_grad=False))
+        layer.merge()
+        merged = cast(Tensor, getattr(base, name)).data
+        layer.merged_adapters.clear()
+        for other, parameter in hollows.items():
+            setattr(base, other, parameter)
+        return merged
+
+    return patch
+
+
+def _adding_bias(layer: LoraLayer) -> Patch:
+    """PEFT adds it while it merges the weight, which is not at hand."""
+    return lambda bias: bias.add_(cast(Tensor, layer.lora_B[ADAPTER].bias).data * layer.scaling[ADAPTER])
+
+
+def _replacing(saved: Tensor) -> Patch:
+    return lambda weight: saved.detach().to(weight.dtype)
+
+
+def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
+    """The first of the changed parameters that is tied to another, and that other."""
+    for one, other in (model.all_tied_weights_keys or {}).items():
+        if one in changed:
+            return one, other
+        if other in changed:
+            return other, one
+    return None
+
+
+def over_nf4(patches: Mapping[str, Patch], quantized: Collection[str]) -> dict[str, Patch]:
+    """The same patches for a base whose ``quantized`` parameters have been in NF4."""
+
+    return _after(patches, dict.fromkeys(quantized, nf4_round_trip))
+
+
+def over_scaled(patches: Mapping[str, Patch], factors: Mapping[str, float]) -> dict[str, Patch]:
+    """The same patches for a base whose parameters have been multiplied."""
+
+    def scale(name: str) -> Patch:
+        return lambda weight: apply_factors(name, weight, factors)
+
+    return _after(patches, {name: scale(name) for name in set(map(parameter_of, factors))})
+
+
+def _after(patches: Mapping[str, Patch], first: Mapping[str, Patch]) -> dict[str, Patch]:
+    def both(one: Patch, other: Patch) -> Patch:
+        return lambda weight: other(one(weight))
+
+    return {**first, **{name: both(first[name], patch) if name in first else patch for name, patch in patches.items()}}

@@ -1,0 +1,94 @@
+"""Spreads the policy over the ranks with torch's fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlpipe.configs.schema.learner_config import FsdpConfig, OptimizerConfig
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.strategies.fsdp_wrap import find_units
+from rlpipe.learner.strategies.optimizer_backend import TorchUpdates
+from rlpipe.learner.strategies.rank_group import RankGroup
+from rlpipe.learner.strategies.sharding import Updates
+from rlpipe.weights.dcp import Read
+
+
+class Fsdp2(RankGroup):
+    """The group of ranks over which ``shard`` spreads models; needs torch's default process group.
+
+    Parameters are kept in their own type and computed with in the scorer's; gradients are summed in float32, over
+    the ranks once an update for an adapter, and after every backward pass for a whole model, whose unsharded gradients
+    would not fit.
+    """
+
+    def __init__(self, config: FsdpConfig, device: torch.device, *, on_cpu: bool, reduce_every_backward: bool) -> None:
+        """``on_cpu`` keeps parameters, gradients and optimizer state there, by torch's policy."""
+        super().__init__(device)
+        self._config, self._on_cpu = config, on_cpu
+        self._reduce_every_backward = reduce_every_backward
+        self._mesh = init_device_mesh(device.type, (self.num_ranks,))
+        self._trained: TokenScorer | None = None
+
+    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+        """Shards the model of ``scorer`` in place, and moves it to the device."""
+        narrow = scorer.compute_dtype is not torch.float32
+        precision = MixedPrecisionPolicy(
+            param_dtype=scorer.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
+        )
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_cpu else OffloadPolicy()
+        for unit in find_units(scorer, scorer.causal_model, self._config):
+            fully_shard(
+                unit,
+                mesh=self._mesh,
+                reshard_after_forward=self._config.reshard_after_forward,
+                mp_policy=precision,
+                offload_policy=offload,
+            )
+        fully_shard(scorer, mesh=self._mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
+        for module in scorer.modules():
+            if isinstance(module, FSDPModule):
+                # The loss carries the counts of all ranks: gradients are added up, where FSDP would average them.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        if trained:
+            self._trained = scorer
+
+    def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
+        return TorchUpdates(parameters, config, local=self.local, begin_backward=self._begin_backward)
+
+    def _begin_backward(self, last: bool) -> None:
+        assert isinstance(self._trained, FSDPModule)
+        self._trained.set_requires_gradient_sync(last or self._reduce_every_backward)
+
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+        read(self.state(parameters))
+
+    def end_inference(self, scorer: TokenScorer) -> None:
+        # The root keeps its parameters gathered for the backward pass; until then the optimizer would not find them.
+        assert isinstance(scorer, FSDPModule)
+        scorer.reshard()
+
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        self.local(parameter).lerp_(self.local(towards), by)
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        return tensor.shape
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def full(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        # Offloaded parts lie on the CPU, while the group may speak on the device alone.
+        return cast(DTensor, tensor.detach().to(self.device)).full_tensor()

@@ -1,0 +1,230 @@
+"""Spreads the policy over the ranks with DeepSpeed's ZeRO-3, with optimizer and parameters on the CPU where asked.
+
+DeepSpeed keeps each rank's parts of all trained parameters one after the other in flat float32 tensors, which the
+optimizer updates; the parameters themselves are empty but while a module runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+)
+from torch import Tensor, nn
+
+from rlpipe.configs.schema.learner_config import OptimizerConfig, Zero3Config
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.fused_lora import FusedLora
+from rlpipe.learner.optimizer import make_optimizer
+from rlpipe.learner.strategies.optimizer_state import MOMENTS, STEPS, read_moments, write_moments
+from rlpipe.learner.strategies.rank_group import RankGroup
+from rlpipe.learner.strategies.sharding import Updates
+from rlpipe.weights.dcp import Read, moment_key, weight_key
+
+
+class Zero3(RankGroup):
+    """The group of ranks over which ``shard`` spreads models; needs torch's default process group."""
+
+    def __init__(self, config: Zero3Config, device: torch.device) -> None:
+        super().__init__(device)
+        self._config = config
+        self._trained: TokenScorer | None = None
+        self._engines: list[Any] = []
+        deepspeed.init_distributed(dist_init_required=False)
+
+    def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
+        """What is trained is spread once its optimizer is made."""
+        if trained:
+            self._trained = scorer
+        else:
+            settings = self._settings(scorer)
+            # Small parameters, too, are gathered from their parts whenever they are used, as those may move.
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+            self._spread(scorer, settings)
+            self._engines += deepspeed.initialize(model=scorer, config=settings)[:1]
+
+    def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
+        assert self._trained is not None, "shard() comes first"
+        optimizer = make_optimizer(parameters.values(), config)  # it looks at shapes, which parts do not have
+        settings = self._settings(self._trained)
+        self._spread(self._trained, settings)
+        engine, *_ = deepspeed.initialize(model=self._trained, optimizer=optimizer, config=settings)
+        return Zero3Updates(engine, parameters, self)
+
+    def _spread(self, scorer: TokenScorer, settings: dict[str, Any]) -> None:
+        """Parameter by parameter, where DeepSpeed's engine would first move all of them to the device."""
+        if scorer.compute_dtype is torch.bfloat16:
+            for parameter in scorer.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
+        for layer in scorer.modules():
+            if isinstance(layer, FusedLora):  # it reads what its parts hold without calling them
+                for parameter in layer.parameters():
+                    deepspeed.zero.register_external_parameter(layer, parameter)
+        for buffer in scorer.buffers():
+            buffer.data = buffer.data.to(self.device)
+
+    def _settings(self, scorer: TokenScorer) -> dict[str, Any]:
+        offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        stage: dict[str, Any] = {"stage": 3, "overlap_comm": self.device.type == "cuda"}
+        if self._config.offload_optimizer:
+            stage["offload_optimizer"] = offload
+        if self._config.offload_parameters:
+            stage["offload_param"] = offload
+        narrow = scorer.compute_dtype is torch.bfloat16
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": 2**31,
+            "bf16": {"enabled": narrow},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": stage,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        held = {}
+        for index, (name, parameter) in enumerate(parameters.items()):
+            whole = self.full(parameter)
+            if index % self.num_ranks == self.rank:
+                held[name] = whole.cpu()
+        return held
+
+    def load_state(self, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+        for name, parameter in parameters.items():
+            whole = torch.empty(_shape(parameter), dtype=parameter.dtype)
+            read({name: whole})
+            self.local(parameter).copy_(_part(whole, parameter, self.rank, self.num_ranks))
+
+    def end_inference(self, scorer: TokenScorer) -> None:
+        pass
+
+    def move(self, parameter: nn.Parameter, towards: nn.Parameter, by: float) -> None:
+        self.local(parameter).lerp_(self.local(towards), by)
+
+    def shape(self, tensor: Tensor) -> torch.Size:
+        return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return cast(Tensor, getattr(tensor, "ds_tensor", tensor))
+
+    def full(self, tensor: Tensor) -> Tensor:
+        if not hasattr(tensor, "ds_id"):
+            return tensor
+        if tensor.requires_grad:
+            return cast(Tensor, safe_get_full_fp32_param(tensor))
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+
+
+class Zero3Updates:
+    """DeepSpeed's engine; it divides by the number of ranks what it sums up, and counts on one update a step."""
+
+    def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], ranks: RankGroup) -> None:
+        self._engine, self._parameters = engine, parameters
+        self._rank, self._num_ranks, self._device = ranks.rank, ranks.num_ranks, ranks.device
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._engine.optimizer.clear_backward_seen_flag()
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self._num_ranks, scale_wrt_gas=False)
+
+    def squared_norm(self) -> Tensor:
+        norms = torch._foreach_norm(self._gradients(), dtype=torch.float32)
+        return torch.stack(list(norms)).square().sum()
+
+    def _gradients(self) -> list[Tensor]:
+        return [safe_get_local_grad(parameter) for parameter in self._parameters.values()]
+
+    def apply(self, scale: float) -> None:
+        if scale != 1:
+            for parameter in self._parameters.values():
+                safe_set_local_grad(parameter, safe_get_local_grad(parameter) * scale)
+        self._engine.step()
+
+    def drop(self) -> None:
+        self._engine.optimizer.zero_grad()
+        self._engine.optimizer.reset_cpu_buffers()
+
+    def state(self) -> dict[str, Tensor]:
+        """Each tensor whole, on the rank whose turn it is."""
+        held = {}
+        moments = {group: read_moments(state) for group, state in self._flat_states().items()}
+        for index, (name, parameter) in enumerate(self._parameters.items()):
+            group, offset, size = self._place(parameter)
+            own = moments.get(group, {})
+            parts = {weight_key(name): safe_get_local_fp32_param(parameter)}
+            parts |= {moment_key(name, key): own[key].narrow(0, offset, size) for key in MOMENTS if key in own}
+            mine = index % self._num_ranks == self._rank
+            for key, part in parts.items():
+                whole = self._gather(part, parameter)
+                if mine:
+                    held[key] = whole.cpu()
+            if mine and own:
+                held[moment_key(name, STEPS)] = own[STEPS]
+        return held
+
+    def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
+        optimizer = self._engine.optimizer
+        optimizer.state.clear()
+        if kept := optimizer.persistent_parameters:
+            kept[0].partition(kept)  # small ones stay gathered from step to step; the next use gathers what is read
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            weight, steps = weight_key(name), moment_key(name, STEPS)
+            keys = {key: moment_key(name, key) for key in MOMENTS if moment_key(name, key) in stored}
+            tensors = {key: torch.zeros(stored[key]) for key in (weight, *keys.values(), *([steps] if keys else []))}
+            read(tensors)
+            part = _part(tensors[weight], parameter, self._rank, self._num_ranks)
+            safe_set_local_fp32_param(parameter, part)
+            cast(Any, parameter).ds_tensor.data.copy_(part)
+            group, offset, size = self._place(parameter)
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            for key, moment in keys.items():
+                own = moments.setdefault(group, {STEPS: tensors[steps]})
+                whole = own.setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                whole.narrow(0, offset, size).copy_(_part(tensors[moment], parameter, self._rank, self._num_ranks))
+        for group, own in moments.items():
+            write_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[group], own)
+
+    def _flat_states(self) -> dict[int, dict[str, Any]]:
+        """The optimizer's state of each flat tensor that has one."""
+        optimizer = self._engine.optimizer
+        flats = enumerate(optimizer.fp32_partitioned_groups_flat)
+        return {group: optimizer.state[flat] for group, flat in flats if flat in optimizer.state}
+
+    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """The flat tensor that this rank's part of it lies in, where in it, and how large it is."""
+        optimizer = self._engine.optimizer
+        return cast(tuple[int, int, int], optimizer.grad_position[optimizer.get_param_id(parameter)])
+
+    def _gather(self, part: Tensor, parameter: Any) -> Tensor:
+        part = part.detach().to(self._device)  # offloaded parts lie on the CPU, of which NCCL knows nothing
+        whole = part.new_empty(self._num_ranks * part.numel())
+        dist.all_gather_into_tensor(whole, part.contiguous())
+        return whole[: parameter.ds_numel].view(_shape(parameter))
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(parameter.ds_shape)
+
+
+def _part(whole: Tensor, parameter: Any, rank: int, num_ranks: int) -> Tensor:
+    """A rank's: all have equally much of the flat tensor, filled up at its end."""
+    size: int = parameter.ds_tensor.numel()
+    filled = nn.functional.pad(whole.flatten(), (0, size * num_ranks - whole.numel()))
+    return filled[rank * size : (rank + 1) * size]

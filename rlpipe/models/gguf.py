@@ -1,0 +1,144 @@
+"""GGUF files as models: dequantised once into a folder of transformers' files, which every part of a run reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import xxhash
+
+from rlpipe.common.atomic_io import check_room, held, user_cache, whole_folder
+from rlpipe.common.imports import describe_error
+from rlpipe.errors import ModelError
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+ORIGIN = "rlpipe_gguf.json"
+"""The file in a converted folder that says what it was made of."""
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+FLOAT32_BYTES = 4
+
+
+def is_gguf(path: str | Path) -> bool:
+    return str(path).endswith(SUFFIX)
+
+
+def converted_folder(file: str | Path) -> Path:
+    """Where the model of a GGUF file lies once it is converted; a file that changed has another folder."""
+    path = Path(file).expanduser().absolute()
+    try:
+        found = path.stat()
+    except OSError:
+        return user_cache() / "gguf" / path.stem
+    digest = xxhash.xxh3_64_hexdigest(f"{path} {found.st_size} {found.st_mtime_ns}".encode())
+    return user_cache() / "gguf" / f"{path.stem}-{digest[:12]}"
+
+
+def model_folder(path: str) -> str:
+    """The folder of a GGUF file's model, converted now if it is not there yet; any other path as it is.
+
+    Raises ``ModelError`` where the file can't be converted.
+    """
+    if not is_gguf(path):
+        return path
+    target = converted_folder(path)
+    if not target.exists():
+        convert(Path(path).expanduser(), target)
+    return str(target)
+
+
+def convert(file: Path, target: Path) -> None:
+    """Writes the model and the tokenizer of a GGUF file to ``target``, the weights as float32.
+
+    Every block of a quantised tensor is a scale times small integers, which float32 holds exactly. Another process that
+    converts to the same folder is waited for. Raises ``ModelError`` where the file can't be read, or holds what
+    transformers can't dequantise.
+    """
+    _check_file(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.converting")
+    lock.mkdir(exist_ok=True)
+    while not target.exists():
+        with held(lock) as alone:
+            if not alone:
+                time.sleep(0.5)
+            elif not target.exists():
+                with whole_folder(target) as folder:
+                    _convert(file, folder)
+
+
+def describe_gguf(path: str) -> str | None:
+    """What was made of a GGUF file, for people; None for any other path."""
+    if not is_gguf(path):
+        return None
+    folder = converted_folder(path)
+    made = json.loads((folder / ORIGIN).read_text())
+    return (
+        f"model.path={path}: {made['architecture']} with {made['num_parameters'] / 1e6:,.0f}M parameters in "
+        f"{made['types']}, trained and sampled as dequantised weights: {folder}"
+    )
+
+
+def _check_file(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(len(MAGIC))
+    except OSError as error:
+        raise ModelError(f"model.path={file}: the file can't be read ({describe_error(error)})") from None
+    if magic != MAGIC:
+        raise ModelError(f"model.path={file}: this is no GGUF file (it does not begin with {MAGIC.decode()!r})")
+    if _PART.search(file.name):
+        raise ModelError(
+            f"model.path={file}: a model in several files can't be read; join them with llama-gguf-split --merge"
+        )
+
+
+def _convert(file: Path, folder: Path) -> None:
+    try:
+        import gguf
+    except ImportError:
+        raise ModelError(f"model.path={file} needs the package gguf: pip install 'rlpipe[gguf]'") from None
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        reader = gguf.GGUFReader(file)
+        # transformers reads the file three times, and makes the table of all names for every module: half a minute.
+        once: dict[str, Any] = {
+            "GGUFReader": lambda path: reader,
+            "get_tensor_name_map": cache(gguf.get_tensor_name_map),
+        }
+        num_elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        check_room(folder, FLOAT32_BYTES * num_elements)
+        given = {"gguf_file": file.name}
+        with (
+            patch.multiple(gguf, **once),
+            patch.object(modeling_gguf_pytorch_utils, "tqdm", partial(tqdm, disable=True)),
+        ):
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, **given, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise ModelError(f"model.path={file}: the model can't be written ({describe_error(error)})") from None
+    except Exception as error:  # noqa: BLE001 - readers of damaged files raise of every kind
+        raise ModelError(f"model.path={file}: transformers can't dequantise it ({describe_error(error)})") from None
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
+    origin = {
+        "source": str(file.absolute()),
+        "architecture": model.config.model_type,
+        "num_parameters": model.num_parameters(),
+        "types": ", ".join(name for name, _ in types.most_common()),
+    }
+    (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")

@@ -1,0 +1,108 @@
+"""How the tensors in a model's files and the model's parameters stand for each other, as transformers converts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor in a file."""
+
+    pattern: str | None
+    """Of the converter's patterns, the one that it matches."""
+    renamed: str
+    """Its name as the converter sees it."""
+
+
+@dataclass(slots=True)
+class WeightGroup:
+    """Tensors in the files that together make up a parameter of the model, or some."""
+
+    model: PreTrainedModel
+    target: str
+    """The parameter, or the first of them."""
+    converter: WeightConverter | None
+    """None: the only source is the parameter, if under another name."""
+    sources: dict[str, Source] = field(default_factory=dict)
+    """By their names in the files, in the order of conversion."""
+
+    def to_parameters(self, tensors: Tensors) -> dict[str, Tensor]:
+        if self.converter is None:
+            return {self.target: tensors[next(iter(self.sources))]}
+        converter: Any = deepcopy(self.converter)
+        for name, source in self.sources.items():
+            converter.add_tensor(self.target, name, source.pattern, tensors[name])
+        return self._convert(converter, self.target)
+
+    def to_sources(self, parameters: Tensors) -> dict[str, Tensor]:
+        """The way back; raises ``ValueError`` where transformers has none for these sources."""
+        if self.converter is None:
+            return {next(iter(self.sources)): parameters[self.target]}
+        back: Any = self.converter.reverse_transform()
+        keys = {name: back.rename_source_key(name) for name in parameters}
+        target = next(iter(keys.values()))[0]
+        for name, (_, pattern) in keys.items():
+            back.add_tensor(target, name, pattern, parameters[name])
+        found = self._convert(back, target)
+        return {name: _find(found, source.renamed) for name, source in self.sources.items()}
+
+    def _convert(self, converter: Any, target: str) -> dict[str, Tensor]:
+        found = converter.convert(target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def plan_units(model: PreTrainedModel, names: Iterable[str]) -> list[WeightGroup]:
+    """Sorts the tensors of a model's files by the parameters that they make up, as ``from_pretrained`` would."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    outlines = model.state_dict()
+    prefix = model.base_model_prefix
+    units: dict[str, WeightGroup] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, outlines)
+        if target not in outlines and name in outlines:
+            target, pattern = rename_source_key(name, [], [], prefix, outlines)
+        renamed, _ = rename_source_key(name, renamings, [])
+        converter = None if pattern is None else by_pattern[pattern]
+        units.setdefault(target, WeightGroup(model, target, converter)).sources[name] = Source(pattern, renamed)
+    return list(units.values())
+
+
+def untied_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, each tied one once, and the buffers that are saved with them."""
+    parameters = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+
+
+def to_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What ``save_pretrained`` writes of one of the model's tensors: some are held under other names, or fused."""
+    written: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return written
+
+
+def _find(found: Tensors, renamed: str) -> Tensor:
+    """The tensor of that name; either name may have the prefix of the base model."""
+    for name, tensor in found.items():
+        if name == renamed or name.endswith(f".{renamed}") or renamed.endswith(f".{name}"):
+            return tensor
+    raise ValueError(f"transformers has no way back to {renamed}")

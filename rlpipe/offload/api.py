@@ -1,0 +1,199 @@
+"""Offloads a model in one call: traces it, searches for the best way that fits, says which, and takes it over."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.hardware.calibration import own_device
+from rlpipe.hardware.cgroup import free_host_bytes
+from rlpipe.hardware.device import Device
+from rlpipe.hardware.rank0 import num_ranks
+from rlpipe.offload.layout import CHUNK_SIZES, make_layout
+from rlpipe.offload.planner.consensus import agree, ranks_of
+from rlpipe.offload.planner.cost import Knobs
+from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
+from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, Decision, decide, describe_small_update, given_decision
+from rlpipe.offload.planner.profile import Capacity
+from rlpipe.offload.planner.profiler import make_profile
+from rlpipe.offload.planner.rates import rates_of, roofline
+from rlpipe.offload.planner.sample_batches import representative_batch
+from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free
+from rlpipe.offload.units import find_units, take_inventory
+
+logger = logging.getLogger(__name__)
+SHARE_USED = 0.9
+"""Of the memory that is free: the rest is for what no profile sees."""
+
+
+def offload(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    optimizer: OptimizerConfig | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+    num_tokens: int = 2048,
+    loss_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] | None = None,
+    knobs: Mapping[str, int] | None = None,
+    capacity: Capacity | None = None,
+    precision: Precision | None = None,
+    num_micro_batches: int = 1,
+    sizes: Sequence[int] = CHUNK_SIZES,
+    sharing: str = "auto",
+) -> OffloadedModel:
+    """Any model of transformers or PEFT, on the CPU, to be trained on a device of each rank.
+
+    ``batch`` is a micro batch of the largest size; without one, it is made of the model's kind, of one row of
+    ``num_tokens``. ``loss_of`` is how the model is called for a loss, if not with the batch as arguments. ``knobs``
+    fixes some of ``cost.Knobs``, the others are searched; so is, where torch has a process group, whether its ranks
+    share the chunks, which ``sharing`` fixes (``replicated``, ``sharded``). All ranks must call it with the same model.
+
+    Raises ``DoesNotFit``, and ``ValueError`` for a model that no batch is known for, one that gives no loss, or options
+    that can't be; the model is then as it was.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device}: torch finds no GPU here")
+    check_free(model, optimizer)
+    given = dict(batch) if batch is not None else representative_batch(model, num_tokens)
+    precision, knobs, parts = precision or Precision(), knobs or {}, choices_of(sharing, num_ranks())
+    hardware = None if is_given(knobs) else own_device(device)
+    decision = agree(
+        capacity or free_memory(device, replaced=model),
+        lambda free: plan(
+            model,
+            lambda _: _loss(model, given, loss_of),
+            hardware,
+            knobs=knobs,
+            capacity=free,
+            precision=precision,
+            num_micro_batches=num_micro_batches,
+            sizes=sizes,
+            num_ranks=num_ranks(),
+            parts=parts,
+            is_trained=optimizer is not None,
+        ),
+    )
+    offloaded = OffloadedModel(
+        model,
+        decision.arrangement,
+        device=device,
+        optimizer=optimizer,
+        precision=precision,
+        ranks=ranks_of(decision.num_parts),
+        sizes=sizes,
+    )
+    offloaded.decision = decision
+    num_sequences = next(iter(given.values())).shape[0] * num_micro_batches * num_ranks()
+    _log(decision, None if optimizer is None else num_sequences)
+    return offloaded
+
+
+def _log(decision: Decision, num_sequences: int | None) -> None:
+    logger.info("offload: %s", decision.describe())
+    if num_sequences is not None and num_sequences < AMORTISING_SEQUENCES:
+        logger.info("offload: %s", describe_small_update(num_sequences))
+
+
+def _loss(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] | None,
+) -> Tensor:
+    """The loss of a batch, by the caller's function or the model's own; raises ``ValueError`` where it gives none."""
+    found = model(**batch).loss if loss_of is None else loss_of(model, batch)
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{type(model).__name__} gives no loss for the batch: add labels to it, or give loss_of")
+    return found
+
+
+def choices_of(sharing: str, num_ranks: int) -> tuple[int, ...]:
+    """Into how many parts ranks may cut every chunk, by ``auto``, ``replicated`` or ``sharded``."""
+    choices = {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}
+    if sharing not in choices:
+        raise ValueError(f"sharing={sharing}: give one of {', '.join(choices)}")
+    return choices[sharing] if num_ranks > 1 else (1,)
+
+
+def is_given(knobs: Mapping[str, int]) -> bool:
+    """Whether all ``knobs`` have values: then nothing is measured, traced or searched."""
+    return knobs.keys() == {entry.name for entry in fields(Knobs)}
+
+
+def plan(
+    model: nn.Module,
+    loss_of: Callable[[Trace], Tensor],
+    hardware: Device | None,
+    *,
+    knobs: Mapping[str, int],
+    capacity: Capacity,
+    precision: Precision,
+    sizes: Sequence[int],
+    num_micro_batches: int = 1,
+    num_ranks: int = 1,
+    parts: Sequence[int] = (1,),
+    is_trained: bool = True,
+) -> Decision:
+    """The best way on this hardware; where all ``knobs`` are given, that is it, and none is needed.
+
+    ``parts`` are the numbers of shares that are tried into which ranks may cut the chunks. Raises as ``offload`` does,
+    also where the model can't be traced.
+    """
+    if negative := {name: value for name, value in knobs.items() if value < 0}:
+        raise ValueError(f"{', '.join(f'{name}={value}' for name, value in negative.items())}: give 0 or more")
+    units = find_units(model)
+    inventory = take_inventory(model, units, trained=is_trained, compute_dtype=precision.compute)
+    layout = make_layout(inventory.tensors, sizes=sizes)
+    if is_given(knobs):
+        return given_decision(units, layout, Knobs(**knobs), num_parts=parts[-1])
+    assert hardware is not None, "what is searched needs rates"
+    try:
+        with traceable_experts(model):
+            trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} can't be traced without its values ({describe_error(error)}): "
+            f"set all of {', '.join(entry.name for entry in fields(Knobs))}"
+        ) from error
+    profiles = {
+        num_parts: make_profile(
+            model,
+            inventory,
+            layout,
+            trace,
+            precision=precision,
+            num_ranks=num_ranks,
+            num_parts=num_parts,
+            num_micro_batches=num_micro_batches,
+        )
+        for num_parts in parts
+    }
+    rates = rates_of(hardware, num_ranks=num_ranks)
+    return decide(trace, profiles, num_units=len(units), rates=rates, capacity=capacity, fixed=knobs)
+
+
+def free_memory(device: torch.device, *, replaced: nn.Module) -> Capacity:
+    """Nine tenths of what a rank finds free once chunks have taken the place of the model's weights.
+
+    The ranks of a machine share what its host has; on a CPU half of that counts as the device's.
+    """
+    num_neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = int(SHARE_USED * (free_host_bytes() / num_neighbours + _own_bytes(replaced)))
+    if device.type == "cpu":
+        return Capacity(device_bytes=host // 2, host_bytes=host // 2)
+    return Capacity(device_bytes=int(SHARE_USED * torch.cuda.mem_get_info(device)[0]), host_bytes=host)
+
+
+def _own_bytes(model: nn.Module) -> int:
+    """What the model's weights take of the host, but for files that are mapped, which count as free."""
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
+    process = psutil.Process().memory_info()
+    return min(sum(sizes.values()), process.rss - getattr(process, "shared", 0))

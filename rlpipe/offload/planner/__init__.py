@@ -1,0 +1,1 @@
+"""What a training step needs and takes, and the fastest way to carry it out that fits."""

@@ -1,0 +1,153 @@
+"""Traces a model on fake tensors in place of its own: no memory is taken, nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from rlpipe.offload.planner import flops
+from rlpipe.offload.planner.tensor_tracker import Operator, TensorTracker
+from rlpipe.offload.planner.trace import Seconds, Trace
+from rlpipe.offload.units import Unit, is_adapted
+
+BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "compress_statistics", "quant_storage")
+"""What its parameters carry beside their values."""
+TRACEABLE_EXPERTS = "grouped_mm"
+"""transformers' way to run experts that depends on no values; its own choice where torch has the operator."""
+WITHOUT_VALUES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
+"""They make tensors that hold nothing yet, and may be large."""
+
+flops.register_formulas()
+
+
+class RealUnlessWeighted(TorchDispatchMode):
+    """Within a fake mode: what does not depend on fake tensors is computed, so that shapes may depend on it.
+
+    Masks, positions and the grids of images are small; models look at their values.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_known = not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        if is_known and func._overloadpacket not in WITHOUT_VALUES:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], _by_numbers(args[1]))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            # torch's fake one knows the one type alone, in which GPUs have the kernel.
+            narrow = [arg.to(torch.bfloat16) for arg in args[:2]]
+            return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
+        return func(*args, **kwargs)
+
+
+def _by_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Masks of which the values are known, as the numbers of what they select."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                found += index.nonzero(as_tuple=True)
+        else:
+            found.append(index)
+    return found
+
+
+class _UnitCall(nn.Module):
+    def __init__(self, model: nn.Module, run: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.model, self._run = model, run
+
+    def forward(self) -> Tensor:
+        return self._run()
+
+
+def trace_model(
+    model: nn.Module,
+    units: Sequence[Unit],
+    loss_of: Callable[[Trace], Tensor],
+    seconds: Seconds,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> Trace:
+    """Of ``loss_of``, which calls the model for a loss; the model and its gradients stay as they are.
+
+    Weights in chunks that are trained count as of ``compute_dtype``, if it is given. The model may be on the meta
+    device. Raises what torch raises where shapes depend on values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    trace = Trace(units, seconds)
+    wrapper = _UnitCall(model, lambda: loss_of(trace))
+    with mode:
+        fakes = _fakes(wrapper, None if is_adapted(model) else compute_dtype)
+    with mode, RealUnlessWeighted():
+        trace.run(lambda: functional_call(wrapper, fakes, ()), [fake for fake in fakes.values() if fake.requires_grad])
+    return trace
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ForwardCost:
+    """Of a pass that keeps nothing for a backward one."""
+
+    seconds: float
+    peak_bytes: int
+    """Of what it makes; weights do not count."""
+
+
+def trace_forward(model: nn.Module, run: Callable[[], Tensor], seconds: Seconds) -> ForwardCost:
+    """Of ``run``, which calls the model without gradients. As ``trace_model``."""
+    mode, total = FakeTensorMode(allow_non_fake_inputs=True), 0.0
+
+    def observe(operator: Operator) -> None:
+        nonlocal total
+        total += seconds(operator)
+
+    wrapper, tracker = _UnitCall(model, run), TensorTracker(observe)
+    with mode:
+        fakes = _fakes(wrapper, None)
+    with traceable_experts(model), mode, RealUnlessWeighted(), torch.no_grad(), tracker:
+        functional_call(wrapper, fakes, ())
+    return ForwardCost(seconds=total, peak_bytes=tracker.peak)
+
+
+@contextmanager
+def traceable_experts(model: nn.Module) -> Iterator[None]:
+    """Within it, experts of transformers' models run in a way that fakes can be led through.
+
+    The loop of the eager way asks which experts have tokens. Models whose code knows no other keep it.
+    """
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    own = {} if found is None else found.get_experts_implementation()
+    if found is None or "eager" not in own.values():
+        yield
+        return
+    found.config._experts_implementation = TRACEABLE_EXPERTS  # and those of its parts
+    try:
+        yield
+    finally:
+        found.config._experts_implementation = own
+
+
+def _fakes(module: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: _fake(tensor, compute_dtype) for name, tensor in tensors.items()}
+
+
+def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
+    dtype = compute_dtype if tensor.requires_grad and tensor.ndim > 1 and compute_dtype is not None else tensor.dtype
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+    fake.requires_grad_(tensor.requires_grad)
+    for name in BITSANDBYTES:
+        if hasattr(tensor, name):
+            setattr(fake, name, getattr(tensor, name))
+    return fake

@@ -1,0 +1,175 @@
+"""Decides how a model is trained: what stays on the device, what comes and goes, and whether ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlpipe.common.formatting import duration, gib
+from rlpipe.offload.layout import ChunkLayout
+from rlpipe.offload.planner.cost import Knobs, Prediction, arrange, interleave, predict
+from rlpipe.offload.planner.profile import Capacity, Mode, Profile, Rates
+from rlpipe.offload.planner.search import Choice, DoesNotFit, search
+from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.units import Unit
+
+AMORTISING_SEQUENCES = 4
+"""In an update: with fewer, what it costs whatever it trains, such as transfers and the optimizer, is most of it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Arrangement:
+    """What lies where, and what becomes of each unit's activations."""
+
+    num_persistent: int
+    """Of the first chunks."""
+    num_slots: int
+    modes: Sequence[Mode]
+    """Of each unit; those that are no blocks have ``KEEP``."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Decision:
+    arrangement: Arrangement
+    knobs: Knobs
+    prediction: Prediction | None
+    """None where nothing was left to decide."""
+    num_parts: int
+    """Into which the ranks cut every chunk; 1 where each holds all of it."""
+    num_chunks: int
+    num_blocks: int
+    why_not_all: str = ""
+    """Why some chunks come and go."""
+    why_shared: str = ""
+    """What the other way of sharing chunks among ranks would take."""
+
+    def describe(self) -> str:
+        """In one line."""
+        knobs, prediction = self.knobs, self.prediction
+        kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
+        if knobs.num_persistent == self.num_chunks:
+            where = f"all {self.num_chunks} chunks stay on the device{self._describe_sharing()}"
+        else:
+            stay = f"{knobs.num_persistent} of {self.num_chunks} chunks stay{self.why_not_all}"
+            where = f"{stay}, {knobs.num_slots} slots{self._describe_sharing()}"
+        predicted = "as the config says" if prediction is None else _describe_prediction(prediction)
+        return (
+            f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
+            f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; {predicted}"
+        )
+
+    def _describe_sharing(self) -> str:
+        shared = f", shared by {self.num_parts} ranks" if self.num_parts > 1 else ""
+        return f"{shared or ', replicated'}{self.why_shared}" if self.why_shared else shared
+
+    def compare(
+        self, seconds: float, num_micro_batches: int, *, device_bytes: int | None, host_bytes: int, process_bytes: int
+    ) -> str:
+        """What was predicted, and what an update took; in one line. ``process_bytes`` are all that the process has on
+        the host."""
+        prediction = self.prediction
+        assert prediction is not None, "without a prediction there is nothing to compare"
+        passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
+        predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
+        took = (
+            f"an update of {num_micro_batches} micro batches took {duration(seconds)}; {duration(predicted_s)} were "
+            "predicted, for full ones"
+        )
+        if device_bytes is not None:
+            took += f"; it took {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
+        return (
+            f"{took}; it holds {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted; the process "
+            f"takes {gib(process_bytes)}, with code and libraries"
+        )
+
+
+def describe_small_update(num_sequences: int) -> str:
+    return (
+        f"an update of {num_sequences} sequences does not make up for what its transfers cost whatever it trains; "
+        f"{AMORTISING_SEQUENCES} and more do"
+    )
+
+
+def given_decision(units: Sequence[Unit], layout: ChunkLayout, knobs: Knobs, *, num_parts: int) -> Decision:
+    """All ``knobs`` are given; the modes that they make lie as ``arrange`` lays them, with swaps evenly among
+    checkpoints. Raises ``ValueError`` where there are fewer blocks."""
+    blocks = [index for index, unit in enumerate(units) if unit.is_block]
+    per_swap = -(-knobs.num_checkpointed // max(knobs.num_swapped, 1))
+    early = interleave(knobs.num_swapped, knobs.num_checkpointed, per_swap) + [Mode.OFFLOAD] * knobs.num_offloaded
+    if len(early) > len(blocks):
+        raise ValueError(f"num_swapped, num_checkpointed and num_offloaded are {len(early)} of {len(blocks)} layers")
+    modes = [Mode.KEEP] * len(units)
+    for index, mode in zip(blocks, early, strict=False):
+        modes[index] = mode
+    return Decision(
+        arrangement=Arrangement(num_persistent=knobs.num_persistent, num_slots=knobs.num_slots, modes=modes),
+        knobs=knobs,
+        prediction=None,
+        num_parts=num_parts,
+        num_chunks=len(layout.chunks),
+        num_blocks=len(blocks),
+    )
+
+
+def decide(
+    trace: Trace,
+    profiles: Mapping[int, Profile],
+    *,
+    num_units: int,
+    rates: Rates,
+    capacity: Capacity,
+    fixed: Mapping[str, int],
+) -> Decision:
+    """The fastest way that fits; ``profiles`` by the number of parts. Raises ``DoesNotFit``, and ``ValueError`` where
+    nothing has the ``fixed`` knobs."""
+    found: dict[int, Choice] = {}
+    failures: list[DoesNotFit] = []
+    for num_parts, profile in profiles.items():
+        try:
+            found[num_parts] = search(profile, rates, capacity, fixed)
+        except DoesNotFit as failure:
+            failures.append(failure)
+    if not found:
+        raise failures[-1]
+    num_parts, choice = min(found.items(), key=lambda entry: entry[1].prediction.seconds)
+    profile = profiles[num_parts]
+    modes = [Mode.KEEP] * num_units
+    for stage, mode in zip(trace.stages, arrange(profile, choice.knobs, rates), strict=True):
+        if stage.unit is not None:
+            modes[stage.unit] = mode
+    return Decision(
+        arrangement=Arrangement(
+            num_persistent=choice.knobs.num_persistent, num_slots=choice.knobs.num_slots, modes=modes
+        ),
+        knobs=choice.knobs,
+        prediction=choice.prediction,
+        num_parts=num_parts,
+        num_chunks=len(profile.chunks),
+        num_blocks=len(profile.blocks),
+        why_not_all=_why_not_all(profile, rates, capacity),
+        why_shared=_why_shared({parts: found.get(parts) for parts in profiles if parts != num_parts}),
+    )
+
+
+def _why_not_all(profile: Profile, rates: Rates, capacity: Capacity) -> str:
+    least = Knobs(num_persistent=len(profile.chunks), num_slots=0, num_checkpointed=len(profile.blocks))
+    needed, there = predict(profile, least, rates).device_bytes, capacity.device_bytes
+    return f" (all would take {gib(needed)} of {gib(there)})" if needed > there else ""
+
+
+def _why_shared(others: Mapping[int, Choice | None]) -> str:
+    """``others`` are the best of other numbers of parts; None where none fits."""
+    described = [
+        f"{'shared' if parts > 1 else 'replicated'}: "
+        + ("does not fit" if choice is None else duration(choice.prediction.seconds))
+        for parts, choice in others.items()
+    ]
+    return f" ({'; '.join(described)})" if described else ""
+
+
+def _describe_prediction(prediction: Prediction) -> str:
+    count = prediction.num_micro_batches
+    return (
+        f"predicted {gib(prediction.device_bytes)} on the device, {gib(prediction.host_bytes)} on the host, "
+        f"{duration(prediction.seconds)} an update of {count} full micro batch{'es' if count > 1 else ''}"
+    )

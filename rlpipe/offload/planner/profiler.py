@@ -1,0 +1,183 @@
+"""Makes the profile of a training step: what its stages need, as traced, and what its chunks take."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import nlargest
+
+import torch
+from torch import nn
+
+from rlpipe.hardware.device import adding
+from rlpipe.hardware.grad_accumulation import room_bytes
+from rlpipe.offload.layout import ALIGNMENT, Chunk, ChunkLayout, aligned
+from rlpipe.offload.planner.profile import ChunkProfile, Profile
+from rlpipe.offload.planner.trace import Stage, Trace
+from rlpipe.offload.runtime.gradients import NUM_STAGED
+from rlpipe.offload.runtime.runtime import Precision
+from rlpipe.offload.units import Inventory
+
+FLOAT32_BYTES = 4
+NUM_MOMENTS = 2
+
+
+def make_profile(
+    model: nn.Module,
+    inventory: Inventory,
+    layout: ChunkLayout,
+    trace: Trace,
+    *,
+    precision: Precision,
+    num_ranks: int = 1,
+    num_parts: int = 1,
+    num_micro_batches: int = 1,
+    alpha: float = 1.0,
+) -> Profile:
+    """``num_parts`` is into how many shares the ranks cut every chunk: 1 where each of them holds it all."""
+    stages = stages_of_chunks(trace.stages, layout, inventory)
+    chunks = [
+        _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_ranks, num_parts)
+        for chunk in layout.chunks
+    ]
+    on_the_way = _gradient_room(layout, stages, trace.stages) + _gather_room(layout, num_parts)
+    if num_ranks > 1:
+        on_the_way += _sum_room(layout, inventory, num_parts)
+    return Profile(
+        stages=trace.profiles(),
+        chunks=chunks,
+        slot_bytes=layout.slot_bytes,
+        resident_bytes=resident_bytes(model, inventory) + on_the_way,
+        shared_bytes=trace.shared_bytes,
+        alpha=alpha,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def stages_of_chunks(stages: Sequence[Stage], layout: ChunkLayout, inventory: Inventory) -> list[dict[int, float]]:
+    """For every chunk, the stages that use it, with the share of their weights that it holds.
+
+    A stage without weights in chunks goes, whole, with the chunk that was used last.
+    """
+    used: dict[int, Counter[int]] = defaultdict(Counter)  # bytes by unit, then by chunk
+    for chunk in layout.chunks:
+        for place in chunk.places:
+            for unit in inventory.uses[place.name]:
+                used[unit][chunk.index] += place.num_bytes
+    found: list[dict[int, float]] = [{} for _ in layout.chunks]
+    last = 0
+    for index, stage in enumerate(stages):
+        weights: Counter[int] = sum((used[unit] for unit in stage.reads), Counter())
+        total = sum(weights.values())
+        for chunk_index, num_bytes in weights.items():
+            found[chunk_index][index] = num_bytes / total
+            last = chunk_index
+        if not total:
+            found[last][index] = 1.0
+    return found
+
+
+def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
+    """On the device at all times, beside the chunks: trained parameters with gradient and moments, others, buffers."""
+    parameters = inventory.resident.values()
+    copies = 2 + NUM_MOMENTS
+    held = sum(parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
+    return held + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _profile_chunk(
+    chunk: Chunk,
+    layout: ChunkLayout,
+    inventory: Inventory,
+    stages: dict[int, float],
+    precision: Precision,
+    num_ranks: int,
+    num_parts: int,
+) -> ChunkProfile:
+    num_bytes = aligned(chunk.num_bytes, ALIGNMENT * num_parts)
+    slots = layout.slots_of(chunk)
+    gathered = max(slots * layout.slot_bytes, num_bytes)
+    profile = ChunkProfile(
+        stages=stages,
+        num_bytes=num_bytes // num_parts,
+        gathered_bytes=gathered,
+        slots=slots,
+        gather_bytes=num_bytes - num_bytes // num_parts,
+    )
+    if not chunk.is_trained:
+        return profile
+    dtype = inventory.members[chunk.places[0].name].dtype
+    state = precision.state or dtype
+    elements = num_bytes // num_parts // dtype.itemsize
+    copies = NUM_MOMENTS + (state is not dtype)
+    sent = dtype if num_ranks == 1 else torch.float32
+    exchanged = elements * num_parts * FLOAT32_BYTES * (num_ranks - 1) // num_ranks
+    gradient_bytes = elements * sent.itemsize
+    largest = min(elements, max(place.num_bytes for place in chunk.places) // dtype.itemsize)
+    return replace(
+        profile,
+        scatter_bytes=exchanged if num_parts > 1 else 0,
+        reduce_bytes=0 if num_parts > 1 else 2 * exchanged,  # sums go back to each other
+        gradient_bytes=gradient_bytes,
+        adding=adding(_name(sent), _name(precision.gradient)),
+        state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
+        staging_bytes=NUM_STAGED * gradient_bytes,
+        adding_bytes=room_bytes(largest, sent, precision.gradient),
+        update_bytes=0 if precision.gradient is state else largest * state.itemsize,
+        num_trained=elements,
+        state_dtype=_name(state),
+        cast_bytes=elements * (_cast_bytes(precision.gradient, state) + _cast_bytes(state, dtype)),
+    )
+
+
+def _cast_bytes(source: torch.dtype, target: torch.dtype) -> int:
+    """That an element moves."""
+    return 0 if source is target else source.itemsize + target.itemsize
+
+
+def _name(dtype: torch.dtype) -> str:
+    """As rates have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _gradient_room(layout: ChunkLayout, uses: Sequence[dict[int, float]], stages: Sequence[Stage]) -> int:
+    """The device's buffers for gradients that are collected and sent, which are used again.
+
+    A chunk's is open from the backward pass of the last stage that uses it to that of the first, or to the end where
+    that one's is not noticed.
+    """
+    rooms: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in layout.chunks:
+        if chunk.is_trained:
+            rooms[layout.slots_of(chunk) * layout.slot_bytes].append(chunk)
+    total = 0
+    for room, chunks in rooms.items():
+        at_once: Counter[int] = Counter()
+        for used in filter(None, (uses[chunk.index] for chunk in chunks)):
+            first = min(used)
+            at_once.update(range(first if stages[first].is_left else 0, max(used) + 1))
+        total += min(len(chunks), max(at_once.values(), default=0) + NUM_STAGED - 1) * room
+    return total
+
+
+def _sum_room(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
+    """The ranks' sums on their way to the host, in float32, and what one of them is made of.
+
+    Whole sums of float32 gradients lie in the buffers of these.
+    """
+    copies, sums = [0], []
+    for chunk in layout.chunks:
+        if chunk.is_trained:
+            dtype = inventory.members[chunk.places[0].name].dtype
+            size = aligned(chunk.num_bytes, ALIGNMENT * num_parts) // dtype.itemsize * FLOAT32_BYTES
+            copy = 0 if dtype is torch.float32 else size
+            copies.append(0 if num_parts == 1 else copy)
+            sums.append(copy if num_parts == 1 else size // num_parts)
+    return max(copies) + sum(nlargest(NUM_STAGED, sums))
+
+
+def _gather_room(layout: ChunkLayout, num_parts: int) -> int:
+    """A share of the largest chunk, while it is spread to the other ranks."""
+    largest = max(chunk.num_bytes for chunk in layout.chunks)
+    return 0 if num_parts == 1 else aligned(largest, ALIGNMENT * num_parts) // num_parts

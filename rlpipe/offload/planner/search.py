@@ -1,0 +1,385 @@
+"""Finds the fastest way to carry out a training step that fits; exact, as all ways are looked at.
+
+Blocks of a mode are counted, not chosen, and of the slots only the most that fit matter, as one more never makes a step
+slower. Shapes: K ways to divide the blocks among the modes, P numbers of persistent chunks, S stages, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlpipe.common.formatting import gib
+from rlpipe.offload.planner.cost import (
+    Knobs,
+    Prediction,
+    checkpoints_per_swap,
+    device_update_s,
+    gather_s,
+    host_adding_s,
+    host_update_s,
+    interleave,
+    predict,
+    reduce_s,
+    swap_spans,
+    transfer_s,
+    why_impossible,
+)
+from rlpipe.offload.planner.profile import Capacity, ChunkProfile, Mode, Profile, Rates
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+MODES = {mode: code for code, mode in enumerate(Mode)}
+ROWS = 1024
+"""Divisions that are looked at together: their arrays stay small."""
+TIE = 1 + 1e-12
+"""Times the fastest: no slower, but for rounding."""
+PASSING = ("staging_bytes", "adding_bytes", "update_bytes")
+"""On the host, of the chunk that takes most."""
+
+
+class DoesNotFit(ValueError):
+    """No way fits; the message says what the smallest one takes."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Choice:
+    knobs: Knobs
+    prediction: Prediction
+
+
+def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[str, int] | None = None) -> Choice:
+    """The fastest knobs within the capacity; of equally fast ones, those that leave most as it is without offload.
+
+    ``fixed`` knobs keep their values. Raises ``DoesNotFit``, and ``ValueError`` for fixed knobs that can't be.
+    """
+    fixed = dict(fixed or {})
+    if unknown := fixed.keys() - {entry.name for entry in fields(Knobs)}:
+        raise ValueError(f"there is no knob {', '.join(sorted(unknown))}")
+    divisions = _divisions(profile, fixed)
+    if not divisions or not _choices(fixed.get("num_persistent"), len(profile.chunks)):
+        raise ValueError(
+            f"no way has {_describe(fixed)}: the model has {len(profile.chunks)} chunks and "
+            f"{len(profile.blocks)} layers; set less, or leave it out"
+        )
+    found: list[_Candidate] = []
+    fastest = np.inf
+    for begin in range(0, len(divisions), ROWS):
+        space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
+        if space.least_seconds() > fastest * TIE:
+            break  # all that follow have as much to compute
+        candidate = space.best(capacity)
+        if candidate is not None:
+            found.append(candidate)
+            fastest = min(fastest, candidate.seconds)
+    if not found:
+        raise _describe_failure(profile, rates, fixed, divisions, capacity)
+    knobs = min((one for one in found if one.seconds <= fastest * TIE), key=lambda one: one.preference).knobs
+    problem = why_impossible(profile, knobs, rates)
+    assert problem is None, problem
+    return Choice(knobs=knobs, prediction=predict(profile, knobs, rates))
+
+
+def _divisions(profile: Profile, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """All ways to divide the blocks: swapped, checkpointed, offloaded; those first that compute least."""
+    blocks = len(profile.blocks)
+    wanted = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
+    return [
+        (swapped, checkpointed, offloaded)
+        for checkpointed in _choices(wanted[1], blocks)
+        for swapped in _choices(wanted[0], blocks - checkpointed)
+        for offloaded in _choices(wanted[2], blocks - swapped - checkpointed)
+    ]
+
+
+def _describe_failure(
+    profile: Profile,
+    rates: Rates,
+    fixed: Mapping[str, int],
+    divisions: list[tuple[int, int, int]],
+    capacity: Capacity,
+) -> ValueError:
+    least = device = host = np.inf
+    most = -np.inf
+    for begin in range(0, len(divisions), ROWS):
+        space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
+        slots, bounds = space.slot_bounds, space.smallest()
+        least, most = min(least, slots[0].min()), max(most, slots[1].max())
+        device, host = min(device, bounds[0]), min(host, bounds[1])
+    wanted = fixed.get("num_slots")
+    if wanted is not None and wanted < least:
+        return ValueError(
+            f"num_slots={wanted}: what is used at one time needs at least {least}; set that or more, or leave it out"
+        )
+    if wanted is not None and wanted > most:
+        return ValueError(
+            f"num_slots={wanted}: the chunks that come and go fill {most} and no more; set less, or leave it out"
+        )
+    is_both = device <= capacity.device_bytes and host <= capacity.host_bytes
+    return DoesNotFit(
+        f"no way of offloading fits: the smallest on the device takes {gib(device)} of "
+        f"{gib(capacity.device_bytes)} there, the smallest on the host {gib(host)} of "
+        f"{gib(capacity.host_bytes)}{', but what spares one takes of the other' if is_both else ''}; take "
+        "shorter micro batches (learner.max_tokens_per_microbatch), an adapter, more ranks, or a smaller model"
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Candidate:
+    """The best of some ways."""
+
+    knobs: Knobs
+    seconds: float
+    preference: tuple[float, float]
+    """How much is other than without offload, and bytes on the device; less is better."""
+
+
+class _Space:
+    """The ways of some divisions, as arrays."""
+
+    def __init__(
+        self, profile: Profile, rates: Rates, fixed: Mapping[str, int], divisions: list[tuple[int, int, int]]
+    ) -> None:
+        self._profile, self._rates, self._fixed = profile, rates, fixed
+        self.divisions = divisions  # [K]
+        count = len(profile.chunks)
+        self.persistent: Ints = np.array(list(_choices(fixed.get("num_persistent"), count)), np.int64)  # [P]
+        self._modes = self._arrange()  # [K, S]
+
+    def least_seconds(self) -> float:
+        """No way takes less: what is computed, with the first division's checkpoints, the cheapest there are."""
+        profile = self._profile
+        forward = self._of_stages("forward_s")
+        again = np.sort(forward[profile.blocks])[: self.divisions[0][1]].sum()
+        once = forward.sum() + self._of_stages("backward_s").sum() + again
+        used = np.minimum(self._shares().sum(1), 1)  # of a stage that no chunk carries, nothing is counted
+        return float(profile.num_micro_batches * once) if (used > 1 - 1e-9).all() else 0.0
+
+    def best(self, capacity: Capacity) -> _Candidate | None:
+        """The fastest that fits, or None."""
+        seconds, device_bytes, slots = self.evaluate(capacity)
+        if not np.isfinite(seconds).any():
+            return None
+        ties = seconds <= seconds.min() * TIE
+        preference = np.where(ties, self.changes(), np.inf)
+        simplest = np.where(preference == preference.min(), device_bytes, np.inf)
+        row, column = np.unravel_index(np.argmin(simplest), seconds.shape)
+        return _Candidate(
+            knobs=self.knobs(int(row), int(column), int(slots[row, column])),
+            seconds=float(seconds[row, column]),
+            preference=(float(preference[row, column]), float(device_bytes[row, column])),
+        )
+
+    def smallest(self) -> tuple[float, float]:
+        """Bytes on the device, and on the host, of the ways that take least there."""
+        least, most = self.slot_bounds
+        possible = least <= most
+        device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
+        return (
+            float(np.where(possible, device, np.inf).min()),
+            float(np.where(possible, self._host_bytes(), np.inf).min()),
+        )
+
+    def knobs(self, row: int, column: int, num_slots: int) -> Knobs:
+        swapped, checkpointed, offloaded = self.divisions[row]
+        return Knobs(
+            num_persistent=int(self.persistent[column]),
+            num_slots=num_slots,
+            num_swapped=swapped,
+            num_checkpointed=checkpointed,
+            num_offloaded=offloaded,
+        )
+
+    def changes(self) -> Floats:
+        """How much is other than without offload: first blocks, then chunks, ``[K, P]``."""
+        blocks = np.array([sum(division) for division in self.divisions], np.float64)
+        count = len(self._profile.chunks)
+        return np.asarray(blocks[:, None] * (count + 1) + (count - self.persistent)[None])
+
+    def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
+        """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
+        profile = self._profile
+        least, most = self.slot_bounds
+        base = self._base_bytes()
+        slot_bytes = max(profile.slot_bytes, 1)
+        slots = np.floor((capacity.device_bytes / profile.alpha - base) / slot_bytes)
+        slots += profile.alpha * (base + (slots + 1) * slot_bytes) <= capacity.device_bytes
+        slots -= profile.alpha * (base + slots * slot_bytes) > capacity.device_bytes
+        slots = np.clip(slots, -1, most).astype(np.int64)
+        if "num_slots" in self._fixed:
+            slots = np.where(slots >= self._fixed["num_slots"], self._fixed["num_slots"], -1)
+        fits = (slots >= least) & (self._host_bytes() <= capacity.host_bytes)
+        slots = np.where(fits, slots, np.minimum(least, most))
+        seconds = np.full(slots.shape, np.inf)
+        rows = np.flatnonzero(fits.any(1))
+        if len(rows):
+            seconds[rows] = np.where(fits[rows], self._seconds(slots[rows], rows), np.inf)
+        return seconds, profile.alpha * (base + slots * profile.slot_bytes), slots
+
+    def _arrange(self) -> NDArray[np.int8]:
+        profile, per_swap = self._profile, checkpoints_per_swap(self._profile, self._rates)
+        modes = np.full((len(self.divisions), len(profile.stages)), MODES[Mode.KEEP], np.int8)
+        blocks = np.array(profile.blocks, np.int64)
+        early: dict[tuple[int, int], list[int]] = {}
+        for row, (swapped, checkpointed, offloaded) in enumerate(self.divisions):
+            key = (swapped, checkpointed)
+            if key not in early:
+                early[key] = [MODES[mode] for mode in interleave(*key, per_swap)]
+            codes = early[key] + [MODES[Mode.OFFLOAD]] * offloaded
+            modes[row, blocks[: len(codes)]] = codes
+        return modes
+
+    def _is(self, mode: Mode) -> NDArray[np.bool_]:
+        return np.asarray(self._modes == MODES[mode])
+
+    def _of_stages(self, name: str) -> Floats:
+        return np.array([getattr(stage, name) for stage in self._profile.stages], np.float64)
+
+    def _of_chunks(self, name: str) -> Floats:
+        return np.array([getattr(chunk, name) for chunk in self._profile.chunks], np.float64)
+
+    def _seconds_of_chunks(self, seconds: Callable[[Rates, ChunkProfile], float]) -> Floats:
+        return np.array([seconds(self._rates, chunk) for chunk in self._profile.chunks], np.float64)
+
+    def _held(self, weights: str) -> Floats:
+        """Bytes of the first chunks with their states, for each number of them ``[C + 1]``."""
+        return _prefix(self._of_chunks(weights) + self._of_chunks("state_bytes"))
+
+    def _shares(self) -> Floats:
+        """How a stage's cost falls on chunks ``[S, C]``."""
+        shares = np.zeros((len(self._profile.stages), len(self._profile.chunks)))
+        for index, chunk in enumerate(self._profile.chunks):
+            for stage, share in chunk.stages.items():
+                shares[stage, index] = share
+        return shares
+
+    def _base_bytes(self) -> Floats:
+        """On the device, without slots ``[K, P]``."""
+        held = self._held("gathered_bytes")
+        checkpointed = np.array([division[1] > 0 for division in self.divisions])
+        activations = self._activation_peaks() + checkpointed * self._profile.shared_bytes
+        updates = _most(self._of_chunks("update_bytes"))[self.persistent]
+        working = np.maximum(activations[:, None], updates[None])
+        return self._profile.resident_bytes + held[self.persistent][None] + working
+
+    def _host_bytes(self) -> Floats:
+        """``[K, P]``."""
+        held = self._held("num_bytes")
+        swapped = self._is(Mode.SWAP) @ self._of_stages("swapped_bytes")  # [K]
+        passing = sum(_most(self._of_chunks(name)[::-1])[::-1] for name in PASSING)
+        return (held[-1] - held + passing)[self.persistent][None] + swapped[:, None]
+
+    def _activation_peaks(self) -> Floats:
+        """As ``activation_peak``, ``[K]``."""
+        saved, entering = self._of_stages("saved_bytes"), self._of_stages("entering_bytes")
+        checkpoints, swaps = self._is(Mode.CHECKPOINT), self._is(Mode.SWAP)
+        kept = np.where(checkpoints, self._of_stages("input_bytes"), np.where(swaps, 0, saved))
+        live = np.cumsum(kept, 1) - kept
+        again = self._of_stages("forward_peak") + np.where(checkpoints, entering, 0)
+        transient = np.maximum(again, self._of_stages("backward_peak"))
+        own = np.where(swaps, np.maximum(saved, self._of_stages("swapped_bytes")), saved)
+        return np.asarray((live + self._on_the_way() + own + transient).max(1, initial=0.0))
+
+    def _on_the_way(self) -> Floats:
+        """Bytes of swapped activations that leave or come back beside each stage, ``[K, S]``."""
+        swapped_bytes = self._of_stages("swapped_bytes")
+        found: dict[tuple[int, int], Floats] = {}
+        for row, (swapped, checkpointed, _) in enumerate(self.divisions):
+            if (swapped, checkpointed) not in found:
+                here = found[swapped, checkpointed] = np.zeros_like(swapped_bytes)
+                codes = [Mode.SWAP if code == MODES[Mode.SWAP] else Mode.KEEP for code in self._modes[row]]
+                for index, until in swap_spans(codes, max(self._profile.blocks, default=0)):
+                    here[index + 1 : until + 1] += swapped_bytes[index]
+        return np.stack([found[swapped, checkpointed] for swapped, checkpointed, _ in self.divisions])
+
+    def _slots(self) -> Ints:
+        """Of the first chunks, for each number of them ``[C + 1]``."""
+        return _prefix(self._of_chunks("slots")).astype(np.int64)
+
+    @cached_property
+    def slot_bounds(self) -> tuple[Ints, Ints]:
+        """The fewest and the most slots, ``[K, P]``: blocks that keep their weights need theirs to stay."""
+        count, slots = len(self._profile.chunks), self._slots()
+        blocks = np.array([stage.is_block for stage in self._profile.stages])
+        stays = (self._is(Mode.KEEP) & blocks) @ (self._shares() > 0) > 0  # [K, C]
+        first = np.full((len(self.divisions), count + 1), count)
+        for index in reversed(range(count)):
+            first[:, index] = np.where(stays[:, index], index, first[:, index + 1])
+        needed = np.array([self._profile.least_slots(int(number)) for number in self.persistent])
+        least = np.maximum(needed[None], slots[-1] - slots[first[:, self.persistent]])
+        return least, np.broadcast_to(slots[-1] - slots[self.persistent][None], least.shape)
+
+    def _seconds(self, slots: Ints, rows: Ints) -> Floats:
+        """Of an update, ``[R, P]``, for R of the divisions."""
+        profile, rates, count = self._profile, self._rates, len(self._profile.chunks)
+        shares = self._shares()
+        checkpoints = self._is(Mode.CHECKPOINT)[rows].astype(np.float64)
+        forward = self._of_stages("forward_s")
+        forward_s = (forward @ shares)[None]  # [1, C]
+        backward_s = (self._of_stages("backward_s") @ shares)[None] + (checkpoints * forward) @ shares  # [K, C]
+        swapped = (self._is(Mode.SWAP)[rows] * self._of_stages("swapped_bytes")) @ shares  # [K, C]
+        own, gradient = self._of_chunks("num_bytes"), self._of_chunks("gradient_bytes")
+        gathering_s = self._seconds_of_chunks(gather_s)
+        reducing_s = self._seconds_of_chunks(reduce_s)
+        adding_s = self._seconds_of_chunks(host_adding_s)
+        changes = self._of_chunks("num_trained") > 0
+
+        def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, beside_s: Floats) -> Floats:
+            """Seconds of the first chunks, for each number of them ``[K, C + 1]``."""
+            moved_s = transfer_s(rates, in_bytes, out_bytes)
+            return _prefix(np.maximum(np.maximum(compute_s, moved_s), beside_s))
+
+        none = np.zeros_like(own)
+        forward_stays = chunk_s(forward_s, none, swapped, none)
+        forward_loads = chunk_s(forward_s, own, swapped, gathering_s)
+        forward_kept = chunk_s(forward_s, own * changes, swapped, gathering_s * changes)
+        backward_stays = chunk_s(backward_s, swapped, none, reducing_s)
+        backward_cached = chunk_s(backward_s, swapped, gradient, np.maximum(reducing_s, adding_s))
+        backward_loads = chunk_s(backward_s, own + swapped, gradient, np.maximum(gathering_s + reducing_s, adding_s))
+
+        rows, first = np.arange(len(rows))[:, None], self.persistent[None]
+        prefix = self._slots()
+        cached = np.searchsorted(prefix, prefix[-1] - slots)
+        cold = np.searchsorted(prefix, prefix[first] + slots, side="right") - 1
+        forward_total = (
+            forward_stays[rows, first]
+            + (forward_kept[rows, cold] - forward_kept[rows, first])
+            + (forward_loads[rows, count] - forward_loads[rows, cold])
+        )
+        backward_total = (
+            backward_stays[rows, first]
+            + (backward_loads[rows, cached] - backward_loads[rows, first])
+            + (backward_cached[rows, count] - backward_cached[rows, cached])
+        )
+        device_adam = _prefix(self._seconds_of_chunks(device_update_s))[self.persistent][None]
+        on_host = _prefix(self._seconds_of_chunks(host_update_s))
+        host_adam = (on_host[-1] - on_host[self.persistent])[None]
+        passes = profile.num_micro_batches
+        exposed = np.maximum(0, host_adam - forward_total)
+        return passes * (forward_total + backward_total) + device_adam + exposed
+
+
+def _choices(fixed: int | None, most: int) -> range:
+    if fixed is None:
+        return range(most + 1)
+    return range(fixed, fixed + 1) if 0 <= fixed <= most else range(0)
+
+
+def _prefix(values: Floats) -> Floats:
+    """Sums of the first values along the last axis, from none to all."""
+    values = np.atleast_1d(values)
+    zeros = np.zeros((*values.shape[:-1], 1))
+    return np.concatenate([zeros, np.cumsum(values, -1)], -1)
+
+
+def _most(values: Floats) -> Floats:
+    """The largest of the first values, from none to all."""
+    return np.asarray(np.maximum.accumulate([0.0, *values]))
+
+
+def _describe(fixed: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fixed.items())

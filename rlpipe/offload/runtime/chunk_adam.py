@@ -1,0 +1,156 @@
+"""AdamW for one chunk, where its optimizer state lies: on the host, or on the device for a persistent one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.hardware.grad_accumulation import add_up
+from rlpipe.offload.runtime.chunk import ChunkMemory
+
+STEPS = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Casts:
+    """Brings gradients on the host into the type that weights are updated in, one at a time, in memory that is used
+    again: to get new pages takes longer than the copy."""
+
+    def __init__(self) -> None:
+        self._room: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._room is None else self._room.nbytes
+
+    def cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Right until the next one."""
+        if gradient.dtype is dtype:
+            return gradient
+        num_bytes = len(gradient) * dtype.itemsize
+        if self._room is None or self.num_bytes < num_bytes:
+            self._room = None
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._room[:num_bytes].view(dtype).copy_(gradient)
+
+
+class ChunkAdam:
+    """The gradients, moments and update of this rank's part of a trained chunk.
+
+    Torch's fused AdamW runs over views of flat tensors, one for each of the chunk's tensors; those that had no gradient
+    in an update are left alone, as torch leaves them.
+    """
+
+    def __init__(
+        self,
+        memory: ChunkMemory,
+        config: OptimizerConfig,
+        *,
+        gradient_dtype: torch.dtype,
+        casts: Casts,
+    ) -> None:
+        assert memory.master is not None
+        self.memory, self._casts = memory, casts
+        master = memory.master
+        self.gradient = torch.zeros(len(master), dtype=gradient_dtype, device=master.device)
+        """The sum of this update so far."""
+        self.has_gradient: dict[str, bool] = dict.fromkeys(memory.names, False)
+        """Of which tensors; belongs to the thread that trains, and is ahead of the sum, which others make."""
+        self._squares: dict[str, Tensor] = {}
+        """On the host: of the sum so far, by tensor; added up with it, so that it is not read once more."""
+        self._is_empty = True
+        """Nothing is added yet: gradients of other ranks may come where this one has none."""
+        self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
+        self.pieces = memory.pieces
+        self._updated = {name: nn.Parameter(memory.part(name)) for name in self.pieces}
+        self._steps = {name: torch.zeros((), device=master.device) for name in self.pieces}
+        self._optimizer = torch.optim.AdamW(
+            self._updated.values(),
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        for name, updated in self._updated.items():
+            self._optimizer.state[updated] = self.state(name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of gradients, moments, and weights in a type of their own."""
+        master = self.memory.master
+        assert master is not None
+        own = master.nbytes if self.memory.has_own_master else 0
+        return self.gradient.nbytes + sum(moment.nbytes for moment in self._moments.values()) + own
+
+    def expect(self, names: Iterable[str]) -> bool:
+        """Notes that gradients of the tensors ``names`` will be added; returns whether they are the first."""
+        is_first, self._is_empty = self._is_empty, False
+        self.has_gradient |= dict.fromkeys(names, True)
+        return is_first
+
+    def add(self, part: Tensor, *, is_first: bool) -> None:
+        """Adds this rank's part of a backward pass's gradients; the first ones replace what was there."""
+        if self.gradient.is_cuda:
+            self.gradient.copy_(part) if is_first else self.gradient.add_(part)
+            return
+        for name, piece in self.pieces.items():
+            own = piece.in_part
+            self._squares[name] = add_up(self.gradient[own], part[own], is_first=is_first)
+
+    def take(self) -> list[str]:
+        """Names of the tensors that have gradients, for ``update``; what is expected from here on is the next one's."""
+        names = [name for name, has in self.has_gradient.items() if has]
+        self.drop()
+        return names
+
+    def squared_norm(self) -> Tensor:
+        """Of this rank's part (scalar, float32)."""
+        names = [name for name, has in self.has_gradient.items() if has]
+        if not names:
+            return torch.zeros((), device=self.gradient.device)
+        if not self.gradient.is_cuda:
+            return torch.stack([self._squares[name] for name in names]).sum().float()
+        parts = [self.gradient[self.pieces[name].in_part] for name in names]  # the gaps between them are anything
+        return torch.stack(list(torch._foreach_norm(parts, dtype=torch.float32))).square().sum()
+
+    def update(self, names: Iterable[str], learning_rate: float, scale: float) -> None:
+        """Scales the gradients of tensors, and updates their weights."""
+        (group,) = self._optimizer.param_groups
+        group["lr"] = learning_rate
+        master = self.memory.master
+        assert master is not None
+        # As torch's GradScaler has it: the fused kernel divides by it, which saves a pass over the gradients.
+        divisor = None if scale == 1 else torch.full((), scale, device=master.device).reciprocal_()
+        self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        for name in names:
+            gradient = self.gradient[self.pieces[name].in_part]
+            cast = gradient.to if self.memory.is_persistent else partial(self._casts.cast, gradient)
+            self._updated[name].grad = cast(master.dtype)
+            self._optimizer.step()
+            self._updated[name].grad = None
+        self.memory.spread()
+
+    def drop(self) -> None:
+        """Forgets the gradients; an update that was begun keeps its own."""
+        self.has_gradient = dict.fromkeys(self.has_gradient, False)
+        self._is_empty = True
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Of a tensor: the number of its updates, and this rank's part of its moments, flat; shares memory."""
+        own = self.pieces[name].in_part
+        return {STEPS: self._steps[name]} | {key: flat[own] for key, flat in self._moments.items()}
+
+    def is_updated(self, name: str) -> bool:
+        """Whether a tensor was, ever."""
+        return bool(self._steps[name] > 0)
+
+    def forget(self) -> None:
+        """As before the first update, but for the weights."""
+        self.drop()
+        for tensor in (*self._moments.values(), *self._steps.values()):
+            tensor.zero_()

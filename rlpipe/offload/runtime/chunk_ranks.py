@@ -1,0 +1,86 @@
+"""How the ranks of a group hold the chunks: each of them all, or each a part of every one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ChunkRanks(Protocol):
+    """One rank's view; all ranks must call ``gather``, ``reduce`` and ``sum`` alike."""
+
+    rank: int
+    num_ranks: int
+    num_parts: int
+    """Into which every chunk is cut."""
+
+    def part(self, length: int) -> slice:
+        """Of something of this length, a multiple of ``num_parts``, what this rank holds."""
+
+    def gather(self, whole: Tensor) -> None:
+        """Fills ``whole``, of which this rank's part is right, with the parts of all ranks."""
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum over all ranks."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over all ranks, in place."""
+
+
+class Alone:
+    rank, num_ranks, num_parts = 0, 1, 1
+
+    def part(self, length: int) -> slice:
+        return slice(0, length)
+
+    def gather(self, whole: Tensor) -> None:
+        pass
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Replicated(Alone):
+    """Every rank holds, and updates, all of it."""
+
+    def __init__(self) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        whole = whole.float()
+        dist.all_reduce(whole)
+        return whole
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values
+
+
+class Sharded:
+    def __init__(self) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.num_parts = self.num_ranks
+
+    def part(self, length: int) -> slice:
+        assert length % self.num_parts == 0
+        size = length // self.num_parts
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def gather(self, whole: Tensor) -> None:
+        dist.all_gather_single(whole, whole[self.part(len(whole))].clone())
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        whole = whole.float()
+        part = torch.empty(len(whole) // self.num_parts, dtype=whole.dtype, device=whole.device)
+        dist.reduce_scatter_single(part, whole)
+        return part
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values

@@ -1,0 +1,221 @@
+"""Takes the gradients of chunks from the backward pass to where their optimizer is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakMethod
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.hardware.host import HostBuffer
+from rlpipe.offload.runtime.chunk_adam import ChunkAdam
+from rlpipe.offload.runtime.chunk_ranks import ChunkRanks
+from rlpipe.offload.runtime.streams import Queues, StreamEvent
+
+NUM_STAGED = 2
+"""Chunks whose gradients are on their way: one is copied while another is added up on the host."""
+
+
+class Gradients:
+    """Of all trained chunks of a model; ``adams`` are theirs by the chunks' numbers."""
+
+    def __init__(
+        self,
+        adams: Mapping[int, ChunkAdam],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        device: torch.device,
+        ranks: ChunkRanks,
+        queues: Queues,
+    ) -> None:
+        self._device = device
+        self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
+        self._open: dict[int, tuple[Tensor, set[str]]] = {}
+        self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
+        self._num_alike = Counter((adam.memory.room, adam.memory.work_dtype) for adam in adams.values())
+        """Chunks that use buffers of a size and type: a tied embedding, wider than all else, needs one for itself."""
+        self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
+        self._pending: list[Future[None]] = []
+        take = WeakMethod(self._take)  # torch hides from the garbage collector what a parameter's hooks hold
+        self._handles = [
+            parameters[name].register_post_accumulate_grad_hook(partial(_take_for, take, index, name))
+            for index, adam in adams.items()
+            for name in adam.pieces
+        ]
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Before a backward pass that makes gradients of chunks; all ranks must call it.
+
+        Raises ``RuntimeError`` on all of them where the chunks are not the same on each: what they send would not meet.
+        """
+        if self._ranks.num_ranks == 1 or not self._adams:
+            return
+        chunks = sorted(index for index in indices if index in self._adams)
+        mark = crc32(repr(chunks).encode()) % 2**24
+        total, squares = self._ranks.sum(torch.tensor([mark, mark**2], device=self._device)).tolist()
+        if total**2 != self._ranks.num_ranks * squares:  # which are equal only if all marks are
+            raise RuntimeError(
+                f"this rank's backward pass is of the chunks {', '.join(map(str, chunks)) or 'none'}, another's of "
+                "others: have all ranks call the same units of the model in each pass"
+            )
+
+    def finish(self, indices: Iterable[int]) -> None:
+        """Sends what a backward pass made of chunks.
+
+        All ranks must call it with the same chunks, also those that have no gradients of them.
+        """
+        for index in indices:
+            if index in self._adams and (index in self._open or self._ranks.num_ranks > 1):
+                flat, seen = self._open.pop(index) if index in self._open else self._begin(index)
+                self._send(self._adams[index], flat, seen)
+
+    @property
+    def unfinished(self) -> list[int]:
+        return sorted(self._open)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the buffers on the device, and of what the ranks made of them."""
+        held = [sent.flat for buffers in self._sent.values() for sent in buffers]
+        held += [flat for flat, _ in self._open.values()]
+        held += [part for part in (staging.part for staging in self._staging) if part is not None]
+        # A sum may lie in the buffer itself.
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(storages.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the places where they arrive."""
+        return sum(staging.num_bytes for staging in self._staging)
+
+    def settle(self) -> None:
+        """Waits until all that was sent has been added up."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def drop(self) -> None:
+        self.settle()
+        self._open.clear()
+        for adam in self._adams.values():
+            adam.drop()
+
+    def close(self) -> None:
+        self.settle()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for staging in self._staging:
+            staging.close()
+
+    def _take(self, index: int, name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if index not in self._open:
+            self._open[index] = self._begin(index)
+        flat, seen = self._open[index]
+        target = flat[self._adams[index].pieces[name].in_whole].view(gradient.shape)
+        target.add_(gradient) if name in seen else target.copy_(gradient)
+        seen.add(name)
+
+    def _begin(self, index: int) -> tuple[Tensor, set[str]]:
+        memory = self._adams[index].memory
+        kind = (memory.room, memory.work_dtype)
+        sent = self._sent[kind]
+        if len(sent) >= min(NUM_STAGED, self._num_alike[kind]):
+            oldest = sent.pop(0)
+            oldest.event.block_device()
+            flat = oldest.flat
+        else:
+            flat = torch.empty(memory.room // memory.work_dtype.itemsize, dtype=memory.work_dtype, device=memory.device)
+        return flat, set()
+
+    def _send(self, adam: ChunkAdam, flat: Tensor, seen: set[str]) -> None:
+        memory, is_first = adam.memory, adam.expect(seen)
+        for name, piece in adam.pieces.items():
+            if name not in seen:
+                flat[piece.in_whole] = 0
+        whole = flat[: memory.num_bytes // memory.work_dtype.itemsize]
+        if memory.is_persistent:
+            adam.add(self._ranks.reduce(whole), is_first=is_first)
+            event = self._lane.submit(lambda: None)
+        else:
+            event = self._send_to_host(adam, whole, is_first)
+        self._sent[memory.room, memory.work_dtype].append(Sent(event, flat))
+
+    def _send_to_host(self, adam: ChunkAdam, whole: Tensor, is_first: bool) -> StreamEvent:
+        staging = self._staging.pop(0)
+        self._staging.append(staging)
+        staging.wait()  # now, so that no more than NUM_STAGED sums are on the device
+        part = self._ranks.reduce(whole)
+        host = staging.take(part)
+
+        def copy() -> None:
+            host.copy_(part, non_blocking=True)
+
+        event = self._lane.submit(copy)
+        staging.part = part
+
+        def add() -> None:
+            event.block_host()
+            staging.part = None
+            adam.add(host, is_first=is_first)
+
+        staging.user = self._worker.submit(add)
+        self._pending.append(staging.user)
+        return event
+
+
+@dataclass(slots=True)
+class Sent:
+    """A device's memory that is read until the event."""
+
+    event: StreamEvent
+    flat: Tensor
+
+
+class Staging:
+    """A place on the host where gradients arrive."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._buffer: HostBuffer | None = None
+        self.user: Future[None] | None = None
+        self.part: Tensor | None = None
+        """On the device, as long as it is read."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else len(self._buffer.bytes)
+
+    def wait(self) -> None:
+        """Until its last user is done with it; raises what that raised."""
+        user, self.user = self.user, None
+        if user is not None:
+            user.result()
+
+    def take(self, like: Tensor) -> Tensor:
+        """Memory for a tensor; after ``wait``."""
+        if self._buffer is None or self.num_bytes < like.nbytes:
+            self.close()
+            self._buffer = HostBuffer(like.nbytes, pin=self._pin)
+        return self._buffer.bytes[: like.nbytes].view(like.dtype)
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+
+def _take_for(
+    take: Callable[[], Callable[[int, str, Tensor], None] | None], index: int, name: str, parameter: Tensor
+) -> None:
+    method = take()
+    if method is not None:
+        method(index, name, parameter)

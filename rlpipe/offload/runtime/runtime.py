@@ -1,0 +1,387 @@
+"""A model of which most weights lie on the host, and come to the device chunk by chunk as they are used.
+
+units (calls) ──enter──> residency ──load──> chunks: host bytes ──copy, gather──> device storage
+  │   forward, backward     slots, who is next          ^
+  │                                                     │ update, before the chunk is next loaded
+  └──gradients──> gradients ──reduce, copy──> optimizer (AdamW where the chunk's state lies)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import NoReturn, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.offload.layout import CHUNK_SIZES, ChunkLayout, make_layout
+from rlpipe.offload.planner.planner import Arrangement, Decision
+from rlpipe.offload.planner.profile import Capacity, Mode
+from rlpipe.offload.runtime.activations import HostArena, WeightHooks
+from rlpipe.offload.runtime.chunk import ChunkMemory, Fill
+from rlpipe.offload.runtime.chunk_optimizer import ChunkOptimizer
+from rlpipe.offload.runtime.chunk_ranks import Alone, ChunkRanks
+from rlpipe.offload.runtime.residency import Residency
+from rlpipe.offload.runtime.streams import Queues, make_queues
+from rlpipe.offload.runtime.unit_hooks import UnitCalls
+from rlpipe.offload.units import Inventory, Unit, find_rest, find_units, move_rest, return_rest, take_inventory
+
+_open: WeakSet[OffloadedModel] = WeakSet()
+"""Those that have a model, which alone keeps them alive."""
+LOST = "an error ended the offloaded model while ranks shared its weights, which are lost: load the model again"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Precision:
+    """Types of a trained chunk's numbers; None: as the weights are given."""
+
+    compute: torch.dtype | None = None
+    """Of the weights on the device, and of their gradients there."""
+    state: torch.dtype | None = None
+    """Of what the optimizer updates, and of its moments."""
+    gradient: torch.dtype = torch.float32
+    """In which gradients are summed up."""
+
+
+class OffloadedModel:
+    """Takes over a model in place, until ``close``; use it as a context manager.
+
+    ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before, and so
+    is ``backward`` of a loss. With an ``optimizer`` it is trained; ``OffloadedAdamW`` is the step of a plain loop.
+    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same,
+    down to the units that they call in each pass; inside of one they may differ, as in their experts.
+    Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already,
+    or a part of it. Where it raises, the model is as it was; what was on the meta device may have its values.
+
+    Where ranks share the chunks (``num_parts`` > 1), an error that leaves the context, or the constructor, on one of
+    them finds the others elsewhere: then nothing waits for them, and the model is lost. It has to be loaded again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arrangement: Arrangement,
+        *,
+        device: torch.device,
+        optimizer: OptimizerConfig | None = None,
+        precision: Precision | None = None,
+        ranks: ChunkRanks | None = None,
+        sizes: Sequence[int] = CHUNK_SIZES,
+        fill: Fill | None = None,
+        queues: Queues | None = None,
+    ) -> None:
+        """``sizes`` are those of chunks that are tried, in bytes; ``fill`` is for models on the meta device."""
+        check_free(model, optimizer)
+        precision, ranks = precision or Precision(), ranks or Alone()
+        self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
+        units = find_units(model)
+        self.inventory = take_inventory(model, units, trained=optimizer is not None, compute_dtype=precision.compute)
+        self.layout = make_layout(self.inventory.tensors, sizes=sizes)
+        self.unit_chunks = chunks_of_units(self.layout, self.inventory)
+        _check(arrangement, self.layout, self.unit_chunks, self.inventory)
+        self._parameters = dict(model.named_parameters())
+        self._memories: list[ChunkMemory] = []
+        self._queues = queues or make_queues(device)
+        self._undo: list[Callable[[], None]] = []
+        """Gives back what was taken, the last first."""
+        self.is_closed = self.is_lost = False
+        self.decision: Decision | None = None
+        """By which it was arranged, if it was."""
+        try:
+            self._take(units, optimizer or OptimizerConfig(), precision, fill)
+        except BaseException as error:
+            self._end_after(error)
+            raise
+        _open.add(self)
+
+    def _take(self, units: Sequence[Unit], config: OptimizerConfig, precision: Precision, fill: Fill | None) -> None:
+        self._take_chunks(precision, fill)
+        self._undo.append(partial(return_rest, self.model, self.inventory, find_rest(self.model, self.inventory)))
+        move_rest(self.model, self.inventory, self.device, fill)
+        self.optimizer = ChunkOptimizer(
+            {memory.chunk.index: memory for memory in self._memories if memory.chunk.is_trained},
+            self._parameters,
+            config,
+            device=self.device,
+            gradient_dtype=precision.gradient,
+            ranks=self.ranks,
+            queues=self._queues,
+            drop=self.drop_chunk,
+        )
+        self._undo.append(self.optimizer.close)
+        self._residency = Residency(
+            self._memories,
+            num_slots=self.arrangement.num_slots,
+            slots_of=[self.layout.slots_of(chunk) for chunk in self.layout.chunks],
+            lane=self._queues.copies_in,
+            await_update=self.optimizer.await_update,
+            is_updated=self.optimizer.is_updated,
+        )
+        self._undo.append(self._residency.close)
+        self._arena = HostArena(self._queues, pin=self.device.type == "cuda")
+        self._undo.append(self._arena.close)
+        self._calls = self._watch_calls(units)
+        self._undo.append(self._calls.remove)
+
+    def _take_chunks(self, precision: Precision, fill: Fill | None) -> None:
+        for chunk in self.layout.chunks:
+            memory = ChunkMemory(
+                chunk,
+                [self.inventory.members[place.name] for place in chunk.places],
+                device=self.device,
+                ranks=self.ranks,
+                is_persistent=chunk.index < self.arrangement.num_persistent,
+                room=self.layout.slots_of(chunk) * self.layout.slot_bytes,
+                state_dtype=precision.state,
+                fill=fill,
+            )
+            self._memories.append(memory)
+            self._undo.append(memory.close)
+        self._places = {
+            id(self._parameters[name]): (memory.chunk.index, name)
+            for memory in self._memories
+            for name in memory.names
+            if name in self._parameters
+        }
+
+    def _watch_calls(self, units: Sequence[Unit]) -> UnitCalls:
+        keys = {memory.storage_key: memory.chunk.index for memory in self._memories}
+        resident = [*self.inventory.resident.values(), *self.model.buffers()]
+        staying = {tensor.untyped_storage()._cdata for tensor in resident}
+        return UnitCalls(
+            self.model,
+            units,
+            self.unit_chunks,
+            self.arrangement.modes,
+            residency=self._residency,
+            weights=WeightHooks(keys, self._residency.ensure),
+            arena=self._arena,
+            queues=self._queues,
+            stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
+            begin=self.optimizer.gradients.begin,
+            finish=self.optimizer.gradients.finish,
+        )
+
+    @property
+    def resident(self) -> dict[str, nn.Parameter]:
+        """Parameters that are always on the device, by name."""
+        return self.inventory.resident
+
+    def resident_squared_norm(self) -> Tensor:
+        """Sums the gradients of what is resident over the ranks, which then all hold them; the first alone counts."""
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() for gradient in self._summed_gradients()
+        ]
+        if not norms or self.ranks.rank:
+            return torch.zeros((), device=self.device)
+        return torch.stack(norms).sum()
+
+    def _summed_gradients(self) -> list[Tensor]:
+        trained = [parameter for parameter in self.resident.values() if parameter.requires_grad]
+        if self.ranks.num_ranks > 1 and trained:
+            flags = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+            has = self.ranks.sum(flags.to(self.device)).tolist()
+            for parameter, count in zip(trained, has, strict=True):
+                if count:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = self.ranks.sum(gradient)
+        return [parameter.grad for parameter in trained if parameter.grad is not None]
+
+    @property
+    def device_bytes(self) -> int:
+        """Of chunks and their gradients and states, at this moment."""
+        chunks = sum(memory.room for memory in self._memories if memory.is_resident)
+        states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if adam.memory.is_persistent)
+        return chunks + states + self.optimizer.gradients.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of chunks and their gradients and states, and of swapped activations, at this moment."""
+        chunks = sum(len(memory.host_bytes) for memory in self._memories if not memory.is_persistent)
+        states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if not adam.memory.is_persistent)
+        passing = self.optimizer.gradients.host_bytes + self.optimizer.casts.num_bytes + self._arena.num_bytes
+        return chunks + states + passing
+
+    def end_update(self) -> tuple[float, int]:
+        """Seconds since the update's first forward pass began, and how many there were; call it once for each."""
+        began_s, num_passes = self._calls.began_s, self._calls.num_passes
+        self._calls.began_s, self._calls.num_passes = None, 0
+        return 0.0 if began_s is None else time.perf_counter() - began_s, num_passes
+
+    def read(self, module: nn.Module) -> None:
+        """Has the weights of a unit there, for what reads them without calling it; within the model's ``forward``."""
+        self._calls.read(module)
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """A parameter's whole values, as they are updated if it is trained; shares memory where it can.
+
+        All ranks must call it.
+        """
+        self.check_open()
+        place = self._places.get(id(parameter))
+        if place is None:
+            return parameter.detach()
+        index, name = place
+        self.optimizer.await_update(index)
+        return self._memories[index].whole(name)
+
+    def part(self, parameter: Tensor) -> tuple[Tensor, int]:
+        """What this rank has of a parameter, flat, as it is updated if it is trained, and which of the flattened
+        parameter's elements it begins with; shares memory."""
+        self.check_open()
+        place = self._places.get(id(parameter))
+        if place is None:
+            return parameter.detach().flatten(), 0
+        index, name = place
+        self.optimizer.await_update(index)
+        return self._memories[index].part(name), self._memories[index].pieces[name].in_tensor.start
+
+    def assign(self, parameter: Tensor, values: Tensor) -> None:
+        """Gives a parameter other values, of which every rank has the whole; all ranks must call it."""
+        self.check_open()
+        place = self._places.get(id(parameter))
+        if place is None:
+            parameter.detach().copy_(values)
+            return
+        index, name = place
+        self.optimizer.await_update(index)
+        self._residency.drop([index])
+        self._memories[index].write(name, values)
+
+    def place_of(self, parameter: Tensor) -> tuple[int, str] | None:
+        """The number of its chunk, and its name there; None where it is in no chunk."""
+        return self._places.get(id(parameter))
+
+    def close(self) -> None:
+        """Gives the model weights of its own again, where they lay before, and ends all threads.
+
+        Does nothing when called again. What goes wrong is raised; the model is then still this one's, and ``close`` can
+        be tried again. All ranks must call it.
+        """
+        if self.is_closed:
+            return
+        self.optimizer.flush()
+        self._give_back()
+        self.is_closed = True
+        _open.discard(self)
+
+    def _give_back(self) -> None:
+        # Chunks that are fetched ahead may still be on their way, from memory that is freed here.
+        self._queues.copies_in.block_host()
+        self._queues.copies_out.block_host()
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+
+    def _end_after(self, error: BaseException) -> None:
+        """Other ranks are elsewhere, and do not call this."""
+        if self.ranks.num_parts == 1:
+            self._give_back()
+        elif self._memories:
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        """Waits for nothing, as what goes on may wait for other ranks; its memory goes when the model does."""
+        self._queues.worker.shutdown(wait=False, cancel_futures=True)
+        self.is_closed = self.is_lost = True
+        self.model.forward = self._refuse
+        _open.add(self)
+        error.add_note(LOST)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(LOST)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or self.ranks.num_parts == 1:
+            self.close()
+        elif not self.is_closed:
+            self._residency.is_closed = True  # no part of the model can load a chunk, which all ranks would have to
+            self._lose(error)
+
+    def drop_chunk(self, index: int) -> None:
+        """Has it loaded anew when it is used next, as it changes on the host."""
+        self._residency.drop([index])
+
+    def check_open(self) -> None:
+        """Raises ``RuntimeError`` where the model is given back, or lost."""
+        if self.is_closed:
+            raise RuntimeError(LOST if self.is_lost else "the offloaded model is closed")
+
+
+def least_arrangement(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Arrangement:
+    """With the least memory on the device, and one slot more for what comes next; for a model that only reads."""
+    units = find_units(model)
+    inventory = take_inventory(model, units, trained=False)
+    layout = make_layout(inventory.tensors, sizes=sizes)
+    slots = least_slots(layout, chunks_of_units(layout, inventory), 0)
+    return Arrangement(num_persistent=0, num_slots=slots + 1, modes=[Mode.KEEP] * len(units))
+
+
+def least_memory(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Capacity:
+    """What the model takes as it is arranged so, with all of it on this rank's host."""
+    inventory = take_inventory(model, find_units(model), trained=False)
+    layout = make_layout(inventory.tensors, sizes=sizes)
+    resident = [*inventory.resident.values(), *model.buffers()]
+    num_slots = least_arrangement(model, sizes=sizes).num_slots
+    return Capacity(
+        device_bytes=num_slots * layout.slot_bytes + sum(tensor.nbytes for tensor in resident),
+        host_bytes=sum(chunk.num_bytes for chunk in layout.chunks),
+    )
+
+
+def chunks_of_units(layout: ChunkLayout, inventory: Inventory) -> list[frozenset[int]]:
+    """Which chunks each unit uses."""
+    found: list[set[int]] = [set() for _ in inventory.units]
+    for chunk in layout.chunks:
+        for place in chunk.places:
+            for unit in inventory.uses[place.name]:
+                found[unit].add(chunk.index)
+    return [frozenset(numbers) for numbers in found]
+
+
+def least_slots(layout: ChunkLayout, unit_chunks: Sequence[frozenset[int]], num_persistent: int) -> int:
+    """What the unit with the most chunks needs."""
+    return max(
+        (
+            sum(layout.slots_of(layout.chunks[index]) for index in chunks if index >= num_persistent)
+            for chunks in unit_chunks
+        ),
+        default=0,
+    )
+
+
+def check_free(model: nn.Module, optimizer: OptimizerConfig | None) -> None:
+    """Raises ``RuntimeError`` for a model that is taken, or lost, and ``ValueError`` for one that can't be."""
+    if optimizer is not None and optimizer.name != "adamw":
+        raise ValueError(f"optimizer.name={optimizer.name}: chunks are updated by adamw")
+    own = {id(parameter) for parameter in model.parameters()}
+    for other in _open:
+        if not own.isdisjoint(map(id, other._parameters.values())):
+            raise RuntimeError(LOST if other.is_lost else "the model is offloaded already: close that first")
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise ValueError("the model has gradients: call zero_grad(set_to_none=True) first")
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError("the model has gradient checkpointing of its own: call gradient_checkpointing_disable()")
+
+
+def _check(
+    arrangement: Arrangement, layout: ChunkLayout, unit_chunks: Sequence[frozenset[int]], inventory: Inventory
+) -> None:
+    count, least = len(layout.chunks), least_slots(layout, unit_chunks, arrangement.num_persistent)
+    if not 0 <= arrangement.num_persistent <= count:
+        raise ValueError(f"num_persistent={arrangement.num_persistent}: the model has {count} chunks")
+    if arrangement.num_slots < least:
+        raise ValueError(f"num_slots={arrangement.num_slots}: one unit of the model needs {least} at one time")
+    if len(arrangement.modes) != len(inventory.units):
+        raise ValueError(f"{len(arrangement.modes)} modes for the model's {len(inventory.units)} units")

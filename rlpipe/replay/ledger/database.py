@@ -1,0 +1,171 @@
+"""The ledger's file: an SQLite database with one writer and any number of readers, its copies, and its damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlpipe.common.atomic_io import check_room
+from rlpipe.errors import LedgerError
+from rlpipe.replay.ledger.serialization import unpack_group
+
+NAME = "ledger.sqlite"
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, prompt_id INTEGER, attempt INTEGER, reroll INTEGER,
+    version INTEGER, state TEXT, step INTEGER, reason TEXT,
+    reward REAL, reward_std REAL, best_reward REAL, num_rollouts INTEGER, num_tokens INTEGER, num_loss_tokens INTEGER,
+    oldest_version INTEGER, engine TEXT, generate_s REAL, score_s REAL,
+    admitted_at REAL, generated_at REAL, scored_at REAL, assigned_at REAL, trained_at REAL);
+CREATE INDEX groups_by_state ON groups (state, step);
+CREATE INDEX groups_by_step ON groups (step);
+CREATE TABLE payloads (group_id INTEGER PRIMARY KEY, record TEXT);
+CREATE TABLE tokens (group_id INTEGER PRIMARY KEY REFERENCES payloads ON DELETE CASCADE, arrays BLOB);
+CREATE TABLE replays (group_id INTEGER PRIMARY KEY, step INTEGER);
+CREATE TABLE skipped (
+    epoch INTEGER, position INTEGER, prompt_id INTEGER, reason TEXT, PRIMARY KEY (epoch, position)) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, metrics TEXT, ended_at REAL, times INTEGER, last INTEGER);
+CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT, subject TEXT, message TEXT);
+"""
+
+
+class Database:
+    """Opens the file at ``path``, or makes it; raises ``LedgerError`` where it can't be read or written.
+
+    A reader may say that the file is ``at_rest``, so that nothing is left beside it.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool, at_rest: bool) -> None:
+        self.path = path
+        with self._errors():
+            self._connection = _connect(path, read_only=read_only, at_rest=at_rest)
+            if not read_only:
+                self._make_tables()
+            if self.get("schema") != SCHEMA_VERSION:
+                raise LedgerError(f"{path} is no ledger of this version of rlpipe (schema {self.get('schema')})")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def get(self, key: str) -> Any:
+        """A value of the run as a whole, or None."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+            return None
+        found = self._rows("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0][0]) if found else None
+
+    def set(self, **values: Any) -> None:
+        with self._transaction():
+            self._set(**values)
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The answer to any question, for people who look at the run."""
+        with self._errors():
+            return self._rows(query, *values)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Inside, every answer is as of one moment, whatever is written meanwhile."""
+        with self._errors():
+            self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.rollback()
+
+    def back_up(self, target: Path) -> None:
+        """Writes a consistent copy; may run on a thread of its own."""
+        with (
+            self._errors(),
+            closing(_connect(self.path, read_only=True)) as source,
+            closing(sqlite3.connect(target, isolation_level=None)) as copy,
+        ):
+            (pages,), (page_bytes,) = (source.execute(f"PRAGMA page_{n}").fetchone() for n in ("count", "size"))
+            check_room(target.parent, 2 * pages * page_bytes)  # SQLite vacuums beside the file
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")
+            copy.execute("VACUUM")
+
+    def _make_tables(self) -> None:
+        with self._transaction():
+            if not self._rows("SELECT 1 FROM sqlite_master"):
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    self._connection.execute(statement)
+                self._set(schema=SCHEMA_VERSION)
+
+    def _set(self, **values: Any) -> None:
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in values.items()]
+        )
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                if self._connection.in_transaction:  # a full disk has ended it already
+                    self._connection.rollback()
+                raise
+            self._connection.execute("COMMIT")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise LedgerError(f"the ledger {self.path} can't be used: {error}") from error
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the file at ``path`` as a database, or with the groups that are still needed, or None."""
+    needed = (
+        "SELECT group_id, record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id IN"
+        " (SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED'))"
+    )
+    try:
+        with closing(_connect(path, read_only=True, at_rest=True)) as connection:
+            answer: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if answer != "ok":
+                return answer.splitlines()[-1]
+            connection.execute("SELECT count(*) FROM groups, meta").fetchone()
+            for group_id, record, arrays in connection.execute(needed):
+                try:
+                    unpack_group(group_id, record, arrays)
+                except (zlib.error, ValueError, KeyError) as error:
+                    return f"group {group_id} can't be read: {error}"
+    except sqlite3.Error as error:
+        return str(error)
+    return None
+
+
+def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.Connection:
+    """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
+    does, and then the newest ones.
+
+    A reader makes SQLite put an empty log beside the file, where there is none. It must not, for a ledger ``at_rest``,
+    and can't, in a folder of somebody else; without a log nobody writes, and the file is read as it is.
+    """
+    if read_only:
+        has_log = path.with_name(f"{path.name}-wal").exists()
+        unchanging = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
+        mode = "ro&immutable=1" if unchanging else "ro"
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection

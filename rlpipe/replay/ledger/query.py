@@ -1,0 +1,243 @@
+"""What people ask of a ledger: its groups, steps and events, and what of them is new since they looked last."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
+from rlpipe.types import NO_VERSION, ChatMessages
+
+SORT_KEYS = {
+    "id": "group_id",
+    "step": "step",
+    "prompt": "prompt_id",
+    "reward": "reward",
+    "std": "reward_std",
+    "best": "best_reward",
+    "staleness": "step - nullif(oldest_version, -1)",
+    "tokens": "num_tokens",
+    "generate": "generate_s",
+    "score": "score_s",
+}
+"""Names that groups are sorted by, and what they stand for."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupRow:
+    """What the ledger says of one group; the fields up to ``trained_at`` are its columns."""
+
+    group_id: int
+    epoch: int
+    position: int
+    prompt_id: int
+    attempt: int
+    reroll: int
+    version: int
+    state: str
+    step: int | None
+    reason: str | None
+    reward: float | None
+    reward_std: float | None
+    best_reward: float | None
+    num_rollouts: int | None
+    num_tokens: int | None
+    num_loss_tokens: int | None
+    oldest_version: int | None
+    engine: str | None
+    generate_s: float | None
+    score_s: float | None
+    admitted_at: float | None
+    generated_at: float | None
+    scored_at: float | None
+    assigned_at: float | None
+    trained_at: float | None
+    replayed_in: int | None
+    """A later step that took it once more."""
+    prompt: str | ChatMessages | None
+    """None if its tokens are dropped, or not there yet."""
+
+    @property
+    def staleness(self) -> int | None:
+        """In versions, from the one that drew its oldest token."""
+        if self.step is None or self.oldest_version in (None, NO_VERSION):
+            return None
+        return self.step - (self.oldest_version or 0)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether its tokens were there once, and are not any more."""
+        return self.prompt is None and self.generated_at is not None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepRow:
+    """A step that was trained, or, as the last one, compared; step 0 makes version 1."""
+
+    step: int
+    times: int
+    """How often it was trained; more than once only after a crash."""
+    ended_at: float
+    last: bool
+    metrics: dict[str, float]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GroupFilter:
+    """Which groups are asked for; bounds are inclusive, None asks for any."""
+
+    group_id: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    states: tuple[str, ...] = ()
+    epoch: int | None = None
+    prompt_id: int | None = None
+
+    def condition(self) -> tuple[str, list[Any]]:
+        """SQL and its values."""
+        compared = {
+            "group_id = ?": self.group_id,
+            "step >= ?": self.first_step,
+            "step <= ?": self.last_step,
+            "reward >= ?": self.least_reward,
+            "reward <= ?": self.most_reward,
+            "epoch = ?": self.epoch,
+            "prompt_id = ?": self.prompt_id,
+        }
+        used = {test: value for test, value in compared.items() if value is not None}
+        tests = [*used, *([f"state IN ({', '.join('?' * len(self.states))})"] if self.states else [])]
+        return " AND ".join(tests) or "1", [*used.values(), *self.states]
+
+
+def find_groups(
+    ledger: Ledger, wanted: GroupFilter, *, sort: str = "id", ascending: bool = False, limit: int | None = None
+) -> list[GroupRow]:
+    """The first ``limit`` groups in the order of a key of ``SORT_KEYS``; those without a value come last."""
+    condition, values = wanted.condition()
+    order = f"{SORT_KEYS[sort]} {'ASC' if ascending else 'DESC'}"
+    return _read_groups(ledger, condition, values, f"({SORT_KEYS[sort]}) IS NULL, {order}, group_id DESC", limit)
+
+
+def _read_groups(
+    ledger: Ledger, condition: str, values: list[Any], order: str, limit: int | None = None
+) -> list[GroupRow]:
+    names = [entry.name for entry in fields(GroupRow)]
+    chosen = f"SELECT * FROM groups WHERE {condition} ORDER BY {order} LIMIT ?"
+    rows = ledger.rows(
+        f"SELECT {', '.join(f'chosen.{name}' for name in names[:-2])},"
+        " (SELECT step FROM replays WHERE replays.group_id = chosen.group_id),"
+        " (SELECT record FROM payloads WHERE payloads.group_id = chosen.group_id)"
+        f" FROM ({chosen}) AS chosen ORDER BY {order}",
+        *values,
+        -1 if limit is None else limit,
+    )
+    return [
+        GroupRow(
+            **dict(zip(names, [*row[:-1], None if row[-1] is None else json.loads(row[-1])["prompt"]], strict=True))
+        )
+        for row in rows
+    ]
+
+
+def find_steps(
+    ledger: Ledger, *, first: int = 0, last: int | None = None, after: float = 0.0, limit: int | None = None
+) -> list[StepRow]:
+    """The newest ``limit`` steps that have ended, after a time, in the order in which they did."""
+    rows = ledger.rows(
+        "SELECT step, times, ended_at, last, metrics FROM steps WHERE step >= ? AND step <= ? AND ended_at > ?"
+        " ORDER BY ended_at DESC LIMIT ?",
+        first,
+        2**62 if last is None else last,
+        after,
+        -1 if limit is None else limit,
+    )
+    return [
+        StepRow(step=step, times=times, ended_at=ended_at, last=bool(last), metrics=json.loads(metrics))
+        for step, times, ended_at, last, metrics in reversed(rows)
+    ]
+
+
+def has_ended(ledger: Ledger) -> bool:
+    """Whether the run has come to its end; one that was only stopped has not."""
+    return bool(ledger.rows("SELECT 1 FROM steps WHERE last AND ended_at IS NOT NULL"))
+
+
+Row = GroupRow | StepRow | LedgerEvent
+ROW_TYPES = {GroupRow: "group", StepRow: "step", LedgerEvent: "event"}
+
+
+def to_tree(row: Row) -> dict[str, Any]:
+    """What becomes a JSON object, with the ``type`` of row; NaN and infinity as None."""
+    tree: dict[str, Any] = {"type": ROW_TYPES[type(row)], **asdict(row)}
+    if isinstance(row, GroupRow):
+        tree["staleness"] = row.staleness
+    if isinstance(row, StepRow):
+        tree["metrics"] = {name: value if math.isfinite(value) else None for name, value in row.metrics.items()}
+    return tree
+
+
+KNOWN_SINCE = "max(coalesce(admitted_at, 0), coalesce(scored_at, 0))"
+
+
+class Feed:
+    """What is new in a ledger since the last look, also where a copy has taken its place in between.
+
+    A group is new once it is of the wanted ones; where no state is asked for, once its rewards are known or it is
+    discarded. What is there at the first look is old.
+    """
+
+    def __init__(self, wanted: GroupFilter) -> None:
+        self._condition, self._values = wanted.condition()
+        if not wanted.states:
+            self._condition += " AND state NOT IN ('ADMITTED', 'GENERATED')"
+        self._file: tuple[int, int] | None = None
+        self._floor = 0
+        self._shown: set[int] = set()
+        self._newest_group = self._newest_step = self._newest_event = 0.0
+        self._last_event = 0
+
+    def look(self, ledger: Ledger, file: tuple[int, int]) -> list[Row]:
+        """Groups, then steps, then events; ``file`` tells one ledger from another at the same path."""
+        if self._file is None:
+            self._newest_group, self._newest_step, self._newest_event = ledger.rows(
+                f"SELECT (SELECT coalesce(max({KNOWN_SINCE}), 0) FROM groups),"
+                " (SELECT coalesce(max(ended_at), 0) FROM steps), (SELECT coalesce(max(time), 0) FROM events)"
+            )[0]
+            self._floor = _first_open(ledger)
+        if file != self._file:
+            self._file = file
+            self._pass_over(ledger)
+        found = dict(self._open_groups(ledger))
+        new = ", ".join(str(group_id) for group_id in found if group_id not in self._shown)
+        groups = _read_groups(ledger, f"group_id IN ({new})", [], "group_id")
+        steps, events = find_steps(ledger, after=self._newest_step), ledger.events(self._last_event)
+        self._newest_group = max([self._newest_group, *found.values()])
+        self._newest_step = max([self._newest_step, *(step.ended_at for step in steps)])
+        if events:
+            self._last_event, self._newest_event = events[-1].number, events[-1].time
+        self._floor = _first_open(ledger)
+        self._shown = {group_id for group_id in found if group_id >= self._floor}
+        return [*groups, *steps, *events]
+
+    def _pass_over(self, ledger: Ledger) -> None:
+        """What of a ledger has been looked at: all that was written before the newest of it."""
+        self._floor = min(self._floor, _first_open(ledger))
+        self._shown = {group_id for group_id, since in self._open_groups(ledger) if since <= self._newest_group}
+        query = "SELECT coalesce(max(id), 0) FROM events WHERE time <= ?"
+        self._last_event = ledger.rows(query, self._newest_event)[0][0]
+
+    def _open_groups(self, ledger: Ledger) -> list[tuple[int, float]]:
+        """Those of the wanted groups that could change at the last look, and since when they are known."""
+        query = f"SELECT group_id, {KNOWN_SINCE} FROM groups WHERE {self._condition} AND group_id >= ?"
+        return [(group_id, since) for group_id, since in ledger.rows(query, *self._values, self._floor)]
+
+
+def _first_open(ledger: Ledger) -> int:
+    """The first group that can still change, or the next one."""
+    states = "('ADMITTED', 'GENERATED', 'SCORED', 'ASSIGNED')"
+    first: int | None = ledger.rows(f"SELECT min(group_id) FROM groups WHERE state IN {states}")[0][0]
+    return ledger.next_group_id() if first is None else first

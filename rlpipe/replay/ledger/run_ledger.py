@@ -1,0 +1,364 @@
+"""The accounts of a run, in SQLite: what became of every prompt, and the groups that are still needed.
+
+A group is ADMITTED when its prompt is taken, GENERATED with its tokens, SCORED with its rewards, ASSIGNED once a step
+takes it, and TRAINED once a checkpoint at or past that step is whole; or DISCARDED, with a reason. One process writes,
+any number may read. Every method is one transaction, and doing it again changes nothing, so that a call whose answer
+was lost can be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Passed
+from rlpipe.errors import LedgerError
+from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.ledger.database import Database
+from rlpipe.replay.ledger.serialization import pack_arrays, pack_record, unpack_group
+from rlpipe.replay.step_queue import StepReport
+from rlpipe.types import RolloutGroup
+
+COMPARED = "compared after the last step, not trained"
+NO_VARIANCE = "no reward variance"
+
+
+class GroupState(StrEnum):
+    ADMITTED = "ADMITTED"
+    GENERATED = "GENERATED"
+    SCORED = "SCORED"
+    ASSIGNED = "ASSIGNED"
+    TRAINED = "TRAINED"
+    DISCARDED = "DISCARDED"
+
+
+UNFINISHED = (GroupState.ADMITTED, GroupState.GENERATED, GroupState.SCORED)
+"""States of groups that no step has taken yet."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LedgerEvent:
+    """Something that people should know of: a death, a recovery, a checkpoint that could not be written."""
+
+    number: int
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    subject: str
+    message: str
+
+
+@dataclass(kw_only=True, slots=True)
+class StepGroups:
+    """What a step trains."""
+
+    fresh: list[RolloutGroup]
+    replayed: list[RolloutGroup] = field(default_factory=list)
+    """Groups that earlier steps have trained once."""
+
+
+class Ledger(Database):
+    """The accounts of one run; ``keep_steps`` behind the newest checkpoint, groups still have their tokens."""
+
+    def __init__(self, path: Path, *, keep_steps: int = 0, read_only: bool = False, at_rest: bool = False) -> None:
+        super().__init__(path, read_only=read_only, at_rest=at_rest)
+        self._keep_steps = keep_steps
+
+    # Accounts -----------------------------------------------------------------------------------------------------
+
+    def admit(self, groups: Iterable[Admitted], place: Cursor, passed: Iterable[Passed] = ()) -> None:
+        """Prompts are taken; the source stands at ``place`` behind them, having ``passed`` rows it can't use."""
+        now = time.time()
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO groups (group_id, epoch, position, prompt_id, attempt, reroll, version, state,"
+                " admitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (g.group_id, g.epoch, g.position, g.prompt_id, g.attempt, g.reroll, g.version, "ADMITTED", now)
+                    for g in groups
+                ],
+            )
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO skipped VALUES (?, ?, ?, ?)",
+                [(row.at.epoch, row.at.position, row.prompt_id, row.reason) for row in passed],
+            )
+            if self.place < place:  # calls may be repeated, and arrive in any order
+                self._set(place=[place.epoch, place.position])
+
+    def generated(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keeps the tokens of groups that were admitted."""
+        now = time.time()
+        with self._transaction():
+            for group in groups:
+                row = (
+                    len(group),
+                    group.num_tokens,
+                    group.num_loss_tokens,
+                    group.oldest_version,
+                    group.engine,
+                    group.generate_s,
+                    now,
+                    group.group_id,
+                )
+                changed = self._connection.execute(
+                    "UPDATE groups SET state = 'GENERATED', num_rollouts = ?, num_tokens = ?, num_loss_tokens = ?,"
+                    " oldest_version = ?, engine = ?, generate_s = ?, generated_at = ?"
+                    " WHERE group_id = ? AND state = 'ADMITTED'",
+                    row,
+                )
+                if changed.rowcount:
+                    self._connection.execute(
+                        "INSERT OR REPLACE INTO payloads VALUES (?, ?)", (group.group_id, pack_record(group))
+                    )
+                    # Apart, because SQLite writes a row anew, arrays and all, whenever one of its columns changes.
+                    self._connection.execute("INSERT INTO tokens VALUES (?, ?)", (group.group_id, pack_arrays(group)))
+
+    def scored(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keeps the rewards of groups that were generated."""
+        now = time.time()
+        with self._transaction():
+            for group in groups:
+                known = [rollout.reward for rollout in group if rollout.reward is not None]
+                statistics = (float(f(known)) if known else None for f in (np.mean, np.std, np.max))
+                changed = self._connection.execute(
+                    "UPDATE groups SET state = 'SCORED', reward = ?, reward_std = ?, best_reward = ?, score_s = ?,"
+                    " scored_at = ? WHERE group_id = ? AND state = 'GENERATED'",
+                    (*statistics, group.score_s, now, group.group_id),
+                )
+                if changed.rowcount:
+                    self._connection.execute(
+                        "UPDATE payloads SET record = ? WHERE group_id = ?", (pack_record(group), group.group_id)
+                    )
+
+    def discard(self, reasons: Mapping[int, str]) -> None:
+        """Groups that will never be trained."""
+        with self._transaction():
+            self._connection.executemany(
+                "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE group_id = ? AND step IS NULL",
+                [(reason, group_id) for group_id, reason in reasons.items()],
+            )
+            self._connection.executemany("DELETE FROM payloads WHERE group_id = ?", [(g,) for g in reasons])
+
+    def assign(self, step: int, groups: StepGroups) -> None:
+        """A step takes groups, whose advantages are known."""
+        now = time.time()
+        with self._transaction():
+            self._connection.executemany(
+                "UPDATE groups SET state = 'ASSIGNED', step = ?, assigned_at = ? WHERE group_id = ?",
+                [(step, now, group.group_id) for group in groups.fresh],
+            )
+            self._connection.executemany(
+                "UPDATE payloads SET record = ? WHERE group_id = ?",
+                [(pack_record(group), group.group_id) for group in groups.fresh],
+            )
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO replays VALUES (?, ?)", [(group.group_id, step) for group in groups.replayed]
+            )
+
+    def release(self, step: int, reason: str) -> None:
+        """Discards the groups of no step, and those that ``step`` and later ones have not trained for good."""
+        with self._transaction():
+            self._connection.execute(
+                "UPDATE groups SET state = 'DISCARDED', reason = ?, step = NULL"
+                f" WHERE {_is_in(*UNFINISHED)} OR (state = 'ASSIGNED' AND step >= ?)",
+                (reason, step),
+            )
+
+    def complete(self, report: StepReport) -> None:
+        """A step was trained, or, as the last one, compared."""
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, 1, ?) ON CONFLICT (step) DO UPDATE SET"
+                " metrics = excluded.metrics, ended_at = excluded.ended_at, last = excluded.last,"
+                " times = times + (ended_at IS NULL OR metrics != excluded.metrics)",  # not where a call is repeated
+                (report.step, json.dumps(report.metrics), time.time(), report.last),
+            )
+            if report.last:
+                self._connection.execute(
+                    "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE step = ? AND state = 'ASSIGNED'",
+                    (COMPARED, report.step),
+                )
+
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint after ``step`` steps is whole."""
+        with self._transaction():
+            self._set(checkpoint_step=max(step, self.checkpoint_step))
+            self._connection.execute(
+                "UPDATE groups SET state = 'TRAINED', trained_at = ? WHERE state = 'ASSIGNED' AND step < ?",
+                (time.time(), step),
+            )
+
+    def drop_tokens(self, *, kept: Collection[int] = ()) -> None:
+        """Those of steps that are ``keep_steps`` behind the checkpoint, but for the groups in ``kept``."""
+        before = self.checkpoint_step - self._keep_steps
+        with self._transaction():
+            self._connection.execute(
+                "DELETE FROM payloads WHERE group_id IN"
+                " (SELECT group_id FROM groups WHERE state = 'TRAINED' AND step < ?)"
+                " AND group_id NOT IN (SELECT group_id FROM replays WHERE step >= ?)"
+                f" AND group_id NOT IN ({', '.join(map(str, kept))})",
+                (before, before),
+            )
+
+    def begin_again(self, step: int, num_steps: int) -> None:
+        """Training goes on behind ``step`` steps: later ones are trained again, on the same groups.
+
+        Groups that an end of the run, now moved, only compared, are of no step any more.
+        """
+        with self._transaction():
+            self._connection.execute("UPDATE steps SET ended_at = NULL, last = 0 WHERE step >= ?", (step,))
+            self._connection.execute(
+                "UPDATE groups SET step = NULL WHERE state = 'DISCARDED' AND step < ?", (num_steps,)
+            )
+            self._connection.execute(
+                "DELETE FROM replays WHERE NOT EXISTS (SELECT 1 FROM groups WHERE groups.step = replays.step)"
+            )
+
+    def note(self, kind: str, subject: str, message: str) -> None:
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO events (time, kind, subject, message) VALUES (?, ?, ?, ?)",
+                (time.time(), kind, subject, message),
+            )
+
+    # Settings -----------------------------------------------------------------------------------------------------
+
+    def change_config(self, config: Mapping[str, Any]) -> None:
+        """Steps that have taken no group yet are trained with other options than those before them."""
+        first = self._rows("SELECT coalesce(max(step) + 1, 0) FROM groups")[0][0]
+        earlier = [*(self.get("earlier_configs") or []), {"steps": first, "config": self.get("config")}]
+        self.set(config=config, earlier_configs=earlier)
+
+    @property
+    def place(self) -> Cursor:
+        """Where the prompt source stands."""
+        return Cursor(*(self.get("place") or (0, 0)))
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Steps of the newest checkpoint that the ledger knows to be whole."""
+        return self.get("checkpoint_step") or 0
+
+    # What is there ------------------------------------------------------------------------------------------------
+
+    def unfinished(self) -> list[tuple[Admitted, GroupState]]:
+        """The groups that no step has taken, in the order of their ids."""
+        condition = _is_in(*UNFINISHED)
+        groups = self._admitted(condition)
+        states = dict(self._rows(f"SELECT group_id, state FROM groups WHERE {condition}"))
+        return [(group, GroupState(states[group.group_id])) for group in groups]
+
+    def load(self, group_ids: Iterable[int]) -> Iterator[RolloutGroup]:
+        """Those of the groups whose tokens are still there."""
+        for group_id in group_ids:
+            query = "SELECT record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id = ?"
+            for record, arrays in self._rows(query, group_id):
+                yield unpack_group(group_id, record, arrays)
+
+    def groups_of(self, step: int) -> StepGroups | None:
+        """What a step took, or None if it has taken nothing yet."""
+        fresh = [row[0] for row in self._rows("SELECT group_id FROM groups WHERE step = ? ORDER BY group_id", step)]
+        if not fresh:
+            return None
+        replayed = [row[0] for row in self._rows("SELECT group_id FROM replays WHERE step = ? ORDER BY group_id", step)]
+        groups = StepGroups(fresh=list(self.load(fresh)), replayed=list(self.load(replayed)))
+        if len(groups.fresh) < len(fresh) or len(groups.replayed) < len(replayed):
+            raise LedgerError(
+                f"{self.path}: step {step} is to be trained again, but the tokens of its groups are dropped; "
+                f"set ledger.keep_steps, now {self._keep_steps}, higher in runs to come"
+            )
+        return groups
+
+    def newest_taken(self) -> Iterator[RolloutGroup]:
+        """Groups that steps took once and whose tokens are still there, the newest first."""
+        query = (
+            "SELECT group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
+            " AND group_id NOT IN (SELECT group_id FROM replays) ORDER BY step DESC, group_id DESC"
+        )
+        return self.load(row[0] for row in self._rows(query))
+
+    def open_attempts(self) -> list[int]:
+        """Attempts that groups without reward variance have left open, because the run ended there."""
+        left: Counter[int] = Counter()
+        for attempt, count in self._rows(
+            "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE ? GROUP BY attempt",
+            f"{NO_VARIANCE}%",
+        ):
+            left[attempt] = count
+        for attempt, count in self._rows("SELECT attempt, count(*) FROM groups WHERE attempt > 0 GROUP BY attempt"):
+            left[attempt] -= count
+        return sorted(left.elements())
+
+    def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[int, int, str]]:
+        """Those of the groups that were discarded once they had tokens, or before: id, attempt and reason."""
+        return self._rows(
+            "SELECT group_id, attempt, reason FROM groups WHERE state = 'DISCARDED' AND step IS NULL"
+            f" AND (generated_at IS NOT NULL) = ? AND group_id IN ({', '.join(map(str, group_ids))})",
+            with_tokens,
+        )
+
+    def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
+        """Of groups with scores: attempt, re-roll, and when they were generated and scored, in seconds since 1970."""
+        return self._rows(
+            "SELECT attempt, reroll, generated_at, scored_at FROM groups"
+            f" WHERE group_id IN ({', '.join(map(str, group_ids))})"
+        )
+
+    def fruitless(self, at_most: float) -> list[Admitted]:
+        """Groups of which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
+        return self._admitted(
+            "state NOT IN ('DISCARDED') AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups AS later"
+            " WHERE later.epoch = groups.epoch AND later.position = groups.position"
+            " AND later.reroll > groups.reroll)",
+            at_most,
+        )
+
+    def counts(self) -> dict[GroupState, int]:
+        """Groups in each state."""
+        return {GroupState(state): n for state, n in self._rows("SELECT state, count(*) FROM groups GROUP BY state")}
+
+    def num_places_taken(self, step: int) -> int:
+        """Groups that were admitted, and are in ``step`` or a later one, or can still come into one."""
+        query = f"SELECT count(*) FROM groups WHERE step >= ? OR {_is_in(*UNFINISHED)}"
+        return int(self._rows(query, step)[0][0])
+
+    def has_steps(self, before: int) -> bool:
+        """Whether it knows what each step before that one took; a power failure may have taken the newest from it."""
+        return self._rows("SELECT count(DISTINCT step) FROM groups WHERE step < ?", before) == [(before,)]
+
+    def next_group_id(self) -> int:
+        return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
+
+    def reports(self, after: int) -> list[StepReport]:
+        """The steps that have ended behind ``after``."""
+        rows = self._rows(
+            "SELECT step, metrics, last FROM steps WHERE step > ? AND ended_at IS NOT NULL ORDER BY step", after
+        )
+        return [StepReport(step=step, metrics=json.loads(metrics), last=bool(last)) for step, metrics, last in rows]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that has ended, or -1."""
+        return int(self._rows("SELECT coalesce(max(step), -1) FROM steps WHERE ended_at IS NOT NULL")[0][0])
+
+    def events(self, after: int = 0) -> list[LedgerEvent]:
+        rows = self._rows("SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id", after)
+        return [LedgerEvent(number=row[0], time=row[1], kind=row[2], subject=row[3], message=row[4]) for row in rows]
+
+    def _admitted(self, condition: str, *values: Any) -> list[Admitted]:
+        names = [entry.name for entry in fields(Admitted)]
+        rows = self._rows(f"SELECT {', '.join(names)} FROM groups WHERE {condition} ORDER BY group_id", *values)
+        return [Admitted(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _is_in(*states: GroupState) -> str:
+    return f"state IN ({', '.join(repr(state.value) for state in states)})"

@@ -1,0 +1,354 @@
+"""Samples with vLLM, inside the calling process (``LLMEngine``), or with its workers where GPUs share a model."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.configs.schema.rollout_config import RolloutConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.data.render.images import open_image
+from rlpipe.data.render.processor import feature_token_id
+from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
+from rlpipe.rollout.engine import num_threads
+from rlpipe.rollout.group_builder import Sample, build_group, failed_group, sample_seed, too_long, without_image
+from rlpipe.rollout.vllm.vllm_options import describe_refusal, engine_args, sampling_args
+from rlpipe.rollout.vllm.vllm_transfer import meeting
+from rlpipe.types import (
+    Buckets,
+    EngineHealth,
+    GroupRequest,
+    Prompt,
+    RolloutGroup,
+    Transfer,
+    WeightsKind,
+    WeightsManifest,
+)
+from rlpipe.weights.buckets import BASE_DIGEST, adapter_bucket, digest_of_sums, merge_sums, pack_adapter
+
+# isort: split
+# After vllm_options, which sets what vLLM reads when it is imported.
+from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.v1.engine.llm_engine import LLMEngine
+
+_IN_FLIGHT_ADAPTER = 1
+_BASE_SALT = "base"
+"""Of what is computed without an adapter, which stays as it is."""
+
+
+@dataclass(slots=True)
+class _Running:
+    request: GroupRequest
+    received_s: float
+    version: int
+    """The one that it began with."""
+    adapter_id: int | None
+
+
+class VllmEngine:
+    """``rlpipe.rollout.engine.Engine`` on vLLM.
+
+    With ``weights.on_update=wait`` a LoRA version is an adapter with an id of its own: running sequences keep the one
+    they began with, and it is removed with its last sequence. Full weights are replaced in place once nothing runs.
+    With ``inflight`` both are replaced in place between two steps, and running sequences go on; what is theirs in the
+    KV cache stays as older versions computed it. No other sequence reads it, in either way.
+
+    Of several engines in one process none works any more after the first of them is stopped.
+    """
+
+    def __init__(
+        self, name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
+    ) -> None:
+        self._name = name
+        self._kind = WeightsKind.LORA if serves_adapter(model) else WeightsKind.FULL
+        self._in_flight = weights.on_update == "inflight"
+        self._timeout_s = weights.timeout_s
+        self._sampling = sampling_args(rollout.sampling)
+        self._waiting: deque[tuple[GroupRequest, float]] = deque()
+        self._running: dict[str, _Running] = {}
+        self._ready: list[RolloutGroup] = []
+        """What the next step returns."""
+        self._num_sequences = 0
+        self._num_requests = 0
+        self._holding = False
+        self._version, self._digest = 0, BASE_DIGEST
+        self._adapter: LoRARequest | None = None
+        self._num_loads = 0
+        self._num_tokens, self._busy_s = 0, 0.0
+
+        self._llm = _open_llm(engine_args(model, rollout, weights, max_prompt_tokens), rollout)
+        client: Any = self._llm.engine_core
+        self._core = client.engine_core
+        self._image_id = feature_token_id(self._llm.vllm_config.model_config.hf_config)
+        self._llm.set_weight_version(str(self._version))
+        self._llm.collective_rpc("prepare_serving")
+        if self._kind is WeightsKind.LORA and model.adapter.path is not None:
+            self._load_first(*pack_adapter(model.adapter.path, getattr(torch, model.dtype)))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ready or self._running) or self._next_eligible() is not None
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        now = time.perf_counter()
+        self._waiting.extend((request, now) for request in requests)
+        if any(request.goes_first for request in requests):
+            self._waiting = deque(sorted(self._waiting, key=lambda waiting: not waiting[0].goes_first))
+
+    def step(self) -> list[RolloutGroup]:
+        start = time.perf_counter()
+        self._start_requests()
+        if self._running:
+            self._advance()
+            self._busy_s += time.perf_counter() - start
+        groups, self._ready = self._ready, []
+        return groups
+
+    def prepare_load(self, manifest: WeightsManifest) -> bool:
+        if self._kind is WeightsKind.LORA and not self._in_flight:
+            return self._has_free_slot()
+        running = self._running.values()
+        must_finish = [one for one in running if not self._in_flight or not self._can_go_on(one, manifest.version)]
+        # Full weights that do not fit are found out when some of them are replaced already.
+        self._holding = bool(must_finish) or self._kind is WeightsKind.FULL
+        return not must_finish
+
+    def _has_free_slot(self) -> bool:
+        kept = {running.adapter_id for running in self._running.values()} - {None}
+        if self._adapter is not None:
+            kept.add(self._adapter.lora_int_id)
+        lora_config = self._llm.vllm_config.lora_config
+        assert lora_config is not None
+        return len(kept) < lora_config.max_loras
+
+    def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        if manifest.kind is not self._kind:
+            raise ModelError(f"engine {self._name} takes {self._kind} weights, got {manifest.kind}")
+        if self._in_flight:
+            self._deliver_sampled()
+        self._num_loads += 1
+        if self._kind is WeightsKind.LORA:
+            digest = self._load_adapter(manifest, buckets)
+        elif manifest.transfer is None:
+            digest = self._load_full(buckets)
+        else:
+            digest = self._receive_full(manifest.transfer)
+        if self._kind is WeightsKind.FULL:
+            self._llm.reset_encoder_cache()  # what the weights before made of images
+        self._version, self._digest, self._holding = manifest.version, digest, False
+        self._llm.set_weight_version(str(manifest.version))
+        if self._in_flight:
+            self._renew_cache_keys()
+        return digest
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(
+            name=self._name,
+            version=self._version,
+            digest=self._digest,
+            outstanding_groups=len(self._waiting) + len(self._running),
+            num_tokens=self._num_tokens,
+            busy_s=self._busy_s,
+        )
+
+    def stop(self) -> None:
+        self._llm.engine_core.shutdown()
+
+    def _next_eligible(self) -> int | None:
+        """Place in the queue of the next request that may start now."""
+        limit = self._llm.vllm_config.scheduler_config.max_num_seqs
+        if self._holding or (self._num_sequences >= limit):
+            return None
+        for index, (request, _) in enumerate(self._waiting):
+            if request.min_version <= self._version:
+                return index
+        return None
+
+    def _start_requests(self) -> None:
+        while (index := self._next_eligible()) is not None:
+            request, received_s = self._waiting[index]
+            del self._waiting[index]
+            try:
+                self._start(request, received_s)
+            except ConfigError as error:
+                self._ready.append(failed_group(request, str(error)))
+            except (ValueError, VLLMValidationError) as error:
+                self._ready.append(failed_group(request, f"vllm refused the request: {describe_refusal(error)}"))
+
+    def _start(self, request: GroupRequest, received_s: float) -> None:
+        if not request.use_adapter and self._kind is WeightsKind.FULL:
+            raise ConfigError("the engine serves no adapter that could be left out")
+        length, limit = len(request.prompt.token_ids), self._llm.vllm_config.model_config.max_model_len
+        if length >= limit:
+            raise ConfigError(too_long(length, limit))
+        request_id = str(self._num_requests)
+        greedy = request.temperature == 0
+        sampling = self._sampling if request.sampling is None else sampling_args(request.sampling)
+        if self._image_id is not None:
+            sampling = {**sampling, "stop_token_ids": [*sampling["stop_token_ids"], self._image_id]}
+        adapter, salt = (self._adapter, self._cache_salt) if request.use_adapter else (None, _BASE_SALT)
+        params = SamplingParams(
+            # The siblings of a greedy sample are all the same.
+            n=1 if greedy else request.group_size,
+            seed=None if greedy else sample_seed(request.seed),
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            skip_clone=True,
+            **sampling,
+        )
+        self._llm.add_request(request_id, self._input(request.prompt, salt), params, lora_request=adapter)
+        adapter_id = adapter.lora_int_id if adapter else None
+        self._running[request_id] = _Running(request, received_s, self._version, adapter_id)
+        self._num_requests += 1
+        self._num_sequences += request.group_size
+
+    def _input(self, prompt: Prompt, salt: str) -> Any:
+        """As vLLM takes it; raises ``ConfigError`` where it makes other tokens of the images."""
+        token_ids = prompt.token_ids.tolist()
+        if prompt.folded_ids is None:
+            return tokens_input(token_ids, cache_salt=salt)
+        images = [open_image(image.content) for image in prompt.images]
+        raw: Any = {"prompt_token_ids": prompt.folded_ids.tolist(), "multi_modal_data": {"image": images}}
+        (made,) = self._llm.renderer.render_cmpl([raw], prompt_extras={"cache_salt": salt})
+        if list(made["prompt_token_ids"]) != token_ids:
+            raise ConfigError(
+                f"vllm makes {len(made['prompt_token_ids'])} tokens of a prompt with images that has {len(token_ids)}, "
+                "or others; rollout.engine=hf samples with the model's own processor"
+            )
+        return made
+
+    def _advance(self) -> None:
+        self._ready += [self._finish(output) for output in self._llm.step() if isinstance(output, RequestOutput)]
+
+    def _finish(self, output: RequestOutput) -> RolloutGroup:
+        running = self._running.pop(output.request_id)
+        request = running.request
+        self._num_sequences -= request.group_size
+        self._drop_unused(running.adapter_id)
+        samples = [self._sample(completion, running) for completion in output.outputs]
+        self._num_tokens += sum(len(sample.token_ids) for sample in samples)
+        samples *= request.group_size // len(samples)
+        return build_group(request, samples, time.perf_counter() - running.received_s)
+
+    def _sample(self, completion: CompletionOutput, running: _Running) -> Sample:
+        assert isinstance(completion.logprobs, FlatLogprobs), "requests ask for flat log-probabilities"
+        reason = completion.finish_reason or "abort"
+        return Sample(
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs.logprobs,
+            policy_versions=self._policy_versions(completion, running),
+            finish_reason=without_image(completion.token_ids, self._image_id, reason),
+        )
+
+    def _policy_versions(self, completion: CompletionOutput, running: _Running) -> list[int]:
+        if not self._in_flight:
+            return [running.version] * len(completion.token_ids)
+        spans = completion.weight_versions or []
+        return [int(span.version) for span in spans for _ in range(span.start, span.end)]
+
+    def _can_go_on(self, running: _Running, version: int) -> bool:
+        """Whether the version may draw the rest of a sequence; one that began without an adapter has no slot for it."""
+        if not running.request.use_adapter:
+            return True  # no version draws it
+        has_slot = self._kind is WeightsKind.FULL or running.adapter_id is not None
+        return has_slot and running.request.min_version <= version
+
+    def _deliver_sampled(self) -> None:
+        """Takes the tokens that are sampled but not yet delivered: vLLM labels them with the version of that moment."""
+        self._llm.sleep(level=0, mode="keep")
+        while self._core.batch_queue:
+            self._advance()
+        self._llm.wake_up(tags=["scheduling"])
+
+    @property
+    def _cache_salt(self) -> str:
+        """Part of the prefix cache's key, so that no version reads what another one computed."""
+        return f"load-{self._num_loads}"
+
+    def _renew_cache_keys(self) -> None:
+        """Lets the sequences that were handed to vLLM but do not run yet begin with the new version."""
+        for request in self._core.scheduler.requests.values():
+            if request.num_computed_tokens == 0 and request.cache_salt != _BASE_SALT:
+                request.cache_salt = self._cache_salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def _load_adapter(self, manifest: WeightsManifest, buckets: Buckets) -> str:
+        bucket = adapter_bucket(manifest, buckets)
+        adapter_id = _IN_FLIGHT_ADAPTER if self._in_flight else self._num_loads
+        try:
+            digests = self._llm.collective_rpc("serve_adapter", args=(bucket, manifest.adapter_config, adapter_id))
+            if len(set(digests)) != 1:
+                raise WeightsMismatch(f"the ranks of engine {self._name} serve different adapters: {digests}")
+        except BaseException:
+            if not self._in_flight:
+                self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
+            raise
+        previous = self._adapter
+        self._adapter = LoRARequest(f"policy-{adapter_id}", adapter_id, "/only-in-memory")
+        if previous is not None:
+            self._drop_unused(previous.lora_int_id)
+        return digests[0]
+
+    def _load_full(self, buckets: Buckets) -> str:
+        try:
+            self._llm.collective_rpc("begin_full_load")
+            for bucket in buckets:
+                self._llm.collective_rpc("load_full_bucket", args=(bucket,))
+            sums = self._llm.collective_rpc("finish_full_load")
+        except ModelError as error:
+            if self._running:
+                raise EngineFailed(f"engine {self._name} samples with parts of two versions: {error}") from error
+            raise
+        return digest_of_sums(merge_sums(sums))
+
+    def _receive_full(self, transfer: Transfer) -> str:
+        joining, receiving = meeting(transfer, self._timeout_s)
+        self._llm.collective_rpc("init_weight_transfer_engine", args=(joining,))
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("update_weights", args=(receiving,))
+        self._llm.collective_rpc("finish_weight_update")
+        self._llm.collective_rpc("shutdown_weight_transfer_engine")
+        published = [outline.name for outline in transfer.outlines]
+        return digest_of_sums(merge_sums(self._llm.collective_rpc("checksums", args=(published,))))
+
+    def _load_first(self, manifest: WeightsManifest, buckets: Buckets) -> None:
+        if self.load(manifest, buckets) != manifest.digest:
+            raise WeightsMismatch(f"engine {self._name} does not serve the adapter that it started from")
+
+    def _drop_unused(self, adapter_id: int | None) -> None:
+        is_current = self._adapter is not None and adapter_id == self._adapter.lora_int_id
+        is_used = any(running.adapter_id == adapter_id for running in self._running.values())
+        if adapter_id is not None and not is_current and not is_used:
+            self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
+
+
+def _open_llm(args: dict[str, Any], rollout: RolloutConfig) -> LLMEngine:
+    if current_platform.is_cpu():
+        torch.set_num_threads(num_threads(rollout))
+        # oneDNN's packed weights can neither be replaced in place nor read back.
+        setattr(LinearBase, "_cpu_skip_gemm_dispatch", not args.get("enable_lora"))  # noqa: B010
+        # vLLM compiles one small sampling function, which takes ten seconds.
+        current_platform.simple_compile_backend = "eager"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return LLMEngine.from_engine_args(EngineArgs(**args))
+    except (OSError, TypeError, ValueError, VLLMValidationError) as error:
+        raise ConfigError(
+            f"vllm can't be started with model.path={args['model']}: {describe_refusal(error)}"
+        ) from error

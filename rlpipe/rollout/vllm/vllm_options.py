@@ -1,0 +1,162 @@
+"""What vLLM is told of a config: the arguments of its engine and of a request."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
+from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
+from rlpipe.errors import ConfigError
+from rlpipe.rollout.engine import DEFAULT_SEQUENCES
+from rlpipe.rollout.vllm.adapter_slots import num_slots, slot_rank
+
+# vLLM reads these when it is imported.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+for _name, _value in {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
+
+from rlpipe.rollout.vllm.vllm_nf4 import LOAD_FORMAT  # noqa: E402
+from rlpipe.rollout.vllm.vllm_transfer import backend  # noqa: E402
+
+_OWN_ENGINE_ARGS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "mm_processor_kwargs": "model.processor_kwargs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "max_model_len": "rollout.max_model_len",
+    "enable_lora": "model.adapter.kind",
+    "weight_transfer_config": "weights.transport",
+    "logprobs_mode": "",
+    "worker_extension_cls": "",
+}
+_OWN_SAMPLING_ARGS = {
+    "n": "algorithm.group_size",
+    "seed": "seed",
+    "temperature": "rollout.sampling.temperature",
+    "max_tokens": "rollout.sampling.max_tokens",
+    "logprobs": "",
+    "flat_logprobs": "",
+    "output_kind": "",
+    "detokenize": "",
+    "structured_outputs": "rollout.sampling.guided_regex or guided_json",
+}
+
+
+def engine_args(
+    model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int
+) -> dict[str, Any]:
+    """vLLM's ``EngineArgs`` for a config, ``rollout.engine_args`` among them.
+
+    Raises ``ConfigError`` if one of these is unknown to vLLM, or set by another option.
+    """
+    assert model.dtype != "auto", "which vLLM takes for the type of the model's files"
+    _check_names(rollout.engine_args, {f.name for f in fields(EngineArgs)}, _OWN_ENGINE_ARGS, "rollout.engine_args")
+    max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
+    args: dict[str, Any] = {
+        "model": model.path,
+        "tokenizer": model.tokenizer or model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "mm_processor_kwargs": dict(model.processor_kwargs) or None,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rlpipe.rollout.vllm.vllm_worker.WeightsExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if current_platform.is_cpu():
+        # Seeded requests fail with chunked prefill: CPU generators can't be set back.
+        args |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
+        # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
+        args["block_size"] = 32
+    if serves_adapter(model):
+        args |= {"enable_lora": True, "max_loras": num_slots(weights), "max_lora_rank": slot_rank(model.adapter.r)}
+        args["lora_target_modules"] = _target_suffixes(model)
+    if model.adapter.kind == "qlora" and serves_adapter(model) and "quantization" not in rollout.engine_args:
+        args["load_format"] = LOAD_FORMAT
+    if weights.transport == "nccl":
+        args["weight_transfer_config"] = {"backend": backend()}
+    return args | dict(rollout.engine_args)
+
+
+def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
+    """The ``SamplingParams`` that all requests share; ``ConfigError`` if one of ``sampling.extra`` is unknown."""
+    _check_names(sampling.extra, set(SamplingParams.__struct_fields__), _OWN_SAMPLING_ARGS, "rollout.sampling.extra")
+    args: dict[str, Any] = {
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "detokenize": bool(sampling.stop or sampling.extra.get("bad_words")),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    if sampling.guided_regex is not None and sampling.guided_json is not None:
+        raise ConfigError("rollout.sampling has both guided_regex and guided_json: set one of them to null")
+    if sampling.guided_regex is not None:
+        args["structured_outputs"] = StructuredOutputsParams(regex=sampling.guided_regex)
+    elif sampling.guided_json is not None:
+        args["structured_outputs"] = StructuredOutputsParams(json=sampling.guided_json)
+    args |= dict(sampling.extra)
+    try:
+        SamplingParams(**args)
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise ConfigError(f"vllm refused rollout.sampling: {describe_refusal(error)}") from error
+    return args
+
+
+def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], option: str) -> None:
+    for name in given:
+        if name in own:
+            hint = f"set {own[name]} instead" if own[name] else "rlpipe sets it itself"
+            raise ConfigError(f"{option}.{name} can't be set: {hint}")
+        if name not in known:
+            close = get_close_matches(name, known - own.keys(), n=1)
+            raise ConfigError(f"{option}.{name} is unknown to vllm" + (f": did you mean {close[0]}?" if close else ""))
+
+
+def _target_suffixes(model: ModelConfig) -> list[str]:
+    """The modules that vLLM must prepare for an adapter; it would also take the large embedding and output layers."""
+    targets = model.adapter.target_modules
+    if not isinstance(targets, str):
+        return [target.rsplit(".", 1)[-1] for target in targets]
+    from rlpipe.models.loading import describe_model, has_vision, outline_model
+
+    outline = outline_model(
+        describe_model(model.path, model), images=model.images, trust_remote_code=model.trust_remote_code
+    )
+    modules = (outline.get_decoder() if has_vision(outline) else outline).named_modules()
+    linear = {name.rsplit(".", 1)[-1] for name, layer in modules if isinstance(layer, torch.nn.Linear)}
+    return sorted(linear - {"lm_head"})
+
+
+def describe_refusal(error: Exception) -> str:
+    """What vLLM says of arguments that it does not take, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # The first line of pydantic's errors only counts them.
+    return lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]

@@ -1,0 +1,371 @@
+"""Runs inside vLLM's workers: loads policy weights from memory, and reads back what the model then serves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+# These register themselves in every worker.
+import rlpipe.rollout.vllm.vllm_nf4
+import rlpipe.rollout.vllm.vllm_transfer  # noqa: F401
+from rlpipe.errors import ModelError, WeightsMismatch
+from rlpipe.rollout.vllm.vllm_experts import begin_experts, end_experts
+from rlpipe.types import ByteArray
+from rlpipe.weights.buckets import (
+    add_checksum,
+    check_adapter_modules,
+    check_dtype,
+    check_parameters,
+    lora_digest,
+    pair_adapter,
+    unpack,
+)
+
+_EXPERTS = ".experts."
+
+
+class WeightsExtension:
+    """Methods that vLLM adds to its worker class; called through ``collective_rpc``."""
+
+    device: torch.device
+    model_runner: Any
+    vllm_config: VllmConfig
+    _layout: AdapterLayout | None = None
+
+    def prepare_serving(self) -> None:
+        """Replaces what vLLM does on CPUs by what is faster (LoRA) or can be updated in place (output layer)."""
+        if self.device.type != "cpu":
+            return
+        if self.model_runner.lora_config is not None:
+            _use_grouped_lora(self.model_runner.lora_manager._adapter_manager, self.model_runner.scheduler_config)
+        else:
+            for module in self.model_runner.model.modules():
+                if isinstance(module, VocabParallelEmbedding):
+                    setattr(module, "cpu_linear", nn.functional.linear)  # noqa: B010
+
+    def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
+        """Loads and activates an adapter, and answers the digest of what its slot in every layer now holds.
+
+        One of the same id is replaced in place: sequences that run on it go on with the new one.
+        """
+        manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
+        tensors = unpack(bucket)
+        check_dtype(tensors, _lora_dtype(manager))
+        if self._layout is None or not self._layout.fits(tensors, adapter_config):
+            self._layout = AdapterLayout(manager, tensors, adapter_config)
+        adapter = self._layout.build(tensors, adapter_id)
+        manager.remove_adapter(adapter_id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter_id)
+        names = self._layout.peft_names
+        served = {names[module]: pair for module, pair in _served_pairs(manager, adapter_id)}
+        return lora_digest(served)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        self.model_runner.lora_manager._adapter_manager.remove_adapter(adapter_id)
+
+    def begin_full_load(self) -> None:
+        model = self.model_runner.model
+        self._locations = _locate_parameters(model)
+        self._received: set[str] = set()
+        begin_experts(model, self.vllm_config)
+
+    def load_full_bucket(self, bucket: ByteArray) -> None:
+        """Loads the tensors of one bucket into the model, and compares them with what then lies there."""
+        model = self.model_runner.model
+        tensors = {name: tensor.to(self.device) for name, tensor in unpack(bucket).items()}
+        check_dtype(tensors, self.model_runner.model_config.dtype)
+        names = _own_names(model, tensors)
+        renamed = {names[name]: tensor for name, tensor in tensors.items()}
+        unfused = {name for name in renamed if _EXPERTS not in name}
+        buffers = {name: (name, 0) for name, _ in model.named_buffers()}
+        locations: dict[str, tuple[str, int]] = self._locations | buffers
+        check_parameters(unfused, locations.keys(), complete=False)
+        with set_current_vllm_config(self.vllm_config):
+            model.load_weights(iter(tensors.items()))
+        for name in unfused:
+            _check_slice(model, *locations[name], renamed[name])
+        self._received |= tensors.keys()
+
+    def finish_full_load(self) -> dict[int, int]:
+        """The checksums of what is served now; raises ``ModelError`` if a parameter was not published."""
+        model = self.model_runner.model
+        end_experts(model, self.vllm_config)
+        received = set(_own_names(model, self._received).values())
+        check_parameters(received & self._locations.keys(), self._locations.keys())
+        return self.checksums(self._received)
+
+    def checksums(self, published: Collection[str]) -> dict[int, int]:
+        """Of what this rank serves of the published tensors, by layer; what ranks share is counted by one of them."""
+        model, sums = self.model_runner.model, dict[int, int]()
+        for name, tensor in _owned_shards(model, set(_own_names(model, published).values())):
+            add_checksum(sums, name, tensor)
+        return sums
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """Where vLLM's module finds its part of a published adapter."""
+
+    name: str
+    a: str
+    b: str
+    rank: int
+    scaling: float
+
+
+class AdapterLayout:
+    """What the adapters of a run have in common, found out once: their modules and scalings.
+
+    Raises ``ModelError`` if vLLM can't serve such adapters.
+    """
+
+    def __init__(
+        self, manager: LoRAModelManager, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]
+    ) -> None:
+        self._names, self._config = list(tensors), dict(adapter_config)
+        helper = _legal_helper(manager, adapter_config)
+        mapper = _rename_mapper(manager.model)
+        self.peft_names: dict[str, str] = {}
+        """The name in PEFT of every adapted module, by vLLM's name of it."""
+        self._modules: list[AdaptedModule] = []
+        for module, (a, b) in pair_adapter({name: name for name in tensors}).items():
+            vllm_name = parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]
+            self.peft_names[vllm_name] = module
+            self._modules.append(AdaptedModule(vllm_name, a, b, *helper.get_rank_and_scaling(module)))
+        available = [self.peft_names.get(module, module) for module in _linear_modules(manager)]
+        check_adapter_modules(list(self.peft_names.values()), available, adapter_config)
+        self._rank = helper.r
+
+    def fits(self, tensors: Mapping[str, Tensor], adapter_config: Mapping[str, Any]) -> bool:
+        return self._config == adapter_config and self._names == list(tensors)
+
+    def build(self, tensors: Mapping[str, Tensor], adapter_id: int) -> LoRAModel:
+        """The adapter as vLLM wants it: B scaled, in a copy, because the bucket's memory is read-only."""
+        weights = {
+            module.name: LoRALayerWeights(
+                module.name, module.rank, module.rank, tensors[module.a], tensors[module.b] * module.scaling, scaling=1
+            )
+            for module in self._modules
+        }
+        return LoRAModel(adapter_id, self._rank, weights)
+
+
+class GroupedLora(PunicaWrapperCPU):
+    """LoRA on the CPU with one pair of products for each adapter in the batch.
+
+    vLLM's own wrapper gathers A and B for every token, which takes several times as long as the model itself.
+    """
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        ids = set(mapping.index_mapping)
+        slots = self.token_lora_indices
+        self._groups: list[tuple[int, Tensor | None]] = [
+            (slot, None if len(ids) == 1 else (slots == slot).nonzero().squeeze(1))
+            for slot in (lora_index_to_id.index(adapter_id) for adapter_id in ids if adapter_id > 0)
+        ]
+
+    def add_lora_linear(
+        self,
+        y: Tensor,  # [T, sum of output_slices]
+        x: Tensor,  # [T, in]
+        lora_a_stacked: tuple[Tensor, ...],  # each [slots, 1, r, in]
+        lora_b_stacked: tuple[Tensor, ...],  # each [slots, 1, out, r]
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        for slot, rows in self._groups:
+            inputs = x if rows is None else x[rows]
+            outputs = y if rows is None else y[rows]
+            offset = 0
+            for lora_a, lora_b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                hidden = inputs @ lora_a[slot, 0].T
+                outputs[:, offset : offset + size].addmm_(hidden, lora_b[slot, 0].T, alpha=scale)
+                offset += size
+            if rows is not None:
+                y[rows] = outputs
+
+
+def _use_grouped_lora(manager: LoRAModelManager, scheduler_config: Any) -> None:
+    for prefix, wrapper in list(manager.punica_wrapper_mapping.items()):
+        grouped = GroupedLora(manager.max_num_batched_tokens, scheduler_config.max_num_seqs, wrapper.device)
+        manager.punica_wrapper_mapping[prefix] = grouped
+        for module in manager.modules.values():
+            if module.punica_wrapper is wrapper:
+                module.set_mapping(grouped)
+
+
+def _lora_dtype(manager: LoRAModelManager) -> torch.dtype:
+    dtype = manager.lora_config.lora_dtype
+    assert isinstance(dtype, torch.dtype), "vLLM resolves auto when it checks its config"
+    return dtype
+
+
+def _rename_mapper(model: nn.Module) -> Any:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else mapper.get_rename_mapper()
+
+
+def _own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
+    """vLLM's names of what was published, before it fuses."""
+    mapper = _rename_mapper(model)
+    return {name: (mapper.map_name(name) or name) if mapper else name for name in published}
+
+
+def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
+    """The linear modules that can take an adapter, fused ones by the names of their parts."""
+    for name, layer in manager.modules.items():
+        if isinstance(layer, BaseLinearLayerWithLoRA | LogitsProcessorWithLoRA):
+            yield from manager.packed_modules.get(name, [name])
+
+
+def _legal_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) -> PEFTHelper:
+    try:
+        helper = PEFTHelper.from_dict(dict(adapter_config))
+        helper.validate_legal(manager.lora_config)
+    except ValueError as error:
+        raise ModelError(f"vllm can't serve the adapter: {error}") from error
+    return helper
+
+
+def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """A and scaled B of every adapted module, read out of the layers' slots; ``WeightsMismatch`` if these hold more.
+
+    Of a layer that is sharded, the whole tensors are returned, once its slot has been compared with its part of them.
+    """
+    slot = manager.lora_index_to_id.index(adapter_id)
+    adapter = manager.get_adapter(adapter_id)
+    assert adapter is not None, f"adapter {adapter_id} was loaded but is not registered"
+    for name, layer in manager.modules.items():
+        weights = adapter.get_lora(name)
+        if weights is None:
+            continue
+        loaded = _as_list(weights.lora_a), _as_list(weights.lora_b)
+        if isinstance(layer, BaseLinearLayerWithLoRA) and layer.tp_size > 1:
+            shards = _as_list(layer.slice_lora_a(weights.lora_a)), _as_list(layer.slice_lora_b(weights.lora_b))
+            _check_equal(name, _read_slot(name, layer, slot, shards), shards)
+            served = loaded
+        else:
+            served = _read_slot(name, layer, slot, loaded)
+        for part, a, b in zip(manager.packed_modules.get(name, [name]), *served, strict=True):
+            if a is not None:
+                yield part, (a, b)
+
+
+_Slices = tuple[list[Any], list[Any]]
+"""A and B of every module that is fused into a layer; None for one without an adapter."""
+
+
+def _read_slot(name: str, layer: Any, slot: int, expected: _Slices) -> _Slices:
+    """The parts of the layer's slot that are as large as what is expected there."""
+    lora_a, lora_b = (
+        [_filled_part(name, buffer[slot, 0], tensor) for buffer, tensor in zip(_as_list(stacked), tensors, strict=True)]
+        for stacked, tensors in zip((layer.lora_a_stacked, layer.lora_b_stacked), expected, strict=True)
+    )
+    return lora_a, lora_b
+
+
+def _filled_part(name: str, buffer: Tensor, tensor: Tensor | None) -> Tensor | None:
+    """The part of the buffer that holds the tensor; whatever lies beyond it must be zero."""
+    if tensor is None:
+        if buffer.any():
+            raise WeightsMismatch(f"{name} serves an adapter that was not published")
+        return None
+    if buffer.shape == tensor.shape:
+        return buffer
+    rows, columns = tensor.shape
+    if buffer[rows:].any() or buffer[:rows, columns:].any():
+        raise WeightsMismatch(f"{name} serves more than the adapter that was loaded")
+    return buffer[:rows, :columns]
+
+
+def _check_equal(name: str, served: _Slices, loaded: _Slices) -> None:
+    for part, tensor in zip(chain(*served), chain(*loaded), strict=True):
+        if part is not None and not torch.equal(part.cpu(), tensor.cpu()):
+            raise WeightsMismatch(f"{name} does not serve the adapter that was loaded")
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _fused_parts(model: nn.Module, module: str) -> list[str]:
+    """Names of the modules that vLLM fused into this one; its own if it is not fused."""
+    prefix, _, suffix = module.rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(suffix, [suffix])
+    return [f"{prefix}.{part}" if prefix else part for part in parts]
+
+
+def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """For every tensor that must be published, the parameter that it is loaded into, and its place among the parts.
+
+    Fused experts have many names for one tensor, and are left to the digest.
+    """
+    locations = {}
+    for name, _ in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        if _EXPERTS not in name:
+            for index, part in enumerate(_fused_parts(model, module)):
+                locations[f"{part}.{kind}"] = (name, index)
+    return locations
+
+
+def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tensor) -> None:
+    """Compares a published tensor with its rows of the parameter that it was fused into, where no shard is cut."""
+    if get_tensor_model_parallel_world_size() > 1:
+        return
+    module, _, kind = parameter_name.rpartition(".")
+    layer: Any = model.get_submodule(module)
+    served: Tensor = getattr(layer, kind)
+    if tensor.ndim:
+        start = sum(layer.output_sizes[:index]) if index else 0
+        served = served[start : start + len(tensor)]
+    if not torch.equal(served, tensor):
+        raise WeightsMismatch(f"{parameter_name} does not serve what was published for its part {index}")
+
+
+def _owned_shards(model: nn.Module, published: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters and published buffers, without those that another rank holds too and counts."""
+    rank = get_tensor_model_parallel_rank()
+    if rank == 0:
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in published)
+    for name, parameter in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if rank == 0:
+            yield name, parameter
+        elif isinstance(layer, QKVParallelLinear) and rank % layer.num_kv_head_replicas:
+            yield name, parameter[: layer.num_heads * layer.head_size]
+        elif _is_sharded(layer, name):
+            yield name, parameter
+
+
+def _is_sharded(layer: nn.Module, name: str) -> bool:
+    if isinstance(layer, RowParallelLinear) and name.endswith(".bias"):
+        return False
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+        return layer.tp_size > 1
+    return _EXPERTS in name

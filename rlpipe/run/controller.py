@@ -1,0 +1,423 @@
+"""The controller: admits prompts, follows versions and steps, and sees to it that the run goes on or says why not.
+
+     prompts ──> [admit] ──> engine pool ──> scoring pools ──> replay actor ──> learner group
+     (cursor)       ^        (rollout actors)  (rewards)       (ledger)         (Ray Train)
+                    |             ^                                |                 |
+                    |             | every version, digest checked  | news            |
+                    +── version ──+────────── weights actor <──────+── publish ──────+
+
+Synchronous (``max_staleness=0``) and asynchronous training differ in nothing but the capacity that ``Admission``
+gives. After the last step comes one pass that is not trained: engines and learner hold the same version, and the
+learner reports how far their log-probs differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from rlpipe.actors.remote import answer
+from rlpipe.actors.weights import NotLoaded, Served
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.data.prompts import PromptSource
+from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Passed
+from rlpipe.errors import EngineFailed, RunError
+from rlpipe.replay.admission import Admission
+from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.ledger.run_ledger import GroupState
+from rlpipe.replay.rerolls import Rerolls
+from rlpipe.replay.step_queue import StepReport
+from rlpipe.replay.store import OpenAccounts, Outcome
+from rlpipe.run.cluster import shares_gpus
+from rlpipe.run.engine_pool import EnginePool
+from rlpipe.run.evaluation import Evaluator
+from rlpipe.run.host_watch import watch_hosts
+from rlpipe.run.monitor import POLL_S, Follower
+from rlpipe.run.reporting import Reporter
+from rlpipe.run.scoring_dispatch import GroupFlow, GroupIds
+from rlpipe.run.workers import Parts
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.tracking.phases import PHASES
+from rlpipe.types import GroupRequest, Prompt
+
+
+class Controller:
+    """Runs the loops of one RL run on one event loop.
+
+    ``accounts`` is where the ledger stands, and ``first_step`` the steps that are trained already; the last of them may
+    not be among the ``num_steps_logged``, as the driver that should have logged them was killed.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: Config,
+        *,
+        replay: ActorHandle,
+        weights: ActorHandle,
+        prompts: PromptSource,
+        evaluator: Evaluator,
+        reporter: Reporter,
+        accounts: OpenAccounts,
+        first_step: int,
+        num_steps_logged: int | None = None,
+    ) -> None:
+        self._parts, self._replay, self._weights = parts, replay, weights
+        self._algorithm, self._cluster = config.algorithm, config.cluster
+        self._sampling, self._seed = config.rollout.sampling, config.seed
+        self._evaluate_every = config.data.held_out.every_steps
+        self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
+        self._first_step, self._num_steps = first_step, config.algorithm.num_steps
+        self._accounts, self._next_group_id = accounts, accounts.next_group_id
+        self._attempts = deque(accounts.attempts)
+        self._admission = make_admission(config, accounts, first_step)
+        self._rerolls = make_rerolls(config, accounts)
+        self._flow = GroupFlow(
+            parts.pools,
+            generated=self._generated,
+            scored=self._scored,
+            num_generating=lambda: self._pool.num_groups,
+            groups_per_step=self._algorithm.groups_per_step,
+            streaming=config.replay.streaming,
+        )
+        self._pool = EnginePool(
+            parts.engines,
+            cluster=config.cluster,
+            start=parts.start_engine,
+            load_newest=self._load_newest,
+            collected=self._flow.collected,
+            notice=self._notice,
+            give_up=self.stop,
+        )
+        self._shares_gpus, self._load_timeout_s = shares_gpus(config), config.weights.timeout_s
+        self._last_evaluated = first_step - 1
+        self._evaluations: list[asyncio.Task[None]] = []
+        self._admitting: dict[int, asyncio.Future[None]] = {}
+        """Groups whose entry in the ledger is on its way."""
+        self._stop_reason: RunError | None = None
+        self._stopped, self._last_version = asyncio.Event(), asyncio.Event()
+        self._admits = False
+        """Whether all parts have started."""
+        self._follower = Follower(
+            "replay",
+            replay,
+            config.cluster,
+            report=self._report,
+            message=reporter.message,
+            first_step=first_step if num_steps_logged is None else num_steps_logged,
+            last_event=accounts.last_event,
+        )
+        self._ask = self._follower.ask
+
+    async def run(self, start_learner: Callable[[], Awaitable[None]]) -> None:
+        """Runs until the last step is reported, all is evaluated, and the learner group has ended.
+
+        The learner group starts beside engines and scorers, unless it may share GPUs with engines: these measure how
+        much memory is free. Raises why the run stopped before its end, once the learner has written a checkpoint.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            endless = [tasks.create_task(self._follower.follow())]
+            endless.append(tasks.create_task(watch_hosts(self._reporter.message)))
+            starting = tasks.create_task(self._parts.start(self._cluster.start_timeout_s))
+            if self._shares_gpus:
+                await self._until_started(starting)
+            learner = asyncio.ensure_future(start_learner())
+            await self._until_started(starting, learner)
+            self._admits = True
+            self._reporter.admitting()
+            watching = [self._follower.watch(self._pool.describe), self._watch_engines()]
+            loops = [self._pool.run(), self._follow_versions(tasks), *watching]
+            endless += [tasks.create_task(loop) for loop in loops]
+            await self._take_up(tasks)
+            endless.append(tasks.create_task(self._let_learner_go()))
+            await learner
+            if self._stop_reason is None:
+                await self._until_finished()
+            for task in [*endless, *self._evaluations]:
+                task.cancel()
+        if self._stop_reason is not None:
+            raise self._stop_reason
+
+    async def _until_finished(self) -> None:
+        """Until all is reported and evaluated."""
+        await self._follower.ended.wait()
+        await self._last_version.wait()
+        await asyncio.gather(*self._evaluations)
+
+    async def _let_learner_go(self) -> None:
+        """Says that nothing is left to score, which the learner may do; again, as the actor may be a new one."""
+        await self._until_finished()
+        while True:
+            await self._ask(self._replay.end_features.remote(), "the learner to be let go")
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, reason: RunError) -> None:
+        """Has the learner write a checkpoint after the step that it is in; ``run`` then raises the reason."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            self._stopped.set()
+            when = "with a checkpoint after this step" if self._admits else "before the first step"
+            self._reporter.message(f"ending {when}: {reason}")
+            await self._follower.stop_learner()
+
+    async def _until_started(self, starting: asyncio.Task[None], *beside: asyncio.Future[None]) -> None:
+        """Raises why the run stops or fails meanwhile: there is nothing yet that a checkpoint could keep."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        awaited: list[asyncio.Future[Any]] = [starting, stopped, *beside]
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if self._stop_reason is not None:
+            raise self._stop_reason
+        for part in beside:
+            if part.done():
+                await part
+        await starting
+
+    # Admission ----------------------------------------------------------------------------------------------------
+
+    async def _take_up(self, tasks: asyncio.TaskGroup) -> None:
+        """Goes on with groups that no step had taken when the last driver died: what is generated is scored, the
+        rest is generated."""
+        requests: list[GroupRequest] = []
+        generated: dict[int, Prompt] = {}
+        for group, state in self._accounts.unfinished:
+            if state is GroupState.SCORED:
+                continue
+            prompt = self._prompt_at(group)
+            if state is GroupState.ADMITTED:
+                requests.append(self._request(group.group_id, prompt, group.version))
+            else:
+                generated[group.group_id] = prompt
+        self._prompts.seek(self._accounts.place)
+        self._pool.dispatch(requests)
+        if generated:
+            groups = await self._ask(self._replay.unscored.remote(list(generated)), "groups without scores")
+            for group in groups:
+                group.prompt = generated[group.group_id]
+                group.rollouts = [replace(rollout, task=group.prompt.task) for rollout in group]
+            ids = {index: group.group_id for index, group in enumerate(groups)}
+            tasks.create_task(self._flow.score(ray.put(groups), ids))
+
+    async def _start_groups(self) -> None:
+        """Fills the capacity: prompts that are to come back first, then the next ones."""
+        version, capacity = self._admission.version, self._admission.capacity
+        if not capacity or self._stop_reason is not None:
+            return
+        place = self._prompts.cursor
+        again = self._rerolls.take(version, capacity)
+        chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in again]
+        self._prompts.seek(place)
+        passed: list[Passed] = []
+        while len(chosen) < capacity:
+            chosen.append((self._prompts.next(), self._prompts.last, 0))
+            passed += self._prompts.passed_over
+        place = self._prompts.cursor
+        admitted = [
+            Admitted(
+                group_id=group_id,
+                version=version,
+                epoch=cursor.epoch,
+                position=cursor.position,
+                prompt_id=prompt.prompt_id,
+                attempt=self._attempts.popleft() if self._attempts else 0,
+                reroll=reroll,
+            )
+            for group_id, (prompt, cursor, reroll) in enumerate(chosen, self._next_group_id)
+        ]
+        requests = [
+            self._request(group.group_id, prompt, version) for group, (prompt, *_) in zip(admitted, chosen, strict=True)
+        ]
+        self._next_group_id += capacity
+        self._admission.admit(capacity)
+        call: Any = self._replay.admit.remote(admitted, place, passed)
+        entry = asyncio.ensure_future(self._ask(call, f"an entry for each of {capacity} groups"))
+        self._admitting |= dict.fromkeys((group.group_id for group in admitted), entry)
+        self._pool.dispatch(requests)
+        await entry
+        for group in admitted:
+            del self._admitting[group.group_id]
+
+    def _prompt_at(self, group: Admitted) -> Prompt:
+        self._prompts.seek(_cursor(group))
+        return self._prompts.next()
+
+    def _request(self, group_id: int, prompt: Prompt, version: int) -> GroupRequest:
+        return GroupRequest(
+            group_id=group_id,
+            prompt=prompt,
+            group_size=self._algorithm.group_size,
+            max_tokens=prompt.limit(self._sampling.max_tokens),
+            temperature=self._sampling.temperature,
+            seed=_group_seed(self._seed, group_id),
+            min_version=version,
+        )
+
+    # Groups -------------------------------------------------------------------------------------------------------
+
+    async def _generated(self, groups: ObjectRef, group_ids: GroupIds) -> None:
+        training = [index for index, group_id in group_ids.items() if not self._evaluator.owns(group_id)]
+        # An actor may run calls in another order than they were made in, and engines may be quick.
+        await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
+        if training:
+            call: Any = self._replay.generated.remote(groups, training)
+            await self._settle(await self._ask(call, f"a receipt for the tokens of {len(training)} groups"))
+
+    async def _scored(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
+        """Hands evaluated groups to their evaluation, the scores of the others to the replay actor."""
+        evaluated = {group_id for group_id in group_ids.values() if self._evaluator.owns(group_id)}
+        if evaluated:
+            await add_evaluated(self._evaluator, groups, evaluated, scores)
+        training = [group_id for group_id in group_ids.values() if group_id not in evaluated]
+        if training:
+            call: Any = self._replay.scored.remote(training, *scores)
+            await self._settle(await self._ask(call, f"a receipt for the scores of {len(training)} groups"))
+
+    async def _settle(self, outcome: Outcome) -> None:
+        """Others take the places of discarded groups; prompts that earned nothing come back later."""
+        for group_id, reason in outcome.discarded.items():
+            self._reporter.discarded(group_id, reason)
+        self._attempts.extend(outcome.attempts)
+        for group in outcome.fruitless:
+            self._rerolls.add(group)
+        self._admission.discard(len(outcome.discarded))
+        await self._start_groups()
+
+    # Versions and steps -------------------------------------------------------------------------------------------
+
+    async def _follow_versions(self, tasks: asyncio.TaskGroup) -> None:
+        """Opens the next step as soon as the engines serve its version, and evaluates where it is due."""
+        number, version = 0, self._first_step - 1
+        while True:
+            served: Served | None = await answer(
+                self._weights.wait_served.remote(number, POLL_S),
+                "the weights actor to say which version is served",
+                within=POLL_S + self._cluster.call_timeout_s,
+                option="cluster.call_timeout_s",
+            )
+            if served is None:
+                continue
+            number = served.number
+            self._take_served(served)
+            if served.version <= version:  # the learner has begun again at a checkpoint
+                continue
+            version = served.version
+            self._reporter.served(served.sync_s)
+            self._admission.publish(version)
+            if version == self._num_steps:
+                self._admission.extend(1)
+            if self._evaluation_due(version):
+                self._last_evaluated = version
+                self._evaluations.append(tasks.create_task(self._evaluate(version)))
+            await self._start_groups()
+            if version == self._num_steps:
+                self._last_version.set()
+
+    def _take_served(self, served: Served) -> None:
+        self._pool.published(served.version)
+        for name, failure in served.lost.items():
+            self._pool.failed(name, failure)
+        for name in served.engines:
+            self._pool.loaded(name, served.version)
+        self._pool.fail_all_but(served.version)
+
+    async def _load_newest(self, name: str) -> int | NotLoaded:
+        call: Any = self._weights.load_newest.remote(name)
+        limit = self._cluster.start_timeout_s + 2 * self._load_timeout_s
+        version: int | NotLoaded = await answer(
+            call,
+            f"engine {name} to load the newest weights",
+            within=limit,
+            option="cluster.start_timeout_s and weights.timeout_s",
+        )
+        return version
+
+    def _evaluation_due(self, version: int) -> bool:
+        if not self._evaluator.prompts:
+            return False
+        every = self._evaluate_every
+        passed = every > 0 and version // every > self._last_evaluated // every
+        return passed or version in (self._first_step, self._num_steps)
+
+    async def _evaluate(self, version: int) -> None:
+        requests, metrics = self._evaluator.start(version)
+        if version == self._first_step:
+            PHASES.begin("evaluating the policy as it is")
+        self._pool.dispatch(requests)
+        self._reporter.evaluated(version, await metrics)
+
+    def _report(self, report: StepReport) -> None:
+        if report.step < self._num_steps:
+            report.metrics |= self._prompts.metrics
+            self._reporter.trained(report)
+        else:
+            self._reporter.compared(report)
+
+    # Watching -----------------------------------------------------------------------------------------------------
+
+    async def _watch_engines(self) -> None:
+        limit = self._cluster.max_outage_s
+        while True:
+            await asyncio.sleep(min(POLL_S, limit / 4))
+            if self._pool.outage_s > limit:
+                engines = self._pool.describe()
+                await self.stop(
+                    EngineFailed(f"no engine has served for cluster.max_outage_s={limit:g} seconds: {engines}")
+                )
+
+    def _notice(self, subject: str, message: str) -> None:
+        """The ledger keeps it; from there it comes to the terminal, with the news."""
+        self._replay.note.remote("engine", subject, message)
+
+
+async def add_evaluated(
+    evaluator: Evaluator, groups: ObjectRef, group_ids: set[int], scores: Sequence[Sequence[GroupScores]]
+) -> None:
+    """Fetches those of the groups that belong to an evaluation, and adds them with their scores."""
+    by_group: dict[int, list[GroupScores]] = {group_id: [] for group_id in group_ids}
+    for entry in (entry for pool in scores for entry in pool if entry.group_id in group_ids):
+        by_group[entry.group_id].append(entry)
+    for group in await groups:
+        if group.group_id in group_ids:
+            evaluator.add(group, by_group[group.group_id])
+
+
+def _cursor(group: Admitted) -> Cursor:
+    return Cursor(epoch=group.epoch, position=group.position)
+
+
+def _group_seed(seed: int, group_id: int) -> int:
+    """A seed for the group, the same in every run; below 2^31."""
+    return int(np.random.SeedSequence([seed, group_id]).generate_state(1)[0]) >> 1
+
+
+def make_admission(config: Config, accounts: OpenAccounts, first_step: int) -> Admission:
+    """Admission with the config's bound of staleness, after what the ledger has admitted already."""
+    return Admission(
+        groups_per_step=config.algorithm.groups_per_step,
+        max_staleness=config.replay.max_staleness,
+        num_steps=config.algorithm.num_steps,
+        first_step=first_step,
+        num_waiting=accounts.num_places_taken,
+    )
+
+
+def make_rerolls(config: Config, accounts: OpenAccounts) -> Rerolls:
+    """The prompts that are tried again later, with those that the ledger knows of."""
+    rerolls = Rerolls(
+        after_steps=round((config.replay.reroll_after or 0) * config.algorithm.num_steps),
+        per_step=config.replay.rerolls_per_step,
+    )
+    for group in accounts.fruitless:
+        rerolls.add(group)
+    return rerolls

@@ -1,0 +1,251 @@
+"""Keeps the engines of a run at work: hands out requests, collects groups, and replaces engines that die or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+from rlpipe.actors.remote import KILLED, ObjectsLost, describe_failure
+from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.weights import NotLoaded
+from rlpipe.configs.schema.root_config import ClusterConfig
+from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
+from rlpipe.rollout.health import Fleet
+from rlpipe.rollout.router import Router
+from rlpipe.types import GroupRequest
+
+POLL_S = 5.0
+"""Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
+RESTART_PAUSE_S = 1.0
+"""Seconds between attempts to start an engine that Ray can't reach."""
+MAX_GROUPS_PER_COLLECT = 64
+
+Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
+"""Takes the reference to a list of groups, and their receipts."""
+LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
+"""Has an engine load the newest version; answers which it serves now, or why it could not."""
+
+
+class EngineDied(Exception):
+    """Ends the collecting from one engine; the message is the reason."""
+
+    def __init__(self, reason: str, *, process_lives: bool = True) -> None:
+        super().__init__(reason)
+        self.process_lives = process_lives
+
+
+class EnginePool:
+    """The engines behind one queue of requests; for one event loop.
+
+    What a dead engine worked on, the others do. Ray restarts it, or, where it hangs, it is killed first; it gets work
+    again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` says for how long.
+    An engine that dies again and again (``cluster.max_engine_failures``) is retired; after the last one, ``give_up`` is
+    called.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, ActorHandle],
+        *,
+        cluster: ClusterConfig,
+        start: Callable[[str], ObjectRef],
+        load_newest: LoadNewest,
+        collected: Collected,
+        notice: Callable[[str, str], None],
+        give_up: Callable[[EngineFailed], Awaitable[None]],
+    ) -> None:
+        self._engines, self._cluster = engines, cluster
+        self._start, self._load_newest, self._collected, self._notice = start, load_newest, collected, notice
+        self._give_up = give_up
+        self._router = Router()
+        self._waiting: list[GroupRequest] = []
+        self._fleet = Fleet(
+            engines, suspect_after_s=cluster.suspect_after_s, dead_after_s=cluster.dead_after_s, clock=time.monotonic
+        )
+        self._deaths: dict[str, asyncio.Future[None]] = {}
+        self._retired: set[str] = set()
+        for name in engines:
+            self._fleet.started(name)
+
+    @property
+    def outage_s(self) -> float:
+        return self._fleet.outage_s
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are being generated, or wait for an engine."""
+        return self._router.num_groups + len(self._waiting)
+
+    def describe(self) -> dict[str, Any]:
+        """Every engine's state and outstanding tokens, for error messages."""
+        return {"engines": self._fleet.describe(), "outstanding_tokens": self._router.outstanding}
+
+    def dispatch(self, requests: Sequence[GroupRequest]) -> None:
+        """Sends each request to the serving engine with the least outstanding tokens."""
+        serving = self._fleet.serving
+        if not serving:
+            self._waiting.extend(requests)
+            return
+        for name, share in self._router.assign(requests, serving).items():
+            self._engines[name].submit.remote(share)
+
+    def published(self, version: int) -> None:
+        """There is a new version."""
+        self._fleet.published(version)
+
+    def loaded(self, name: str, version: int) -> None:
+        """An engine serves a version, and is given work if that is the newest."""
+        self._fleet.loaded(name, version)
+        if name in self._fleet.serving:
+            self._router.add(name)
+            self._dispatch_waiting()
+
+    def fail_all_but(self, version: int) -> None:
+        """The engines that serve another version have missed one, and will get no other."""
+        for name in self._fleet.serving:
+            if self._fleet.version(name) != version:
+                reason = f"it serves version {self._fleet.version(name)}, and missed version {version}"
+                self._give_up_on(name, EngineDied(reason))
+
+    def failed(self, name: str, failure: NotLoaded) -> None:
+        """An engine does not serve a version that it should."""
+        self._give_up_on(name, EngineDied(failure.reason, process_lives=failure.process_lives))
+
+    async def run(self) -> None:
+        """Serves until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._engines:
+                tasks.create_task(self._serve(name, tasks))
+            while True:
+                await asyncio.sleep(min(1.0, self._cluster.suspect_after_s / 2))
+                for name in self._fleet.check():
+                    reason = f"it has not answered for {self._cluster.dead_after_s:g} s (cluster.dead_after_s)"
+                    self._give_up_on(name, EngineDied(reason))
+
+    def _give_up_on(self, name: str, death: EngineDied) -> None:
+        """Ends what is collected from an engine whose process may live."""
+        if name in self._deaths and not self._deaths[name].done():
+            self._deaths[name].set_exception(death)
+
+    async def _serve(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            death: EngineDied | None = await self._until_death(name, tasks)
+            while death is not None:
+                self._mourn(name, str(death))
+                if self._fleet.failures_in_row(name) > self._cluster.max_engine_failures:
+                    await self._retire(name, str(death))
+                    return
+                death = await self._replace(name, death)
+
+    async def _retire(self, name: str, reason: str) -> None:
+        """An engine that dies again and again is not started any more; without any other the run gives up."""
+        limit = self._cluster.max_engine_failures
+        message = (
+            f"engine {name} died {limit + 1} times without finishing a group (cluster.max_engine_failures={limit}); "
+            f"the last time: {reason}"
+        )
+        self._retired.add(name)
+        if len(self._retired) == len(self._engines):
+            await self._give_up(EngineFailed(message))
+        else:
+            self._notice(name, f"{message}; the run goes on without it")
+
+    async def _until_death(self, name: str, tasks: asyncio.TaskGroup) -> EngineDied:
+        """Collects what the engine finishes; answers why it stopped to."""
+        death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._deaths[name] = death
+        collecting = asyncio.ensure_future(self._collect(name, tasks))
+        try:
+            await asyncio.wait((collecting, death), return_when=asyncio.FIRST_COMPLETED)
+            await (death if death.done() else collecting)
+        except EngineDied as died:
+            return died
+        finally:
+            collecting.cancel()
+            death.cancel()
+        raise AssertionError("collecting ends with the engine only")
+
+    async def _collect(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            call: Any = self._engines[name].collect.options(num_returns=2)
+            receipts_ref, groups = call.remote(min(POLL_S, self._cluster.suspect_after_s / 3), MAX_GROUPS_PER_COLLECT)
+            try:
+                receipts: Sequence[Receipt] = await receipts_ref
+            except RayTaskError as error:
+                if isinstance(error.cause, EngineNotStarted):
+                    raise EngineDied(KILLED, process_lives=False) from None
+                raise EngineDied(describe_failure(error)) from None
+            except RayError as error:  # it died, or Ray ended it for its memory, or can't reach it
+                lives = isinstance(error, ActorUnavailableError)
+                raise EngineDied(describe_failure(error), process_lives=lives) from None
+            self._fleet.answered(name, finished=bool(receipts))
+            self._dispatch_waiting()  # the engine may have been the last suspect
+            requests = [request for receipt in receipts if (request := self._router.finish(receipt.group_id))]
+            assert len(requests) == len(receipts), "what is given to another engine is not collected from the first"
+            if receipts:
+                tasks.create_task(self._hand_on(name, groups, receipts, requests))
+
+    def _dispatch_waiting(self) -> None:
+        if self._waiting and self._fleet.serving:
+            waiting, self._waiting = self._waiting, []
+            self.dispatch(waiting)
+
+    async def _hand_on(
+        self, name: str, groups: ObjectRef, receipts: Sequence[Receipt], requests: Sequence[GroupRequest]
+    ) -> None:
+        try:
+            await self._collected(groups, receipts)
+        except ObjectsLost as loss:
+            self._notice(name, f"{len(requests)} groups of engine {name} are generated again: {loss}")
+            self.dispatch(requests)
+
+    def _mourn(self, name: str, reason: str) -> None:
+        """Gives the dead engine's work to the others."""
+        self._fleet.died(name, reason)
+        lost = self._router.remove(name)
+        again = f"; its {len(lost)} groups are generated again" if lost else ""
+        self._notice(name, f"engine {name} died: {reason}{again}")
+        self.dispatch(lost)
+
+    async def _until_started(self, name: str) -> None:
+        """Waits, too, until Ray knows that the host of the last process is dead: before, calls go to where it was."""
+        while True:
+            try:
+                await self._start(name)
+            except ActorUnavailableError:
+                await asyncio.sleep(RESTART_PAUSE_S)
+            else:
+                return
+
+    async def _replace(self, name: str, death: EngineDied) -> EngineDied | None:
+        """Brings a new process up; answers why that failed, or None."""
+        self._fleet.restarting(name)
+        limit = self._cluster.start_timeout_s
+        if death.process_lives:
+            ray.kill(self._engines[name], no_restart=False)
+        try:
+            async with asyncio.timeout(limit):
+                await self._until_started(name)
+        except TimeoutError:
+            return EngineDied(f"it has not started again within {limit:g} seconds (cluster.start_timeout_s)")
+        except RayTaskError as error:
+            if isinstance(error.cause, InputError):
+                raise error.cause from None
+            return EngineDied(describe_failure(error))
+        except RayError as error:
+            return EngineDied(describe_failure(error), process_lives=False)
+        self._fleet.started(name)
+        version = await self._load_newest(name)
+        if isinstance(version, NotLoaded):
+            return EngineDied(version.reason, process_lives=version.process_lives)
+        self.published(version)  # the learner may have begun again at an older one
+        self.loaded(name, version)
+        self._notice(name, f"engine {name} serves again, version {version}")
+        return None

@@ -1,0 +1,107 @@
+"""Evaluates a policy version on the held-out prompts: greedy completions, scored like any other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlpipe.configs.schema.data_config import HeldOutConfig
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.replay.assemble import EBFT, reward_metrics
+from rlpipe.scoring.scorer import GroupScores, apply_scores
+from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup
+
+Metrics = dict[str, float]
+
+
+class Evaluator:
+    """Makes the requests of evaluations and collects their groups; for one event loop.
+
+    Its group ids are negative, so that evaluations leave the ids (and with them the seeds) of training as they are.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        rewards: Mapping[str, RewardConfig],
+        held_out: HeldOutConfig,
+        max_tokens: int,
+    ) -> None:
+        self.prompts = prompts
+        self._rewards, self._config, self._max_tokens = rewards, held_out, max_tokens
+        self._running: dict[int, _Evaluation] = {}
+        self._next_id = -1
+
+    def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Metrics]]:
+        """The requests of one evaluation, and its metrics to come; no policy older than ``version`` may answer.
+
+        ``eval/accuracy`` is the share of all held-out prompts whose reward, or the one ``correct_by``, is at least
+        ``correct_at``; a group that can't be scored counts as wrong, and in ``eval/num_failed``.
+        """
+        evaluation = _Evaluation(len(self.prompts), self._config)
+        requests = []
+        for prompt in self.prompts:
+            self._running[self._next_id] = evaluation
+            requests.append(
+                GroupRequest(
+                    group_id=self._next_id,
+                    prompt=prompt,
+                    group_size=1,
+                    max_tokens=prompt.limit(self._max_tokens),
+                    temperature=0.0,
+                    seed=0,
+                    min_version=version,
+                )
+            )
+            self._next_id -= 1
+        return requests, evaluation.result
+
+    def owns(self, group_id: int) -> bool:
+        """Whether the group belongs to an evaluation that still runs."""
+        return group_id in self._running
+
+    def add(self, group: RolloutGroup, scores: Sequence[GroupScores]) -> None:
+        """Takes one scored group."""
+        if group.failure is None:
+            apply_scores(group, scores, self._rewards)
+        self._running.pop(group.group_id).add(group)
+
+
+class _Evaluation:
+    """The groups of one evaluation, until all are there."""
+
+    def __init__(self, num_groups: int, config: HeldOutConfig) -> None:
+        self._num_groups, self._config = num_groups, config
+        self._groups: list[RolloutGroup] = []
+        self.result: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
+
+    def add(self, group: RolloutGroup) -> None:
+        self._groups.append(group)
+        if len(self._groups) == self._num_groups and not self.result.done():
+            self.result.set_result(self._metrics())
+
+    def _is_correct(self, rollout: Rollout) -> bool:
+        by = self._config.correct_by
+        reward = rollout.reward if by is None else rollout.rewards.get(by)
+        return reward is not None and reward >= self._config.correct_at
+
+    def _metrics(self) -> Metrics:
+        scored = [group for group in self._groups if group.failure is None]
+        rollouts = [rollout for group in scored for rollout in group]
+        metrics = {
+            "eval/accuracy": sum(map(self._is_correct, rollouts)) / self._num_groups,
+            "eval/num_failed": float(self._num_groups - len(scored)),
+        }
+        if scored:
+            means = {
+                name: value
+                for name, value in reward_metrics(scored).items()
+                if name == "reward" or name.endswith("/mean") or name.startswith(EBFT)
+            }
+            metrics |= {f"eval/{name}": value for name, value in means.items()}
+            lengths = [len(rollout.completion_ids) for rollout in rollouts]
+            metrics["eval/completions/mean_length"] = float(np.mean(lengths))
+        return metrics

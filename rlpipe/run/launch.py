@@ -1,0 +1,314 @@
+"""Starts the processes of a run: what each asks of the cluster, and its name there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from rlpipe.actors.dataset import DatasetActor, DatasetSetup
+from rlpipe.actors.direct_weights import DirectWeightsActor
+from rlpipe.actors.engine_handles import Engines
+from rlpipe.actors.hook import HookActor
+from rlpipe.actors.replay import ReplayActor, ReplaySetup
+from rlpipe.actors.reward import ScoringActor
+from rlpipe.actors.rollout import QUESTIONS, RolloutActor
+from rlpipe.actors.weights import WeightsActor
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.plan.dtype_work import engine_products, learner_products
+from rlpipe.preload import preloading
+from rlpipe.replay.ledger.location import ledger_path
+from rlpipe.run.cluster import (
+    ASYNC_CALLS,
+    ENGINE_CALLS,
+    QUESTION_CALLS,
+    Need,
+    Reservation,
+    end_actors,
+    start_actor,
+    wait_started,
+)
+from rlpipe.run.learner_pool import LearnerPool
+from rlpipe.run.prepare import ResumePoint, RewardLike, Run
+from rlpipe.run.scorer_pool import ScorerPool, ScoringPool, Spawn
+from rlpipe.run.workers import Parts
+from rlpipe.scoring.memory import MemoryLimit
+from rlpipe.scoring.pools import FEATURE_PATH, SHARED_POOL, pool_size, split_learner, split_rewards, split_served
+
+if TYPE_CHECKING:
+    from rlpipe.actors.served import GroupScorer
+    from rlpipe.run.served_pool import ServedPool
+
+COORDINATING: dict[str, Any] = {
+    "max_concurrency": ASYNC_CALLS,
+    "restarts": True,
+    "repeats_calls": True,
+    "beside_driver": True,
+}
+"""How the actors start that learner ranks and the controller talk to."""
+
+
+def engine_needs(config: Config) -> list[Need]:
+    rollout, products = config.rollout, engine_products(config)
+    return [
+        Need(
+            name=f"rollout-{index}",
+            num_cpus=rollout.num_cpus,
+            num_gpus=rollout.num_gpus,
+            resources=rollout.resources,
+            remedy="lower rollout.num_engines, rollout.num_cpus or rollout.num_gpus, or join a larger cluster",
+            products=products,
+        )
+        for index in range(rollout.num_engines)
+    ]
+
+
+def learner_needs(config: Config) -> list[Need]:
+    learner, products = config.learner, learner_products(config)
+    return [
+        Need(
+            name=f"learner-{rank}",
+            num_cpus=learner.num_cpus,
+            num_gpus=learner.num_gpus,
+            resources=learner.resources,
+            remedy="lower learner.num_ranks, learner.num_cpus or learner.num_gpus, or join a larger cluster",
+            products=products,
+        )
+        for rank in range(learner.num_ranks)
+    ]
+
+
+def pools_of(config: Config, rewards: Mapping[str, RewardConfig]) -> dict[str, tuple[dict[str, RewardConfig], Need]]:
+    """The rewards of each scoring pool and what one of its processes needs."""
+    remedy = "lower scoring.num_processes or the rewards' num_processes, num_cpus or num_gpus"
+    pools = {}
+    for pool, members in split_rewards(rewards).items():
+        own = next(iter(members.values()))
+        cpus, gpus = (config.scoring.num_cpus, 0.0) if pool == SHARED_POOL else (own.num_cpus, own.num_gpus)
+        pools[pool] = (members, Need(name=pool, num_cpus=cpus, num_gpus=gpus, remedy=remedy))
+    return pools
+
+
+def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Need]:
+    return [
+        replace(need, name=f"{need.name}-{index}")
+        for members, need in pools_of(config, rewards).values()
+        for index in range(pool_size(config.scoring, members))
+    ]
+
+
+def served_needs(rewards: Mapping[str, RewardConfig]) -> list[Need]:
+    """What the replicas ask for, which Ray Serve places itself; as many as there are without load."""
+    needs = []
+    for name, members in split_served(rewards).items():
+        reward = next(iter(members.values()))
+        need = Need(
+            name=f"replica-{name}",
+            num_cpus=reward.num_cpus,
+            num_gpus=reward.num_gpus,
+            remedy="lower serve.replicas, num_cpus or num_gpus of what Ray Serve serves",
+        )
+        needs += [replace(need, name=f"{need.name}-{index}") for index in range(reward.serve.replicas)]
+    return needs
+
+
+def generation_needs(run: Run) -> list[Need]:
+    """Those of all that makes and scores groups."""
+    return [*engine_needs(run.config), *scorer_needs(run.config, run.rewards), *served_needs(run.rewards)]
+
+
+def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
+    """That of each process of the pool that scores ``members``."""
+    name, reward = next(iter(members.items()))
+    limit = MemoryLimit(option="scoring.memory_gb", gb=config.scoring.memory_gb) if config.scoring.memory_gb else None
+    if reward.num_processes is None or reward.isolation == "sandbox" or reward.memory_gb == config.scoring.memory_gb:
+        return limit
+    return MemoryLimit(option=f"scoring.rewards.{name}.memory_gb", gb=reward.memory_gb) if reward.memory_gb else None
+
+
+@contextmanager
+def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Iterator[list[ServedPool]]:
+    """The pools of rewards that Ray Serve serves; nothing is deployed yet. Their applications end with the context, or
+    with the cluster."""
+    served = split_served(run.rewards)
+    if not served:
+        yield []
+        return
+    from rlpipe.actors.served import Lease, end_apps, start_serve  # Ray Serve takes a second to import
+
+    lease = start_actor(Lease, Need(name="lease"), beside_driver=True)
+    started = start_serve()
+    pools = {f"{run.config.name}-{name}-{uuid4().hex[:8]}": (name, members) for name, members in served.items()}
+    try:
+        yield [_served_pool(run, name, members, app, lease, engines) for app, (name, members) in pools.items()]
+    finally:
+        if not cluster_is_own:
+            end_apps(list(pools), whole=started)
+
+
+def _served_pool(
+    run: Run, name: str, members: Mapping[str, RewardConfig], app: str, lease: ActorHandle, engines: Engines
+) -> ServedPool:
+    from rlpipe.actors.served import ServedSetup, deploy
+    from rlpipe.run.served_pool import ServedPool
+
+    config, reward = run.config, next(iter(members.values()))
+    setup = ServedSetup(
+        app=app,
+        make=_scorer_maker(run, members, engines),
+        folder=os.getcwd(),
+        serve=reward.serve,
+        timeout_s=reward.timeout_s,
+        lease=lease,
+    )
+    return ServedPool(
+        name,
+        members,
+        deploy=partial(deploy, setup, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus),
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+
+
+def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engines) -> Callable[[], GroupScorer]:
+    """Makes a replica's scorer, there."""
+    from rlpipe.actors.served import make_features, make_scorer
+
+    if next(iter(members.values())).path == FEATURE_PATH:
+        # It computes by itself, perhaps on another kind of device than the policy.
+        model = replace(run.model, dtype=run.asked_dtype)
+        return partial(make_features, model, run.config.algorithm.ebft.features)
+    return partial(
+        make_scorer, dict(members), _callables_of(run, members), run.model, run.config.algorithm.num_steps, engines
+    )
+
+
+@contextmanager
+def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: bool = False) -> Iterator[Parts]:
+    """The processes of engines and scorers; they have loaded nothing yet.
+
+    ``replay`` is the replay actor, by which the learner is reached where it scores, too. A cluster of the run's own
+    is about to end with all that it serves.
+    """
+    config, cluster = run.config, run.config.cluster
+    needs = {need.name: need for need in engine_needs(config)}
+    actors_before = set(ray.util.list_named_actors())
+    with ExitStack() as stack:
+        places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
+        stack.callback(places.release)
+        stack.callback(end_actors, actors_before)
+        engines = {
+            name: start_actor(
+                RolloutActor,
+                need,
+                name,
+                reservation=places,
+                max_concurrency=ENGINE_CALLS,
+                concurrency_groups={QUESTIONS: QUESTION_CALLS},
+                restarts=True,
+                stage=preloading.engine_stage(config),
+            )
+            for name, need in needs.items()
+        }
+        asked = Engines(actors=engines, chat_template_kwargs=config.data.chat_template_kwargs)
+        served = stack.enter_context(open_served_pools(run, asked, cluster_is_own))
+        pools: list[ScoringPool] = [*start_pools(run, places, asked), *served]
+        if learner_rewards := split_learner(run.rewards):
+            assert replay is not None, "without a learner, the features are those of a copy"
+            pools.append(LearnerPool(learner_rewards, replay, cluster))
+
+        def start_engine(name: str) -> ObjectRef:
+            # Repeated, so that it waits for the new process where the old one is just ending.
+            call: Any = engines[name].start.options(max_task_retries=3)
+            ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
+            return ref
+
+        yield Parts(engines=engines, start_engine=start_engine, pools=pools)
+
+
+def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:
+    """Starts the scoring actors; they are not ready yet."""
+    return [
+        ScorerPool(
+            name,
+            members,
+            size=pool_size(run.config.scoring, members),
+            spawn=_spawner(run, members, need, places, engines),
+            start_timeout_s=run.config.cluster.start_timeout_s,
+            memory=memory_limit(run.config, members),
+        )
+        for name, (members, need) in pools_of(run.config, run.rewards).items()
+    ]
+
+
+def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
+    """Starts the actor that serves supervised rows, and waits until it has opened them."""
+    config, need = run.config, Need(name="dataset")
+    setup = DatasetSetup(
+        data=config.data,
+        model=run.model,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        seed=config.seed,
+        folder=os.getcwd(),
+        first_step=start.step,
+        cursor=start.cursor,
+    )
+    dataset = start_actor(DatasetActor, need, setup, **COORDINATING)
+    started: ObjectRef = dataset.start.remote()
+    wait_started(need.name, started, config.cluster.start_timeout_s)
+    return dataset
+
+
+def start_replay(run: Run) -> ActorHandle:
+    """Starts the replay actor, which has no ledger yet."""
+    setup = ReplaySetup.of(run.config, ledger_path(run.output, run.config.name, run.config.ledger.folder), run.rewards)
+    if run.config.scoring.on_rollouts_scored is not None:
+        hook = start_actor(
+            HookActor,
+            Need(name="hook"),
+            run.config.scoring.on_rollouts_scored,
+            os.getcwd(),
+            restarts=True,
+            beside_driver=True,
+        )
+        setup = replace(setup, hook=hook)
+    return start_actor(ReplayActor, Need(name="replay"), setup, **COORDINATING)
+
+
+def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
+    """Starts the actor that hands weights to the engines."""
+    need, names, timeout_s = Need(name="weights"), list(engines), config.weights.timeout_s
+    if config.weights.transport == "object_store":
+        return start_actor(WeightsActor, need, engines=names, timeout_s=timeout_s, **COORDINATING)
+    workers = config.rollout.tensor_parallel_size
+    return start_actor(
+        DirectWeightsActor, need, engines=names, timeout_s=timeout_s, workers_per_engine=workers, **COORDINATING
+    )
+
+
+def _callables_of(run: Run, members: Mapping[str, RewardConfig]) -> dict[str, RewardLike]:
+    """Those of the rewards that were handed over as objects."""
+    return {name: run.callables[name] for name in members if name in run.callables}
+
+
+def _spawner(run: Run, members: Mapping[str, RewardConfig], need: Need, places: Reservation, engines: Engines) -> Spawn:
+    own = _callables_of(run, members)
+    memory = memory_limit(run.config, members)
+
+    def spawn(name: str, place: str) -> tuple[ActorHandle, ObjectRef]:
+        actor = start_actor(ScoringActor, replace(need, name=name), name, reservation=places, place=place)
+        started: ObjectRef = actor.start.remote(
+            dict(members), own, run.model, run.config.algorithm.num_steps, os.getcwd(), memory, engines
+        )
+        return actor, started
+
+    return spawn

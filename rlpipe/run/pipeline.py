@@ -1,0 +1,402 @@
+"""Runs a config from end to end: starts its processes, trains or evaluates, and sums up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from rlpipe.actors.learner_setup import LearnerSetup
+from rlpipe.actors.remote import get_answer
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.tree import to_tree
+from rlpipe.data.forward_logs import told
+from rlpipe.data.open import open_run_prompts
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.errors import ConfigError, EngineFailed, HeadLost, LedgerLost, RunError
+from rlpipe.learner.checkpoint.checkpoint_files import list_checkpoints
+from rlpipe.learner.workload import read_workload
+from rlpipe.models.gguf import describe_gguf
+from rlpipe.preload import preloading
+from rlpipe.replay.store import OpenAccounts
+from rlpipe.rollout.adapter import without_learner
+from rlpipe.rollout.engine import resolve_engine
+from rlpipe.run import launch
+from rlpipe.run.cluster import Need, connect, end_actors, placement_groups, release_placement_groups
+from rlpipe.run.controller import Controller, add_evaluated
+from rlpipe.run.engine_pool import EnginePool
+from rlpipe.run.evaluation import Evaluator
+from rlpipe.run.host_watch import end_soon, watch_hosts
+from rlpipe.run.learner_group import end_learner, start_learner
+from rlpipe.run.monitor import Follower
+from rlpipe.run.precision import ask_cluster, settle_dtype
+from rlpipe.run.prepare import (
+    ResumePoint,
+    RewardLike,
+    Run,
+    check_context,
+    check_reward_columns,
+    find_resume_point,
+    open_output,
+    prepare_run,
+    run_start,
+)
+from rlpipe.run.reporting import Reporter, cut_notice
+from rlpipe.run.scoring_dispatch import GroupFlow, GroupIds
+from rlpipe.run.signals import stop_on_signals
+from rlpipe.run.workers import Parts
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.tracking.completions import CompletionsLog
+from rlpipe.tracking.jsonl import num_steps_logged
+from rlpipe.tracking.phases import PHASES, Start
+from rlpipe.tracking.plot import plot_losses, plot_rewards
+from rlpipe.tracking.progress import open_progress
+from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
+from rlpipe.tracking.trackers import open_trackers
+from rlpipe.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+HOOK_DRAIN_S = 10.0
+"""Seconds that ``scoring.on_rollouts_scored`` gets at the end of a run."""
+
+Result = TypeVar("Result")
+
+
+def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
+    """Trains as the config says and returns what ``summary.json`` holds.
+
+    ``rewards`` are reward functions or ``RewardActor`` classes beside those of the config, each with weight 1 under
+    its ``__name__``. Raises ``InputError`` where the input is wrong, ``RunError`` where the run fails.
+    """
+    with PHASES.run() as phases:
+        return _train(config, rewards, phases)
+
+
+def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict[str, Any]:
+    started = time.monotonic()
+    start = find_resume_point(config)
+    run = prepare_run(config, rewards)
+    with open_output(run):
+        try:
+            figures = _train_rl_with_copies(run, start) if config.algorithm.kind == "rl" else train_sft(run, start)
+            metrics = run.output / "metrics.jsonl"
+            seconds = round(time.monotonic() - started, 3)
+            summary = {**summarize_metrics(metrics), **figures, **phases.summary(), "seconds": seconds}
+            write_summary(run.output / "summary.json", summary)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise RunError(
+                f"{run.output} can't be written: {error}; the same command goes on once there is room"
+            ) from None
+    files = {"policy": run.output / "policy"}
+    for name, plot in (("reward.png", plot_rewards), ("loss.png", plot_losses)):
+        if plot(metrics, run.output / name, config.name):
+            files["plot"] = run.output / name
+            break
+    print_summary({**summary, "files": files})
+    return summary
+
+
+def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
+    """As ``train_rl``; where the ledger stayed on a lost machine, goes on from the copy in the last checkpoint."""
+    while True:
+        try:
+            return train_rl(run, start)
+        except LedgerLost as loss:
+            has_own = bool(list_checkpoints(run.output / "checkpoints"))
+            resume = "auto" if has_own or run.config.resume == "never" else run.config.resume
+            found = find_resume_point(replace(run.config, resume=resume))
+            start = replace(found, messages=[f"{loss}; what came after the last checkpoint is lost", *found.messages])
+
+
+def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
+    """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
+    config = run.config
+    notes: list[str] = []
+    with PHASES.phase("reading the data"), told(notes.append, warnings=False):
+        tokenizer = load_tokenizer(run.model)
+        prompts, held_out = open_run_prompts(config, run.model, tokenizer)
+    check_context(run)
+    check_reward_columns(run, [*held_out[:1], *prompts.examples()])
+    engine = resolve_engine(config.rollout.engine)
+    needs = [*launch.generation_needs(run), *launch.learner_needs(config)]
+    policy_needs = [*launch.engine_needs(config), *launch.learner_needs(config)]
+    with ExitStack() as stack:
+        is_own = stack.enter_context(_cluster(config, needs))
+        # Before models are loaded, which takes minutes where they are large.
+        replay = launch.start_replay(run)
+        accounts = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
+        # The ledger keeps the config as it was written: a run that goes on from it alone may find another type.
+        run, types = settle_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
+        weights = launch.start_weights(config, parts.engines)
+        reporter = stack.enter_context(_reporter(run, start))
+        for message in (*notes, *accounts.messages, *types):
+            reporter.message(message)
+        if notice := cut_notice(config.rollout.sampling):
+            reporter.message(notice)
+        setup = _learner_setup(run, start, replay, weights)
+
+        async def run_controller() -> None:
+            controller = Controller(
+                parts,
+                config,
+                replay=replay,
+                weights=weights,
+                prompts=prompts,
+                evaluator=_evaluator(run, held_out),
+                reporter=reporter,
+                accounts=accounts,
+                first_step=start.step,
+                num_steps_logged=num_steps_logged(run.output / "metrics.jsonl", start.step),
+            )
+            with stop_on_signals(controller.stop):
+                await controller.run(partial(start_learner, config, setup))
+
+        _run(run_controller())
+        _drain_hook(config, replay)
+    return {
+        "engine": engine,
+        "tokens_per_second": reporter.tokens_per_second,
+        "max_logprob_difference": reporter.max_logprob_difference,
+        **({"adapter": str(run.output / "policy")} if config.model.adapter.kind != "none" else {}),
+    }
+
+
+def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
+    """Supervised fine-tuning on the same learner group, without engines."""
+    config = run.config
+    needs = launch.learner_needs(config)
+    with ExitStack() as stack:
+        is_own = stack.enter_context(_cluster(config, needs))
+        run, types = settle_dtype(run, needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        reporter = stack.enter_context(_reporter(run, start))
+        for message in types:
+            reporter.message(message)
+        with PHASES.phase("reading the data"):
+            batches = launch.start_dataset(run, start)
+        setup = _learner_setup(run, start, batches, None)
+
+        async def run_learner() -> None:
+            follower = Follower(
+                "dataset",
+                batches,
+                config.cluster,
+                report=reporter.trained,
+                message=reporter.message,
+                first_step=start.step,
+            )
+            stopped: list[RunError] = []
+
+            async def stop(reason: RunError) -> None:
+                stopped.append(reason)
+                reporter.message(f"ending with a checkpoint after this step: {reason}")
+                await follower.stop_learner()
+
+            async with asyncio.TaskGroup() as tasks:
+                watching = (follower.follow(), follower.watch(), watch_hosts(reporter.message))
+                endless = [tasks.create_task(watch) for watch in watching]
+                with stop_on_signals(stop):
+                    await start_learner(config, setup)
+                    if start.step < config.algorithm.num_steps and not stopped:
+                        with suppress(TimeoutError):  # ranks that began again behind the last step have none to report
+                            async with asyncio.timeout(config.cluster.call_timeout_s):
+                                await follower.ended.wait()
+                for task in endless:
+                    task.cancel()
+            if stopped:
+                raise stopped[0]
+
+        _run(run_learner())
+    return {"tokens_per_second": reporter.tokens_per_second}
+
+
+def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
+    """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
+    features = replace(config.algorithm.ebft.features, weights="own")
+    algorithm = replace(config.algorithm, ebft=replace(config.algorithm.ebft, features=features))
+    config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
+    run = prepare_run(config, rewards)
+    tokenizer = load_tokenizer(run.model)
+    _, held_out = open_run_prompts(config, run.model, tokenizer)
+    if not held_out:
+        raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
+    check_context(run)
+    with _cluster(config, launch.generation_needs(run)) as is_own:
+        run, types = settle_dtype(run, launch.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
+        for message in types:
+            print(message, file=sys.stderr)
+        with launch.open_parts(run, cluster_is_own=is_own) as parts:
+            return _run(_evaluate_once(run, parts, held_out))
+
+
+def _drain_hook(config: Config, replay: ActorHandle) -> None:
+    """Leaves the hook some time for the groups of the last steps."""
+    if config.scoring.on_rollouts_scored is not None:
+        with suppress(GetTimeoutError, RayActorError):
+            ray.get(replay.drain_hook.remote(HOOK_DRAIN_S), timeout=2 * HOOK_DRAIN_S)
+
+
+async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
+    evaluator = _evaluator(run, prompts)
+
+    async def ignore(groups: ObjectRef, group_ids: GroupIds) -> None:
+        """Nothing is kept of an evaluation's tokens."""
+
+    async def end(failure: EngineFailed) -> None:
+        raise failure
+
+    async def version_on_disk(name: str) -> int:
+        return 0
+
+    async def deliver(groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
+        await add_evaluated(evaluator, groups, set(group_ids.values()), scores)
+
+    flow = GroupFlow(parts.pools, generated=ignore, scored=deliver, num_generating=lambda: pool.num_groups)
+    pool = EnginePool(
+        parts.engines,
+        cluster=run.config.cluster,
+        start=parts.start_engine,
+        load_newest=version_on_disk,
+        collected=flow.collected,
+        notice=lambda _, message: logger.warning(message),
+        give_up=end,
+    )
+    requests, metrics = evaluator.start(version=0)
+    async with asyncio.TaskGroup() as tasks:
+        await parts.start(run.config.cluster.start_timeout_s)
+        serving = tasks.create_task(pool.run())
+        for name in parts.engines:
+            pool.loaded(name, 0)
+        pool.dispatch(requests)
+        await metrics
+        serving.cancel()
+    return metrics.result()
+
+
+def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> OpenAccounts:
+    """Has the replay actor open the ledger that belongs to where the run goes on."""
+    cluster = run.config.cluster
+    accounts: OpenAccounts = get_answer(
+        replay.start.remote(replace(run_start(run.config, start), num_rows=num_rows)),
+        "the replay actor to open the ledger",
+        within=cluster.start_timeout_s,
+        option="cluster.start_timeout_s",
+    )
+    return accounts
+
+
+def _evaluator(run: Run, prompts: Sequence[Prompt]) -> Evaluator:
+    return Evaluator(
+        prompts,
+        rewards=run.rewards,
+        held_out=run.config.data.held_out,
+        max_tokens=run.config.rollout.sampling.max_tokens,
+    )
+
+
+def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: ActorHandle | None) -> LearnerSetup:
+    config = run.config
+    return LearnerSetup(
+        model=run.model,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        workload=read_workload(config),
+        sampling=config.rollout.sampling,
+        weights=config.weights,
+        checkpoint=config.checkpoint,
+        output=run.output,
+        seed=config.seed,
+        evaluate_every=config.data.held_out.every_steps,
+        resume_from=start.checkpoint,
+        resolved_config=to_tree(config),
+        batches=batches,
+        weights_actor=weights,
+        call_timeout_s=config.cluster.call_timeout_s,
+        start_timeout_s=config.cluster.start_timeout_s,
+        step_timeout_s=config.cluster.step_timeout_s,
+    )
+
+
+def _run(main: Coroutine[Any, Any, Result]) -> Result:
+    """Runs the event loop; of several errors, the one that came first is raised alone."""
+    try:
+        return asyncio.run(main)
+    except BaseExceptionGroup as group:
+        error = _first_error(group)
+    except RayActorError as death:
+        error = death
+    if isinstance(error, RayActorError):
+        raise RunError(f"an actor of the run died: {error}") from None
+    if isinstance(error, HeadLost):
+        end_soon(error)
+    raise error
+
+
+def _first_error(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
+    """A cluster that the run fits on; what the run started is ended with it. Says whether it is the run's own."""
+    joined = ray.is_initialized()
+    preloading.begin(config)
+    with PHASES.phase("joining Ray" if joined or config.cluster.address else "starting Ray"):
+        is_own = connect(config.cluster, needs)
+    actors_before, places_before = set(ray.util.list_named_actors()), placement_groups()
+    try:
+        yield is_own
+    finally:
+        end_learner()
+        if joined:
+            end_actors(actors_before)
+            release_placement_groups(placement_groups() - places_before)
+        else:
+            ray.shutdown()
+            preloading.end()
+
+
+@contextmanager
+def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
+    config = run.config
+    tracker = open_trackers(
+        config.tracking,
+        output=run.output,
+        run_name=config.name,
+        first_step=start.step + 1 if start.checkpoint else 0,
+        resolved_config=to_tree(config),
+    )
+    completions = CompletionsLog(
+        run.output / "completions.jsonl",
+        num_groups=config.tracking.log_completions,
+        tokenizer=load_tokenizer(run.model),
+        first_step=start.step + 1,
+    )
+    reporter = Reporter(tracker, open_progress(config.tracking, run_name=config.name), completions)
+    reporter.start(config.algorithm.num_steps, start.step)
+    made_of = describe_gguf(config.model.path)
+    for message in (*start.messages, *([made_of] if made_of is not None else [])):
+        reporter.message(message)
+    try:
+        yield reporter
+    finally:
+        reporter.close()

@@ -1,0 +1,112 @@
+"""The type that a run computes in: one answer for its learner, engines and checkpoints, before any of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from rlpipe.actors.node import ask_nodes, node_types
+from rlpipe.actors.remote import get_answer
+from rlpipe.configs.constraints.constraints import check_model
+from rlpipe.configs.schema.root_config import ClusterConfig
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.dtype_speed import Products, kept_rates
+from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
+from rlpipe.plan.dtype_work import scorer_products
+from rlpipe.run.cluster import Need
+from rlpipe.run.prepare import Run
+from rlpipe.scoring.pools import FEATURE_PATH
+from rlpipe.scoring.rewards import RewardActor, load_reward
+
+Ask = Callable[[Need, str], Sequence[DeviceTypes]]
+"""What the devices compute in that a process of this need may be given; of CPUs with their rates in a type."""
+
+
+def settle_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
+    """The run with a type in the place of ``auto``, and what people should know of it.
+
+    ``needs`` are those of the processes that hold the policy; all of them have to compute in the type. ``begun`` is
+    that of the checkpoint that the run goes on from, which ``auto`` keeps. Models of rewards settle their own type
+    where they are loaded; what they will find is among the lines where it is another than the policy's.
+    """
+    asked = run.config.model.dtype
+    measured = (begun or AUTO) if asked == AUTO else asked
+    alike = {(need.products, *sorted(need.asked.items())): need for need in needs}
+    lines: list[str] = []
+    dtype = asked
+    if asked != WIDE:
+        devices = [device for need in alike.values() for device in ask(need, measured)]
+        choice = choose_dtype(asked, devices, begun=begun)
+        dtype, lines = choice.dtype, [choice.line] if choice.line else []
+    settled = _with_dtype(run, dtype)
+    for problem in check_model(settled.model, on_gpu=run.config.learner.num_gpus > 0):
+        raise ConfigError(f"{problem} ({lines[0]})" if asked == AUTO else problem)
+    return settled, [*lines, *_reward_lines(run, dtype, ask)]
+
+
+def _with_dtype(run: Run, dtype: str) -> Run:
+    model = replace(run.config.model, dtype=dtype)
+    return replace(run, config=replace(run.config, model=model), model=replace(run.model, dtype=dtype))
+
+
+def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
+    for name, reward in run.rewards.items():
+        option, found = f"scoring.rewards.{name}.kwargs.dtype", _own_model(run, name)
+        if reward.path == FEATURE_PATH:
+            option = "model.dtype of algorithm.ebft.features"
+        if found is None or found[1] == WIDE:
+            continue
+        source, asked = found
+        products = None if reward.num_gpus else scorer_products(source, reward.num_cpus)
+        need = Need(name=name, num_cpus=reward.num_cpus, num_gpus=reward.num_gpus, products=products)
+        choice = choose_dtype(asked, ask(need, asked), option=option)
+        if choice.line is not None and (asked != AUTO or choice.dtype != policy_dtype):
+            yield choice.line
+
+
+def _own_model(run: Run, name: str) -> tuple[str, str] | None:
+    """Where a reward's model comes from and the type that it was asked for in; None where it has none of its own."""
+    reward = run.rewards[name]
+    if reward.path == FEATURE_PATH:
+        return (run.model.path, run.config.model.dtype) if reward.is_served else None
+    loaded = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
+    if not (isinstance(loaded, type) and issubclass(loaded, RewardActor) and loaded.has_dtype):
+        return None
+    try:
+        made = loaded(**reward.kwargs)
+    except ValueError as error:
+        raise ConfigError(f"scoring.rewards.{name}.kwargs: {error}") from None
+    return made.source, made.dtype
+
+
+def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
+    """Asks all nodes that have what a process needs, each question once; ``is_own``: this machine is the cluster."""
+    known: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
+
+    def ask(need: Need, dtype: str) -> list[DeviceTypes]:
+        made = need.products
+        # Else another process times the products, as this one does without torch.
+        if is_own and (made is None or kept_rates(made, NARROW if dtype == AUTO else dtype) is not None):
+            return node_types(dtype, made)
+        nodes = nodes_for(need, ray.nodes())
+        new = [node for node in nodes if (node, made, dtype) not in known]
+        for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=made), strict=True):
+            known[node, made, dtype] = get_answer(
+                answer,
+                "a node to say what it computes in",
+                within=cluster.start_timeout_s,
+                option="cluster.start_timeout_s",
+            )
+        return [device for node in nodes for device in known[node, made, dtype]]
+
+    return ask
+
+
+def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Ids of those of Ray's living nodes that have what a process needs; all of them where none has it alone."""
+    alive = [node for node in nodes if node["Alive"]]
+    able = [node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.asked.items())]
+    return [node["NodeID"] for node in able or alive]

@@ -1,0 +1,316 @@
+"""Checks and completes what a run needs before any process starts: folders, policy, rewards, where to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlpipe.common.atomic_io import held, why_not_writable, write_whole
+from rlpipe.common.imports import import_object
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig
+from rlpipe.configs.tree import changed_options, to_tree, to_yaml
+from rlpipe.data.sources.order import Cursor
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.learner.checkpoint.checkpoint_files import (
+    damaged,
+    read_extra,
+    resolve_checkpoint,
+    set_damaged_aside,
+    set_newer_aside,
+)
+from rlpipe.models.gguf import converted_folder, is_gguf, model_folder
+from rlpipe.models.known_configs import read_known_config
+from rlpipe.replay.ledger.location import ledger_path
+from rlpipe.replay.ledger.restore import RunStart, why_unusable
+from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
+from rlpipe.scoring.rewards import RewardActor, check_reward, load_reward, missing_columns
+from rlpipe.tracking.phases import PHASES
+from rlpipe.types import Prompt
+
+RewardLike = Callable[..., Any]
+
+
+@dataclass(kw_only=True, frozen=True)
+class ResumePoint:
+    """Where a run goes on; the defaults are those of a new one."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    """Of the rows of SFT; the prompts of RL have theirs in the ledger."""
+    run_id: str | None = None
+    """Which run wrote the checkpoint."""
+    dtype: str | None = None
+    """The type that it computed in."""
+    messages: Sequence[str] = ()
+    """What people should know of it."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Run:
+    """The checked input of a run."""
+
+    config: Config
+    model: ModelConfig
+    """The config's, with absolute paths, so that it means the same in every process."""
+    rewards: Mapping[str, RewardConfig]
+    callables: Mapping[str, RewardLike]
+    """The rewards that were handed over as objects."""
+    output: Path
+    asked_dtype: str
+    """``model.dtype`` as it was written, which may be ``auto`` where config and model have a type by now."""
+
+
+def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
+    """Imports every reward, and then makes the policy where ``model.prepare`` is to make it.
+
+    Raises ``InputError`` where any of it can't be used.
+    """
+    run_rewards, callables = _collect_rewards(config, rewards)
+    if config.model.prepare is not None and not Path(config.model.path).exists():
+        import_object(config.model.prepare, what="model.prepare", error=ConfigError)(config)
+    with _converting(config.model.path):
+        model = _with_absolute_paths(config.model)
+    return Run(
+        config=config,
+        model=model,
+        rewards=run_rewards,
+        callables=callables,
+        output=Path(config.output).absolute(),
+        asked_dtype=config.model.dtype,
+    )
+
+
+def _converting(path: str) -> AbstractContextManager[None]:
+    """The phase in which a GGUF file becomes a folder, where that is still to be done."""
+    if not is_gguf(path) or converted_folder(path).exists():
+        return nullcontext()
+    return PHASES.phase(f"dequantising {path}, which is done once")
+
+
+@contextmanager
+def open_output(run: Run) -> Iterator[None]:
+    """Makes the run's folder, with the resolved config in it, and keeps other runs out of it meanwhile.
+
+    Raises ``ConfigError`` if it can't be written, or if another run writes there.
+    """
+    with _naming(run.output):
+        run.output.mkdir(parents=True, exist_ok=True)
+    with held(run.output) as alone:
+        if not alone:
+            raise ConfigError(f"another run writes to output={run.output}: wait for its end, or choose another output")
+        with _naming(run.output):
+            write_whole(run.output / "config.yaml", to_yaml(run.config))
+        yield
+
+
+@contextmanager
+def _naming(output: Path) -> Iterator[None]:
+    """An ``OSError`` becomes one line that names the output."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def _unwritable(output: Path, problem: object) -> ConfigError:
+    return ConfigError(f"output={output} can't be written ({problem}): mend that, or choose another output")
+
+
+def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
+    return replace(
+        model,
+        path=model_folder(_absolute(model.path)),
+        tokenizer=_absolute(model.tokenizer),
+        chat_template=_absolute(model.chat_template),
+        adapter=replace(model.adapter, path=_absolute(model.adapter.path)),
+    )
+
+
+def _absolute(path: Any) -> Any:
+    return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
+
+
+def _collect_rewards(
+    config: Config, given: Sequence[RewardLike]
+) -> tuple[dict[str, RewardConfig], dict[str, RewardLike]]:
+    """The rewards of the config and those handed over, by name."""
+    rewards: dict[str, RewardConfig] = {}
+    callables: dict[str, RewardLike] = {}
+    if config.scoring.on_rollouts_scored is not None:
+        import_object(config.scoring.on_rollouts_scored, what="scoring.on_rollouts_scored", error=ConfigError)
+    for name, entry in config.scoring.rewards.items():
+        loaded = load_reward(entry.path, entry.kwargs)
+        _check_run(name, loaded, entry, config)
+        rewards[name] = _completed(name, entry, loaded, config.scoring)
+    for reward in given:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        if name in rewards:
+            raise ConfigError(f"two rewards are called {name!r}: rename one of them")
+        check_reward(reward, {}, name)
+        rewards[name] = _completed(name, RewardConfig(path=f"{reward.__module__}:{name}"), reward, config.scoring)
+        callables[name] = reward
+    if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
+        features = feature_configs(config.algorithm.ebft.features)
+        if taken := rewards.keys() & features.keys():
+            raise ConfigError(f"{', '.join(sorted(taken))} is a name of EBFT's rewards: rename yours")
+        rewards |= features
+    by = config.data.held_out.correct_by
+    if config.algorithm.kind == "rl" and by is not None and by not in rewards:
+        raise ConfigError(f"data.held_out.correct_by: no reward is called {by!r}; there are {', '.join(rewards)}")
+    if config.algorithm.kind == "rl" and not rewards:
+        raise ConfigError("the run has no reward: add one under scoring.rewards, or pass rewards=[...]")
+    return rewards, callables
+
+
+def _check_run(name: str, reward: RewardLike, entry: RewardConfig, config: Config) -> None:
+    if config.algorithm.kind == "rl" and isinstance(reward, type) and issubclass(reward, RewardActor):
+        try:
+            reward.check_run(config.model, entry.kwargs)
+        except ValueError as error:
+            raise ConfigError(f"scoring.rewards.{name}: {error}") from None
+
+
+def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: ScoringConfig) -> RewardConfig:
+    """With its processes and its memory: classes, and what asks for GPUs, run in processes of their own, without limit;
+    functions are limited."""
+    if isinstance(reward, type) and entry.isolation == "sandbox":
+        raise ConfigError(
+            f"scoring.rewards.{name}.isolation: a sandbox is a fresh process for each call, in which the state of a "
+            "RewardActor class would be lost; set process, or make it a function"
+        )
+    if getattr(reward, "needs_sandbox", False) and entry.isolation != "sandbox":
+        raise ConfigError(
+            f"scoring.rewards.{name}.isolation: {entry.path} runs what the model wrote; set it to sandbox"
+        )
+    if entry.is_served:
+        return entry
+    alone = isinstance(reward, type) or entry.num_gpus > 0
+    if alone:
+        return replace(entry, num_processes=entry.num_processes or 1)
+    if entry.memory_gb is None:
+        return replace(entry, memory_gb=scoring.memory_gb)
+    if entry.num_processes is None and entry.isolation == "process":
+        raise ConfigError(
+            f"scoring.rewards.{name}.memory_gb: its process is shared with other rewards; set scoring.memory_gb, "
+            "or give it num_processes of its own"
+        )
+    return entry
+
+
+def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
+    """Raises ``DataError`` if a reward function needs a column that one of the prompts does not have."""
+    for name, reward in run.rewards.items():
+        if reward.path == FEATURE_PATH:
+            continue  # rows without ground truth are skipped
+        function = run.callables[name] if name in run.callables else load_reward(reward.path, reward.kwargs)
+        for columns in (prompt.task.keys() for prompt in prompts):
+            if missing := missing_columns(function, reward.kwargs, columns):
+                there = ", ".join(columns) or "none"
+                raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
+
+
+def check_context(run: Run) -> None:
+    """Raises ``ConfigError`` if the longest prompt and completion are more than the policy has positions for."""
+    rollout, prompt_tokens = run.config.rollout, run.config.data.max_prompt_tokens
+    wanted = rollout.max_model_len or prompt_tokens + rollout.sampling.max_tokens
+    positions = _num_positions(run.model)
+    if positions is not None and wanted > positions:
+        limits = f"data.max_prompt_tokens={prompt_tokens} and rollout.sampling.max_tokens={rollout.sampling.max_tokens}"
+        asked = f"{limits} are together" if rollout.max_model_len is None else f"rollout.max_model_len={wanted} is"
+        raise ConfigError(f"{asked} more than the {positions} positions of model.path={run.model.path}: set less")
+
+
+def _num_positions(model: ModelConfig) -> int | None:
+    """As far as its config says."""
+    known = read_known_config(model.path)
+    if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
+        config: Any = SimpleNamespace(**known)
+    else:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(
+                model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            ).get_text_config()
+        except (OSError, ValueError):
+            return None  # the engine and the learner say what is wrong with it
+    positions = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or {}
+    return None if positions is None else int(positions * scaling.get("factor", 1))
+
+
+def find_resume_point(config: Config) -> ResumePoint:
+    """Where ``resume`` says that the run goes on; refuses a checkpoint or ledger of a run with another meaning.
+
+    Checkpoints that are not whole, or that lie behind an older one to go on from, are renamed, once nothing speaks
+    against the run.
+    """
+    output = Path(config.output).absolute()
+    folder = output / "checkpoints"
+    ledger = ledger_path(output, config.name, config.ledger.folder)
+    if (problem := why_not_writable(output)) is not None:
+        raise _unwritable(output, problem)
+    start = ResumePoint() if config.resume == "never" else _read_resume_point(config, folder)
+    if config.resume == "never":
+        _check_is_new(output, ledger)
+    if config.algorithm.kind == "rl" and config.ledger.folder is None:  # else it may be on another machine
+        why_unusable(ledger, run_start(config, start))
+    with _naming(output):
+        aside = set_damaged_aside(folder)
+        left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
+    messages = [f"a checkpoint is damaged ({problem}); it now is {path}" for path, problem in aside.items()]
+    messages += [f"the run goes on from an older checkpoint; a newer one now is {path}" for path in left]
+    if start.checkpoint is not None:
+        messages += [f"resuming from {start.checkpoint}, after step {start.step}"]
+    return replace(start, messages=messages)
+
+
+def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
+    checkpoint = resolve_checkpoint(config.resume, folder)
+    if checkpoint is None:
+        if broken := damaged(folder):
+            listed = "; ".join(f"{path.name}: {problem}" for path, problem in broken.items())
+            raise ConfigError(f"no checkpoint in {folder} is whole ({listed}): put one back, or choose another output")
+        return ResumePoint()
+    step, extra = read_extra(checkpoint)
+    changed = changed_options(extra["config"], to_tree(config))
+    if changed and config.resume_changes == "refuse":
+        raise ConfigError(
+            f"{checkpoint} belongs to a run with other options ({'; '.join(changed)}): set them back, "
+            "or resume_changes=allow, or choose another output"
+        )
+    if step > config.algorithm.num_steps:
+        raise ConfigError(
+            f"algorithm.num_steps: {config.algorithm.num_steps} steps are less than the {step} of {checkpoint}: "
+            "set it to at least that, or resume from an older checkpoint"
+        )
+    return ResumePoint(
+        checkpoint=checkpoint,
+        step=step,
+        cursor=Cursor(**extra["resume"]),
+        run_id=extra.get("run_id"),
+        dtype=extra["config"]["model"]["dtype"],
+    )
+
+
+def run_start(config: Config, start: ResumePoint) -> RunStart:
+    """What the accounts of the run begin or go on with."""
+    return RunStart(
+        config=to_tree(config),
+        changes_allowed=config.resume_changes == "allow",
+        step=start.step,
+        checkpoint=start.checkpoint,
+        run_id=start.run_id,
+    )
+
+
+def _check_is_new(output: Path, ledger: Path) -> None:
+    if any((output / "checkpoints").glob("step_*")) or ledger.exists():
+        raise ConfigError(f"resume=never, but {output} holds an earlier run: choose another output, or remove it")

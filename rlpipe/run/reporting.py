@@ -1,0 +1,115 @@
+"""Turns what happens in a run into metrics for the trackers, lines for the terminal, and figures for the summary."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+
+from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.replay.step_queue import StepReport
+from rlpipe.tracking.completions import CompletionsLog
+from rlpipe.tracking.phases import PHASES
+from rlpipe.tracking.progress import Progress
+from rlpipe.tracking.trackers import Tracker
+
+logger = logging.getLogger(__name__)
+
+MAX_REASONS_SHOWN = 5
+SAMPLE_EVERY_S = 30.0
+"""Seconds between completions that are shown."""
+
+
+def cut_notice(sampling: SamplingConfig) -> str | None:
+    """What a run says once where it does not sample from the policy's whole distribution; None where it does."""
+    options = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    options["repetition_penalty"] = sampling.repetition_penalty != 1
+    changed = [name for name, is_set in options.items() if is_set]
+    if not changed:
+        return None
+    return (
+        f"rollout.sampling changes the distribution that tokens are drawn from ({', '.join(changed)}): the engine's "
+        "log-probs are those of the changed one, the learner's those of the whole policy, and the two differ by it"
+    )
+
+
+class Reporter:
+    """Follows one run; steps are counted from 1, and step n leads to policy version n."""
+
+    def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog) -> None:
+        self._tracker, self._progress, self._completions = tracker, progress, completions
+        self._sync_s = 0.0
+        self._sampled = -math.inf
+        self._started = self._last = time.monotonic()
+        self._reasons: Counter[str] = Counter()
+        self._num_tokens = 0.0
+        self.num_steps = 0
+        """Steps trained by this process."""
+        self.max_logprob_difference = math.nan
+        """Between engine and learner in the pass after the last step, in which both hold the same version."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens over the time from the first admission to the last step."""
+        return self._num_tokens / max(self._last - self._started, 1e-9)
+
+    def start(self, total: int, done: int) -> None:
+        PHASES.hand_over(self._progress.message)
+        self._progress.start(total, done)
+        self.admitting()
+
+    def admitting(self) -> None:
+        """The first groups are about to be admitted: times are counted from here."""
+        self._started = self._last = time.monotonic()
+
+    def served(self, sync_s: float) -> None:
+        """All engines have loaded a version, ``sync_s`` seconds after its publication."""
+        PHASES.end_all()
+        self._sync_s = sync_s
+
+    def trained(self, report: StepReport) -> None:
+        for version, evaluation in report.evaluations.items():
+            self.evaluated(version, evaluation)
+        PHASES.first_step()
+        now = time.monotonic()
+        tokens = report.metrics.get("num_tokens", 0.0)
+        metrics = {
+            **report.metrics,
+            "time/sync": self._sync_s,
+            "time/step": now - self._last,
+            "tokens_per_second": tokens / max(now - self._last, 1e-9),
+        }
+        self._last = now
+        self._num_tokens += tokens
+        self.num_steps += 1
+        step = report.step + 1
+        self._tracker.log(step, metrics)
+        self._progress.update(step, metrics)
+        self._completions.log(step, report.samples)
+        if report.samples and now - self._sampled >= SAMPLE_EVERY_S:
+            self._sampled = now
+            self.message(self._completions.describe(report.samples[0]))
+
+    def evaluated(self, version: int, metrics: dict[str, float]) -> None:
+        PHASES.end("evaluating the policy as it is")
+        self._tracker.log(version, metrics)
+        self._progress.update(version, metrics)
+
+    def compared(self, report: StepReport) -> None:
+        self.max_logprob_difference = report.metrics.get("sampling/logp_difference/max", math.nan)
+
+    def discarded(self, group_id: int, reason: str) -> None:
+        """A group will not be trained; the first few different reasons are shown, all are counted in the metrics."""
+        self._reasons[reason] += 1
+        logger.info("group %d discarded: %s", group_id, reason)
+        if self._reasons[reason] == 1 and len(self._reasons) <= MAX_REASONS_SHOWN:
+            self._progress.message(f"group {group_id} is not trained: {reason}")
+
+    def message(self, text: str) -> None:
+        """Shows a line of its own."""
+        self._progress.message(text)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._tracker.close()

@@ -1,0 +1,96 @@
+"""A pool of Ray Serve replicas that score groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from rlpipe.actors.served import ScorerHung
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.errors import RlpipeError, RunError, WaitTimeout
+from rlpipe.run.scorer_pool import ScoringPool
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.scoring.validation import describe_exception
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""Replicas that may die over the same group."""
+RETRY_PAUSE_S = 0.5
+
+
+class ServedPool(ScoringPool):
+    """Requests one group at a time; the replicas put requests together.
+
+    A request whose replica dies is made again: Serve starts another replica, and the group waits for it, for at most
+    ``start_timeout_s`` and what scoring may take. No more requests are under way than the replicas can take, so that
+    they wait here and not there.
+    """
+
+    def __init__(
+        self, name: str, rewards: Mapping[str, RewardConfig], *, deploy: Callable[[], Any], start_timeout_s: float
+    ) -> None:
+        super().__init__(rewards, size=1)
+        serve = next(iter(rewards.values())).serve
+        self._name, self._deploy, self._start_timeout_s = name, deploy, start_timeout_s
+        self._answer_timeout_s = start_timeout_s + 2 * serve.batch_groups * self._timeout_s
+        self._places = asyncio.Semaphore(2 * serve.batch_groups * (serve.max_replicas or serve.replicas))
+        self._handle: Any = None
+
+    async def start(self) -> None:
+        """Deploys the replicas; raises ``WaitTimeout`` where they are late, ``RunError`` where they can't start."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self._handle = await asyncio.to_thread(self._deploy)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"the replicas of {self._name} have not started within "
+                f"cluster.start_timeout_s={self._start_timeout_s:g} seconds"
+            ) from None
+        except (RuntimeError, RayServeException) as error:
+            raise RunError(f"the replicas of {self._name} can't start: {describe_exception(error)}") from None
+
+    async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
+        parts = await asyncio.gather(*(self._score_chunk(groups, [index], group_ids) for index in group_ids))
+        return [scores for part in parts for scores in part]
+
+    async def _score_chunk(
+        self, groups: ObjectRef, chunk: Sequence[int], group_ids: Mapping[int, int]
+    ) -> list[GroupScores]:
+        (index,) = chunk
+        scores = await self._ask(groups, index, alone=False)
+        if isinstance(scores, str):  # it may be another one's fault
+            scores = await self._ask(groups, index, alone=True)
+        return [self._failed(group_ids[index], scores)] if isinstance(scores, str) else scores
+
+    async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
+        return await self._ask(groups, *indices, alone=True)
+
+    async def _ask(self, groups: ObjectRef, index: int, *, alone: bool) -> list[GroupScores] | str:
+        num_deaths = 0
+        while True:
+            async with self._places:
+                try:
+                    request: Any = self._handle.score.remote(groups, index, alone)
+                    async with asyncio.timeout(self._answer_timeout_s):
+                        scores: list[GroupScores] = await request
+                        return scores
+                except TimeoutError:
+                    return f"no replica of {self._name} answered within {self._answer_timeout_s:g} seconds"
+                except RayTaskError as error:
+                    cause = getattr(error, "cause", error)
+                    if isinstance(cause, RlpipeError):
+                        raise
+                    return str(cause) if isinstance(cause, ScorerHung) else describe_exception(cause)
+                except (RayActorError, RayServeException, RayError) as error:
+                    num_deaths += 1
+                    logger.warning("scoring: a replica of %s died: %s", self._name, describe_exception(error))
+                    if num_deaths == MAX_DEATHS:
+                        return f"{MAX_DEATHS} replicas of {self._name} died while they scored it"
+            await asyncio.sleep(RETRY_PAUSE_S)

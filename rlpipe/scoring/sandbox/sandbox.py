@@ -1,0 +1,122 @@
+"""Calls reward functions in processes of their own, which have limits and no network, for code that models wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.errors import ConfigError, RewardImportError
+from rlpipe.scoring.processes import run_module
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD_S = 15.0
+"""Seconds beyond ``timeout_s`` that a call may take: to begin, to end its processes, to start another server."""
+MADE_INSIDE = frozenset({"log_metric", "log_extra"})
+"""Arguments that the call's own process makes."""
+MAX_REASON_CHARS = 400
+MAX_SHOWN_BYTES = 60
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class SandboxFailed(Exception):
+    """A sandboxed call has no scores; the message is the whole reason."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """What a call returned, and what it gave to ``log_metric``."""
+
+    values: list[Any]
+    logged: list[tuple[str, float]]
+
+
+class Sandbox:
+    """The functions of some rewards, called in fresh processes, one at a time.
+
+    Raises ``ConfigError`` where the machine can't lock a process in.
+    """
+
+    def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
+        self._rewards = dict(rewards)
+        self._start()
+
+    def call(self, name: str, arguments: Mapping[str, Any], num_values: int) -> Answer:
+        """Calls a reward's function. The values are plain JSON, and unchecked; raises ``SandboxFailed``."""
+        if self._connection.closed:
+            self._start()
+        sent = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
+        job = pickle.dumps((num_values, sent), protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            self._connection.send_bytes(name.encode())
+            self._connection.send_bytes(job)
+            reason = json.loads(self._connection.recv_bytes())
+            answer = self._connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            self.close()
+            raise SandboxFailed("the server of its sandbox died; another takes its place") from None
+        if reason is not None:
+            raise SandboxFailed(reason)
+        return read_answer(answer)
+
+    def close(self) -> None:
+        """The server, and what it runs, ends."""
+        self._connection.close()
+        self._server.wait()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._server = run_module(
+                "rlpipe.scoring.sandbox.sandbox_server",
+                [str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                environment=ONE_THREAD,
+            )
+        self._connection = Connection(ours.detach())
+        try:
+            self._connection.send_bytes(pickle.dumps(self._rewards))
+            found = json.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            found = {"wrong": "the server of the sandbox died at its start; its output says why"}
+        names = ", ".join(self._rewards)
+        if "obstacle" in found:
+            self.close()
+            raise ConfigError(f"isolation=sandbox of {names}: not on this machine: {found['obstacle']}; set process")
+        if "wrong" in found:
+            self.close()
+            raise RewardImportError(f"isolation=sandbox of {names}: {found['wrong']}")
+        if found["num_threads"] > 1:
+            logger.warning(
+                "the modules of %s start %d threads when they are imported; forks of such a process may hang",
+                names,
+                found["num_threads"] - 1,
+            )
+
+
+def read_answer(written: bytes) -> Answer:
+    """What the call's process wrote, which may be anything; raises ``SandboxFailed`` if it is no answer."""
+    try:
+        answer = json.loads(written)
+    except (ValueError, RecursionError):
+        answer = None
+    match answer:
+        case {"failure": str(reason)}:
+            raise SandboxFailed(" ".join(reason.split())[:MAX_REASON_CHARS])
+        case {"values": list(values), "logged": list(logged)} if all(map(_is_metric, logged)):
+            return Answer(values=values, logged=[(name, float(value)) for name, value in logged])
+    raise SandboxFailed(f"its sandboxed process wrote no answer, but {written[:MAX_SHOWN_BYTES]!r}")
+
+
+def _is_metric(entry: Any) -> bool:
+    match entry:
+        case [str(), float()]:
+            return True
+    return False

@@ -1,0 +1,227 @@
+"""A clean process of one thread that forks another for every sandboxed call, watches it, and ends what it leaves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.errors import InputError
+from rlpipe.scoring.memory import GIB, MemoryLimit, lift_memory_limit
+from rlpipe.scoring.processes import PROC, descendants, end_processes, list_processes
+from rlpipe.scoring.rewards import load_reward
+from rlpipe.scoring.sandbox.sandbox_child import Limits, lock_in, run_child
+from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl, unsupported
+
+MAX_ANSWER_BYTES = 2**22
+MAX_PROCESSES = 128
+"""Living descendants of a call at one time."""
+CHECK_S = 0.1
+"""Seconds between two looks at a call's processes and their memory."""
+IDLE_S = 1.0
+GONE = "the scoring process is gone"
+
+
+class SandboxServer:
+    """Serves one scoring process, one call at a time, until the connection closes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._parent = connection, os.getppid()
+        rewards: Mapping[str, RewardConfig] = pickle.loads(connection.recv_bytes())
+        # It adopts what its children leave behind, and nobody may look into it.
+        call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+        call_prctl(PR_SET_DUMPABLE, 0)
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._limits = {}
+        for name, reward in rewards.items():
+            self._functions[name] = load_reward(reward.path, reward.kwargs)
+            memory = None if reward.memory_gb is None else MemoryLimit(option="memory_gb", gb=reward.memory_gb)
+            self._limits[name] = Limits(timeout_s=reward.timeout_s, memory=memory)
+        self._wake, self._wake_end = os.pipe()
+        for end in (self._wake, self._wake_end):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        gc.collect()
+        gc.freeze()
+        while True:
+            while not self._connection.poll(IDLE_S):
+                self._check_parent()
+            name = self._connection.recv_bytes().decode()
+            reason, answer = self._run(name, self._connection.recv_bytes())
+            self._connection.send_bytes(json.dumps(reason).encode())
+            self._connection.send_bytes(answer)
+
+    def _run(self, name: str, job: bytes) -> tuple[str | None, bytes]:
+        limits = self._limits[name]
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            server_fds = [read_end, self._wake, self._wake_end, self._connection.fileno()]
+            run_child(self._functions[name], job, limits, write_end, server_fds)
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        try:
+            return self._watch(pid, read_end, limits)
+        finally:
+            os.close(read_end)
+            end_children()
+
+    def _check_parent(self) -> None:
+        """The connection tells nothing while a forked child of the scoring process holds its other end open."""
+        if os.getppid() != self._parent:
+            raise EOFError(GONE)
+
+    def _watch(self, pid: int, read_end: int, limits: Limits) -> tuple[str | None, bytes]:
+        """What the child answers, and the reason if the call failed; the child may still live then."""
+        answer = bytearray()
+        started = time.monotonic()
+        base_bytes = memory_bytes(os.getpid())
+        checked = started
+        with DefaultSelector() as selector:
+            for source in (read_end, self._wake, self._connection.fileno()):
+                selector.register(source, EVENT_READ)
+            while True:
+                for key, _ in selector.select(max(0.0, min(CHECK_S, started + limits.timeout_s - time.monotonic()))):
+                    if key.fd == self._connection.fileno():
+                        raise EOFError(GONE)
+                    if key.fd == self._wake:
+                        os.read(self._wake, 2**16)
+                    elif not read_more(read_end, answer):
+                        selector.unregister(read_end)
+                status = reap(pid)
+                if status is not None:
+                    read_more(read_end, answer)
+                    return describe_end(status, limits), bytes(answer)
+                if len(answer) > MAX_ANSWER_BYTES:
+                    return f"its sandboxed process wrote more than {MAX_ANSWER_BYTES} bytes as its answer", b""
+                now = time.monotonic()
+                if now - started >= limits.timeout_s:
+                    return f"it took longer than {limits.timeout_s:g} seconds (timeout_s) in its sandbox", b""
+                if now - checked >= CHECK_S:
+                    self._check_parent()
+                    if (reason := describe_excess(limits.memory, base_bytes)) is not None:
+                        return reason, b""
+                    checked = time.monotonic()
+
+
+def read_more(fd: int, answer: bytearray) -> bool:
+    """Adds what there is to read, up to somewhat more than an answer may have; False at the end of the file."""
+    with suppress(BlockingIOError):
+        while len(answer) <= MAX_ANSWER_BYTES:
+            chunk = os.read(fd, 2**16)
+            if not chunk:
+                return False
+            answer += chunk
+    return True
+
+
+def reap(pid: int) -> int | None:
+    """Takes leave of all children that have ended; the wait status of ``pid`` if it is among them."""
+    found = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            found = ended[1] if ended[0] == pid else found
+    return found
+
+
+def end_children() -> None:
+    """Ends and reaps every process that the last call has left."""
+    with suppress(ChildProcessError):
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                end_processes(lambda: descendants([os.getpid()], list_processes()))
+                os.waitpid(-1, 0)
+
+
+def describe_end(status: int, limits: Limits) -> str | None:
+    """Why a child with that wait status has no answer; None if it may have one."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        return None
+    if code > 0:
+        return f"its sandboxed process ended with exit code {code}"
+    if -code == signal.SIGXCPU:
+        return f"it took more CPU time than {limits.timeout_s:g} seconds (timeout_s) in its sandbox"
+    hint = f", which may take {limits.memory}," if limits.memory else ""
+    return f"its sandboxed process{hint} died of {signal.Signals(-code).name}"
+
+
+def describe_excess(memory: MemoryLimit | None, base_bytes: int) -> str | None:
+    """Why the processes of the running call are too many or too large together; each is one that the server's
+    ``base_bytes`` are shared with, or is small."""
+    family = descendants([os.getpid()], list_processes())
+    if len(family) > MAX_PROCESSES:
+        return f"it had more than {MAX_PROCESSES} processes at one time in its sandbox"
+    if memory is None:
+        return None
+    taken = sum(max(0, memory_bytes(pid) - base_bytes) for pid in family)
+    return f"its processes took more than {memory} together in its sandbox" if taken > memory.gb * GIB else None
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of the process that no file backs; 0 if it has ended."""
+    total = 0
+    with suppress(OSError):
+        for line in (PROC / str(pid) / "status").read_text(errors="replace").splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def find_obstacle() -> str | None:
+    """Why this machine can't lock a process in, or None; it is tried out."""
+    if (reason := unsupported()) is not None:
+        return reason
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            lock_in(Limits(timeout_s=1, memory=None), [read_end])
+            with suppress(PermissionError):
+                socket.socket(socket.AF_INET).close()
+                os.write(write_end, b"its filter of system calls has no effect")
+        except OSError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end) as file:
+        reason = file.read()
+    os.waitpid(pid, 0)
+    return reason or None
+
+
+def main() -> None:
+    lift_memory_limit()  # that of the scoring process
+    connection = Connection(int(sys.argv[1]))
+    try:
+        if (obstacle := find_obstacle()) is not None:
+            connection.send_bytes(json.dumps({"obstacle": obstacle}).encode())
+            return
+        server = SandboxServer(connection)
+        num_threads = len(list(Path("/proc/self/task").iterdir()))
+        connection.send_bytes(json.dumps({"pid": os.getpid(), "num_threads": num_threads}).encode())
+        server.serve()
+    except InputError as error:
+        connection.send_bytes(json.dumps({"wrong": str(error)}).encode())
+    except (EOFError, ConnectionError):
+        pass  # the scoring process has ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Checks what rewards return, and says in one line what they raise."""
+
+from __future__ import annotations
+
+import errno
+import math
+import sysconfig
+import traceback
+from collections.abc import Mapping, Set
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlpipe.common.imports import message_of
+
+MAX_REASON_CHARS = 300
+NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""What can be iterated, but is no list of values."""
+MACHINERY = frozenset(
+    str(Path(__file__).parent / name)
+    for name in ("validation.py", "process_state.py", "scorer.py", "sandbox/sandbox_child.py")
+)
+"""Files that stand between an exception and the user's own code."""
+
+
+def check_scores(returned: Any, group_size: int) -> list[float | None]:
+    """What a reward returned, as finite floats and None; raises ``TypeError`` or ``ValueError`` for anything else."""
+    if not hasattr(returned, "__iter__") or isinstance(returned, NO_LISTS):
+        raise TypeError(f"it returned a {type(returned).__name__}; return a list of one number per completion")
+    values = list(islice(returned, group_size + 1))  # a generator may be endless
+    if len(values) != group_size:
+        count = len(returned) if hasattr(returned, "__len__") else len(values)
+        raise ValueError(f"it returned {count} values for {group_size} completions; return one per completion")
+    return [_check_value(value, index) for index, value in enumerate(values)]
+
+
+def _check_value(value: Any, index: int) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, bool | int | float) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, bool | int | float):
+        raise TypeError(f"value {index} is {shortened(repr(value), 60)}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"value {index} is {value}; return a finite number, or None to leave the completion out")
+    return float(value)
+
+
+def describe_exception(error: BaseException) -> str:
+    """Type and message of an exception in one line, with the last line of the user's own code that it passed."""
+    message = " ".join(message_of(error).split())
+    reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    frame = _user_frame(error)
+    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
+    return shortened(reason, MAX_REASON_CHARS) + place
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in MACHINERY]
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))]
+    return next(reversed(own or frames), None)
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text, or its beginning with a mark that more follows."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

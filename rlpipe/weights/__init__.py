@@ -1,0 +1,1 @@
+"""Policy weights between learner and engines: buckets, digests, broadcast."""

@@ -1,0 +1,66 @@
+"""Signals to the processes of a run while it runs, and what its accounts say after that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from benchmarks.processes import find_processes
+from rlpipe.replay.ledger.audit import audit
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
+
+
+def steps_done(output: Path) -> int:
+    metrics = output / "metrics.jsonl"
+    return sum('"loss"' in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@contextmanager
+def signals(
+    output: Path, plan: Mapping[int, str], number: signal.Signals, also: Callable[[], bool] = lambda: True
+) -> Iterator[list[str]]:
+    """Sends the signal to one process of a kind as soon as so many steps are done, such a process is there, and
+    ``also`` holds; yields the kinds that got theirs."""
+    earlier = {pid for kind in plan.values() for pid in find_processes(kind)}
+    hit: list[str] = []
+    frozen: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        for step, kind in plan.items():
+            while not ended.is_set():
+                found = [] if steps_done(output) < step else [pid for pid in find_processes(kind) if pid not in earlier]
+                if found and also():
+                    os.kill(found[-1], number)
+                    hit.append(kind)
+                    frozen.extend([found[-1]] if number is signal.SIGSTOP else [])
+                    break
+                time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield hit
+    finally:
+        ended.set()
+        watcher.join()
+        for pid in frozen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def ledger_of(output: Path) -> Ledger:
+    return Ledger(output / NAME, read_only=True)
+
+
+def assert_accounts_add_up(output: Path, *, num_steps: int, groups_per_step: int) -> None:
+    accounts = audit(ledger_of(output))
+    assert accounts.finished
+    assert not accounts.problems
+    assert ledger_of(output).counts()[GroupState.TRAINED] == num_steps * groups_per_step

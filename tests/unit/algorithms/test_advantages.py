@@ -1,0 +1,160 @@
+"""Advantages against numbers worked out by hand and a plain-Python reference, with missing rewards and odd groups."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig
+from rlpipe.types import FloatArray
+
+NAN = math.nan
+NAMES = ["grpo", "rloo", "reinforce", "reinforce_baseline"]
+
+
+def array(*values: float) -> FloatArray:
+    return np.array(values, np.float32)
+
+
+def advantages(name: str, *groups: FloatArray, scale: str = "group", eps: float = 0.0) -> list[list[float]]:
+    config = AdvantageConfig(name=name, scale=scale, eps=eps)
+    return [group.tolist() for group in compute_advantages(groups, config)]
+
+
+def test_grpo_divides_by_the_sample_standard_deviation_of_the_group() -> None:
+    assert advantages("grpo", array(1, 2, 3), array(0, 4))[0] == pytest.approx([-1, 0, 1])
+    assert advantages("grpo", array(0, 4))[0] == pytest.approx([-(2**-0.5), 2**-0.5])
+
+
+def test_grpo_adds_eps_to_the_standard_deviation() -> None:
+    assert advantages("grpo", array(1, 2, 3), eps=1.0)[0] == pytest.approx([-0.5, 0, 0.5])
+
+
+def test_grpo_scaled_by_the_batch_uses_one_standard_deviation_of_all_rewards() -> None:
+    std = statistics.stdev([1, 3, 0, 8])
+    got = advantages("grpo", array(1, 3), array(0, 8), scale="batch")
+    assert got == [pytest.approx([-1 / std, 1 / std]), pytest.approx([-4 / std, 4 / std])]
+
+
+def test_grpo_unscaled_is_the_difference_from_the_mean() -> None:
+    assert advantages("grpo", array(1, 2, 6), scale="none", eps=5.0) == [[-2, -1, 3]]
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    assert advantages("rloo", array(1, 2, 6)) == [pytest.approx([-3, -1.5, 4.5])]
+
+
+def test_reinforce_is_the_reward() -> None:
+    assert advantages("reinforce", array(1, 2), array(-3)) == [[1, 2], [-3]]
+
+
+def test_reinforce_baseline_normalises_the_differences_over_the_batch() -> None:
+    std = statistics.stdev([-1, 1, -4, 4])
+    got = advantages("reinforce_baseline", array(1, 3), array(0, 8))
+    assert got == [pytest.approx([-1 / std, 1 / std]), pytest.approx([-4 / std, 4 / std])]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_baseline"])
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+def test_equal_rewards_give_exactly_zero_beside_a_group_with_signal(name: str, eps: float) -> None:
+    got = advantages(name, array(*[0.1] * 7), array(0, 0.3, 1), eps=eps)
+    assert got[0] == [0.0] * 7
+    assert any(got[1])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_baseline"])
+def test_a_group_of_one_has_no_advantage(name: str) -> None:
+    assert advantages(name, array(5)) == [[0]]
+    assert advantages(name, array(5), array(0, 1))[0] == [0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rollout_without_reward_has_no_advantage_and_moves_no_other(name: str) -> None:
+    with_gap = advantages(name, array(1, NAN, 2, 6), array(0, 4), eps=0.1)
+    without = advantages(name, array(1, 2, 6), array(0, 4), eps=0.1)
+    assert with_gap[0][1] == 0
+    assert [with_gap[0][index] for index in (0, 2, 3)] == without[0]
+    assert with_gap[1] == without[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_without_any_reward_has_no_advantages(name: str) -> None:
+    assert advantages(name, array(NAN, NAN)) == [[0, 0]]
+
+
+def test_no_groups_give_no_advantages() -> None:
+    assert compute_advantages([], AdvantageConfig()) == []
+
+
+def test_results_are_float32() -> None:
+    assert [group.dtype for group in compute_advantages([array(1, 2)], AdvantageConfig())] == [np.float32]
+    assert combine_rewards(array(1, 2)[:, None], [1.0], "normalize_then_sum", 0.1).dtype == np.float32
+
+
+def test_sum_then_normalize_is_the_weighted_sum_of_what_was_given() -> None:
+    rewards = np.array([[1, 2], [NAN, 3], [4, NAN], [NAN, NAN]], np.float32)
+    got = combine_rewards(rewards, [1.0, 0.5], "sum_then_normalize", 0.0)
+    np.testing.assert_array_equal(got, array(2, 1.5, 4, NAN))
+
+
+def test_normalize_then_sum_normalises_each_reward_within_the_group() -> None:
+    rewards = np.array([[1, 0], [2, 100], [3, 200]], np.float32)
+    got = combine_rewards(rewards, [1.0, 2.0], "normalize_then_sum", 0.0)
+    assert got.tolist() == pytest.approx([-3, 0, 3])
+
+
+def test_normalize_then_sum_leaves_missing_rewards_out() -> None:
+    rewards = np.array([[1, NAN], [3, 5], [NAN, NAN]], np.float32)
+    got = combine_rewards(rewards, [1.0, 1.0], "normalize_then_sum", 0.0)
+    np.testing.assert_allclose(got, array(-(2**-0.5), 2**-0.5, NAN), rtol=1e-6)
+
+
+def test_normalize_then_sum_of_equal_rewards_is_zero_not_missing() -> None:
+    got = combine_rewards(np.full((3, 1), 0.1, np.float32), [1.0], "normalize_then_sum", 0.0)
+    assert got.tolist() == [0, 0, 0]
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 weights"):
+        combine_rewards(np.zeros((3, 1), np.float32), [1.0, 2.0], "sum_then_normalize", 0.0)
+
+
+def plain_advantages(groups: list[list[float]], name: str, scale: str, eps: float) -> list[list[float]]:
+    """The formulas, one rollout at a time, for groups of at least two."""
+    everything = [reward for group in groups for reward in group]
+    centered = [[reward - statistics.fmean(group) for reward in group] for group in groups]
+    baseline_std = statistics.stdev([value for group in centered for value in group]) + eps
+    result = []
+    for group, differences in zip(groups, centered, strict=True):
+        row = []
+        for index, reward in enumerate(group):
+            others = group[:index] + group[index + 1 :]
+            divisor = {"group": statistics.stdev(group), "batch": statistics.stdev(everything), "none": 1 - eps}[scale]
+            row.append(
+                {
+                    "grpo": differences[index] / (divisor + eps),
+                    "rloo": reward - statistics.fmean(others),
+                    "reinforce": reward,
+                    "reinforce_baseline": differences[index] / baseline_std,
+                }[name]
+            )
+        result.append(row)
+    return result
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(-20, 20), min_size=2, max_size=9), min_size=1, max_size=5),
+    name=st.sampled_from(NAMES),
+    scale=st.sampled_from(["group", "batch", "none"]),
+)
+def test_equals_the_plain_reference_for_groups_of_any_size(groups: list[list[int]], name: str, scale: str) -> None:
+    rewards = [[value / 4 for value in group] for group in groups]
+    got = advantages(name, *[array(*group) for group in rewards], scale=scale, eps=0.01)
+    for got_group, want_group in zip(got, plain_advantages(rewards, name, scale, 0.01), strict=True):
+        assert got_group == pytest.approx(want_group, rel=1e-5, abs=1e-6)

@@ -1,0 +1,173 @@
+"""Off-policy corrections: the weights of each mode, what they leave alone, and the bias that they remove."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlpipe.algorithms.losses import LossInputs, policy_loss
+from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
+
+RATIOS = [[1.5, 0.2], [4.0, 3.0]]
+"""w of each token of two sequences; their products are 0.3 and 12."""
+UNBOUNDED = 1e9
+
+
+def make_inputs(ratios: list[list[float]], advantages: list[float]) -> LossInputs:
+    lengths = torch.tensor([len(row) for row in ratios])
+    log_weights = torch.tensor([w for row in ratios for w in row], dtype=torch.float64).log()
+    logprobs = torch.full_like(log_weights, -1.0)
+    return LossInputs(
+        logprobs=logprobs.clone().requires_grad_(),
+        sampling_logprobs=logprobs - log_weights,
+        advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
+        loss_mask=torch.ones(len(log_weights), dtype=torch.bool),
+        sequence_ids=torch.arange(len(ratios)).repeat_interleave(lengths),
+        num_loss_tokens=len(log_weights),
+        num_sequences=len(ratios),
+        max_completion_tokens=9,
+    )
+
+
+def gradient(inputs: LossInputs, correction: CorrectionConfig | None, config: LossConfig | None = None) -> list[float]:
+    """Times minus the number of loss tokens: for advantages of 1, each token's weight."""
+    loss = policy_loss(inputs, config or LossConfig(), correction).loss
+    (grad,) = torch.autograd.grad(loss, inputs.logprobs)
+    return (-grad * inputs.num_loss_tokens).tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("token_truncate", [1.5, 0.5, 2, 2]),
+        ("token_mask", [1.5, 0, 0, 0]),
+        ("sequence_truncate", [0.5, 0.5, 2, 2]),
+        ("sequence_mask", [0, 0, 0, 0]),
+    ],
+)
+def test_weights_of_each_mode(mode: str, weights: list[float]) -> None:
+    inputs = make_inputs(RATIOS, [1.0, 1.0])
+    assert gradient(inputs, CorrectionConfig(mode=mode, cap=2.0)) == pytest.approx(weights)
+
+
+def test_sequence_within_the_cap_keeps_the_product() -> None:
+    weights = gradient(make_inputs([[4.0, 0.375], [5.0]], [1.0, 1.0]), CorrectionConfig(mode="sequence_mask", cap=2.0))
+    assert weights == pytest.approx([1.5, 1.5, 0])
+
+
+@pytest.mark.parametrize("name", ["clip", "cispo", "reinforce"])
+def test_every_surrogate_is_weighed(name: str) -> None:
+    correction = CorrectionConfig(mode="token_truncate", cap=2.0)
+    weights = gradient(make_inputs(RATIOS, [1.0, 1.0]), correction, LossConfig(name=name))
+    assert weights == pytest.approx([1.5, 0.5, 2, 2])
+
+
+def test_off_policy_sequences_are_dropped_only_for_negative_advantages() -> None:
+    far, near = math.exp(-0.3), math.exp(-0.1)
+    inputs = make_inputs([[far, far], [far, far], [near, near], [1 / far]], [-1.0, 1.0, -1.0, -1.0])
+    weights = gradient(inputs, CorrectionConfig(mode="none", off_policy_threshold=0.2))
+    assert weights == pytest.approx([0, 0, 1, 1, -1, -1, -1])
+
+
+def test_mean_of_the_off_policy_mask_is_over_loss_tokens_only() -> None:
+    inputs = make_inputs([[math.exp(-0.3), 1.0]], [-1.0])
+    inputs.loss_mask[1] = False
+    assert gradient(inputs, CorrectionConfig(mode="none", off_policy_threshold=0.2)) == [0, 0]
+
+
+def test_kl_is_weighed_where_asked() -> None:
+    inputs = make_inputs(RATIOS, [0.0, 0.0])
+    inputs.ref_logprobs = inputs.logprobs.detach() - 0.5
+    correction = CorrectionConfig(mode="token_truncate", cap=2.0)
+    plain = policy_loss(inputs, LossConfig(beta=0.1), correction).loss.item()
+    corrected = policy_loss(inputs, LossConfig(beta=0.1), replace(correction, bias_corrected_kl=True)).loss.item()
+    kl = math.exp(-0.5) + 0.5 - 1
+    assert plain == pytest.approx(0.1 * kl)
+    assert corrected == pytest.approx(0.1 * kl * (1.5 + 0.5 + 2 + 2) / 4)
+
+
+def test_off_policy_mask_leaves_the_kl_alone() -> None:
+    inputs = make_inputs([[0.5, 0.5]], [-1.0])
+    inputs.ref_logprobs = inputs.logprobs.detach() - 0.5
+    correction = CorrectionConfig(mode="none", off_policy_threshold=0.1)
+    kl = math.exp(-0.5) + 0.5 - 1
+    assert policy_loss(inputs, LossConfig(beta=0.1), correction).loss.item() == pytest.approx(0.1 * kl)
+
+
+def test_metrics_tell_how_far_sampler_and_learner_are_and_what_was_changed() -> None:
+    inputs = make_inputs(RATIOS, [1.0, -1.0])
+    values = policy_loss(inputs, LossConfig(), CorrectionConfig(mode="token_mask", cap=2.0)).metrics.values()
+    assert values["sampling/importance_ratio/min"] == pytest.approx(0.2)
+    assert values["sampling/importance_ratio/max"] == pytest.approx(4.0)
+    assert values["sampling/importance_ratio/mean"] == pytest.approx(8.7 / 4)
+    assert values["sampling/logp_difference/max"] == pytest.approx(-math.log(0.2))
+    assert (values["sampling/clipped_ratio"], values["sampling/dropped_ratio"]) == (0, 0.75)
+    values = policy_loss(inputs, LossConfig(), CorrectionConfig(mode="token_truncate", cap=2.0)).metrics.values()
+    assert (values["sampling/clipped_ratio"], values["sampling/dropped_ratio"]) == (0.75, 0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_a_hopeless_ratio_makes_nothing_infinite(mode: str) -> None:
+    inputs = make_inputs([[1.0, 1.0]], [1.0])
+    inputs.sampling_logprobs = torch.tensor([-1000.0, -1.0], dtype=torch.float64)
+    assert all(math.isfinite(weight) for weight in gradient(inputs, CorrectionConfig(mode=mode)))
+
+
+VOCABULARY, LENGTH, NUM_SEQUENCES, SAMPLER_TEMPERATURE = 4, 3, 40_000, 1.6
+
+
+def true_gradient(logits: Tensor, rewards: Tensor) -> Tensor:
+    """Of the expected reward over all sequences; ``logits`` ``[L, V]``, ``rewards`` ``[V] * L``."""
+    logits = logits.clone().requires_grad_()
+    probabilities = torch.tensor(1.0, dtype=logits.dtype)
+    for position in logits.softmax(-1):
+        probabilities = probabilities[..., None] * position
+    (gradient,) = torch.autograd.grad((probabilities * rewards).sum(), logits)
+    return gradient
+
+
+def estimated_gradients(logits: Tensor, rewards: Tensor, correction: CorrectionConfig, batches: int = 10) -> Tensor:
+    """The policy gradient from sequences that a hotter sampler drew ``[batches, L, V]``, by the loss itself."""
+    generator = torch.Generator().manual_seed(0)
+    sampler = (logits / SAMPLER_TEMPERATURE).log_softmax(-1)
+    estimates = []
+    for _ in range(batches):
+        drawn = torch.multinomial(sampler.exp(), NUM_SEQUENCES, replacement=True, generator=generator)  # [L, B]
+        tokens = drawn.T.reshape(-1)
+        places = torch.arange(LENGTH).repeat(NUM_SEQUENCES)
+        policy = logits.clone().requires_grad_()
+        inputs = LossInputs(
+            logprobs=policy.log_softmax(-1)[places, tokens],
+            sampling_logprobs=sampler[places, tokens],
+            advantages=rewards[tuple(drawn)].repeat_interleave(LENGTH),
+            loss_mask=torch.ones_like(tokens, dtype=torch.bool),
+            sequence_ids=torch.arange(NUM_SEQUENCES).repeat_interleave(LENGTH),
+            num_loss_tokens=len(tokens),
+            num_sequences=NUM_SEQUENCES,
+            max_completion_tokens=1,
+        )
+        loss = policy_loss(inputs, LossConfig(name="reinforce", aggregate="constant"), correction).loss
+        estimates.append(-torch.autograd.grad(loss, policy)[0])
+    return torch.stack(estimates)
+
+
+def test_gradient_of_another_sampler_is_biased_and_the_corrected_one_is_not() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(*[VOCABULARY] * LENGTH, generator=generator, dtype=torch.float64)
+    want = true_gradient(logits, rewards)
+
+    def distance(mode: str, cap: float = UNBOUNDED) -> float:
+        """The largest distance from the true gradient, in standard errors."""
+        found = estimated_gradients(logits, rewards, CorrectionConfig(mode=mode, cap=cap))
+        return float(((found.mean(0) - want) / (found.std(0) / math.sqrt(len(found)))).abs().max())
+
+    assert distance("sequence_truncate") < 5
+    assert distance("none") > 20
+    assert distance("token_truncate") > 20, "a token's own weight is not enough where the reward is that of the whole"
+    assert distance("sequence_truncate", cap=1.1) > 10, "a bound trades bias for variance"

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ledger_cases import Run
+
+import rlpipe
+from rlpipe import cli
+from rlpipe.commands import train
+from rlpipe.errors import ConfigError, InputError, RunError
+from rlpipe.replay.ledger.database import NAME
+
+BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic", "scoring.rewards.right.path=m:f")
+COMMANDS = [
+    "",
+    "train",
+    "eval",
+    "config",
+    "data",
+    "data preview",
+    "data stats",
+    "data prepare",
+    "plan",
+    "simulate",
+    "audit",
+    "inspect",
+    "generate",
+]
+TIMES = ("--generate", "constant:2", "--train", "constant:1")
+HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}"
+
+
+def loaded_after(code: str) -> str:
+    """The heavy modules that a fresh interpreter has imported after the code."""
+    script = (
+        f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nprint('LOADED', sorted({HEAVY} & set(sys.modules)))"
+    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+
+def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that wrong input leaves on standard error."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = int(str(error.code))
+    streams = capsys.readouterr()
+    assert code == 2
+    assert streams.err.count("\n") == 1
+    assert streams.err.startswith("rlpipe: error: ")
+    return streams.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_light(command: str) -> None:
+    output = loaded_after(f"from rlpipe.cli import main; main([*'{command}'.split(), '--help'])")
+    assert "usage: rlpipe" in output
+    assert output.endswith("LOADED []\n")
+
+
+def test_importing_the_package_is_light() -> None:
+    assert loaded_after("import rlpipe; rlpipe.__version__; rlpipe.ConfigError") == "LOADED []\n"
+
+
+def test_public_names_resolve() -> None:
+    assert rlpipe.ConfigError is ConfigError
+    assert callable(rlpipe.load_config)
+    assert rlpipe.RolloutGroup.__name__ == "RolloutGroup"
+    assert set(rlpipe.__all__) <= set(dir(rlpipe))
+    with pytest.raises(AttributeError, match="no attribute 'trane'"):
+        rlpipe.trane  # noqa: B018
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"rlpipe {rlpipe.__version__}\n"
+
+
+def test_overrides_and_options_may_be_mixed() -> None:
+    arguments = cli.parse_arguments(
+        ["train", "experiment=quickstart", "--config", "my.yaml", "algorithm.loss.clip_high=0.28", "~scoring.rewards.x"]
+    )
+    assert arguments.config == "my.yaml"
+    assert arguments.overrides == ["experiment=quickstart", "algorithm.loss.clip_high=0.28", "~scoring.rewards.x"]
+    assert cli.parse_arguments(["train", "a=1"]).overrides == ["a=1"]
+    assert cli.parse_arguments(["train"]).overrides == []
+    generate = cli.parse_arguments(["generate", "one", "--model", "m", "two", "--num", "3"])
+    assert (generate.prompts, generate.num) == (["one", "two"], 3)
+
+
+def test_config_prints_a_tree_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", *BASE, "algorithm.loss.clip_high=0.28"]) == 0
+    printed = capsys.readouterr().out
+    file = tmp_path / "config.yaml"
+    file.write_text(printed)
+    assert cli.main(["config", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == printed
+    assert "clip_high: 0.28" in printed
+
+
+def test_config_shows_an_incomplete_tree_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config"]) == 2
+    streams = capsys.readouterr()
+    assert "path: ???" in streams.out
+    assert streams.err.startswith("rlpipe: error: model.path is required")
+
+
+def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--docs"]) == 0
+    everything = capsys.readouterr().out
+    assert "output: outputs/${name}\n    Folder of the run. (a text)" in everything
+    assert "model.path: required" in everything
+    assert cli.main(["config", "--docs", "learner.optimizer"]) == 0
+    part = capsys.readouterr().out
+    assert "learner.optimizer.betas: [0.9, 0.999]\n    Decay of the moments. (a list of numbers)" in part
+    assert "learner.num_ranks" not in part
+    assert cli.main(["config", "--groups", "learner"]) == 0
+    assert "learner=single: One process on the CPU." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", *BASE, "algorithm.loss.clip_hi=1"], "did you mean algorithm.loss.clip_high?"),
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["train", *BASE[:3]], "scoring.rewards: reinforcement learning needs a reward"),
+        (["eval", *BASE, "learner.num_ranks=2"], "set fsdp2 or zero3"),
+        (["train", *BASE, "algorithm=sft", "data.roles_to_train=[asistant]"], "did you mean assistant?"),
+        (
+            ["train", *BASE, "algorithm=sft", "data.role_boundaries=[{rol: a}]"],
+            "[0]: no such key 'rol'; did you mean role?",
+        ),
+        (["train", *BASE, "data.assistant_only_loss=true"], "did you mean data.roles_to_train?"),
+        (["train", "--lr", "3"], "there is no option --lr (settings of a run are written key=value)"),
+        (["trian"], "invalid choice: 'trian'"),
+        ([], "required: COMMAND"),
+        (["config", "--docs", "nothing"], "there is no option under nothing"),
+        (["config", "--groups", "nothing"], "there is no config group nothing"),
+        (
+            ["simulate", *BASE, "--generate", "normal:1", "--train", "constant:1"],
+            "--generate: 'normal:1' is no distrib",
+        ),
+        (["simulate", *BASE, "--train", "constant:1"], "--generate is required"),
+        (["simulate", *BASE, "--generate", "empirical:nowhere.txt", "--train", "constant:1"], "nowhere.txt: can't be"),
+        (["simulate", *BASE, *TIMES, "--engines", "0"], "'0' is not an integer of at least 1"),
+        (["simulate", *BASE, *TIMES, "--slowdown", "0.5"], "'0.5' is not a number of at least 1"),
+        (["simulate", *BASE, *TIMES, "algorithm.group_sizes=3"], "did you mean algorithm.group_size?"),
+        (["simulate", *BASE, "--from", "nowhere"], "--from takes the folder of a run"),
+        (["generate", "hello"], "required: --model"),
+        (["generate", "--model", "m", "--num", "0", "hello"], "'0' is not an integer of at least 1"),
+        (["generate", "--model", "m", "--temperature", "hot", "hello"], "'hot' is not a number of at least 0"),
+        (["generate", "--model", "m", ""], "the prompt is empty"),
+        (["audit"], "required: RUN"),
+        (["audit", "one", "two"], "one run at a time, not also two"),
+        (["audit", "nowhere"], "nowhere does not exist: give the output folder of a run"),
+        (["inspect", "nowhere", "--follow"], "nowhere does not exist: give the output folder of a run"),
+        (["inspect", "run", "--reward", "much"], "'much' is not a number, or bounds such as 1..3"),
+        (["inspect", "run", "--step", "3-1"], "'3-1' ends before it begins"),
+        (["inspect", "run", "--state", "LOST"], "--state: there is no LOST; it is one of ADMITTED, GENERATED"),
+        (["inspect", "run", "--sort", "age"], "--sort: there is no age; it is one of id, step"),
+        (["inspect", "run", "--steps", "--epoch", "1"], "--steps show no groups: leave out --epoch"),
+        (["inspect", "run", "--group", "1", "--events"], "--group shows one group whole: leave out --groups, --steps"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(arguments, capsys)
+
+
+def test_simulate_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    # Two engines with 4 places each: 16 groups of a step take 4 s, and are scored at once.
+    arguments = ["simulate", *BASE, *TIMES, "--engines", "2", "--places", "4", "--score", "constant:0.5"]
+    arguments += ["algorithm.groups_per_step=16", "scoring.num_processes=16"]
+    assert cli.main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "5.5 s a step" in table
+    assert "%  one more engine" in table
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps_per_second"] == pytest.approx(1 / (4 + 0.5 + 1))
+    assert found["setup"]["num_engines"] == 2
+
+
+def test_simulate_needs_none_of_the_files_that_the_config_names(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = [
+        "model.path=/nowhere/policy",
+        "data.path=/nowhere/rows.jsonl",
+        "scoring.rewards.right.path=/nowhere/r.py:f",
+    ]
+    assert cli.main(["simulate", *missing, *TIMES]) == 0
+    assert "steps/s" in capsys.readouterr().out
+
+
+def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    def command(arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "run_train", command)
+    return cli.main(["train"])
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_raising(RunError("engine 3\nis gone"), monkeypatch) == 1
+    assert capsys.readouterr().err == "rlpipe: error: engine 3 is gone\n"
+    assert run_raising(InputError("no"), monkeypatch) == 2
+    assert run_raising(KeyboardInterrupt(), monkeypatch) == 130
+    with pytest.raises(ZeroDivisionError):
+        run_raising(ZeroDivisionError(), monkeypatch)
+
+
+def test_errors_that_crossed_ray_show_their_cause_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class RemoteConfigError(ConfigError):
+        cause = ConfigError("a is wrong")
+
+    assert run_raising(RemoteConfigError("Traceback ..."), monkeypatch) == 2
+    assert capsys.readouterr().err == "rlpipe: error: a is wrong\n"
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m rlpipe config --docs | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "name: run\n0\n"
+    assert done.stderr == ""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a finished run."""
+    finished = Run(tmp_path / "run")
+    finished.train_all()
+    finished.ledger.close()
+    return tmp_path / "run"
+
+
+def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "a finished run: 6 steps trained, the newest checkpoint after 6\n" in text
+    assert "prompts    19: 10 TRAINED, 6 DISCARDED, 3 skipped\n" in text
+    assert "            2  compared after the last step, not trained\n" in text
+    assert "FAILS" not in text
+    with sqlite3.connect(run / NAME) as connection:
+        connection.execute("DELETE FROM groups WHERE group_id = 5")
+        connection.execute("UPDATE groups SET reason = NULL WHERE group_id = 10")
+    assert cli.main(["audit", str(run)]) == 3
+    streams = capsys.readouterr()
+    assert "FAILS  every place up to the prompt source's has a group, or a row that was skipped\n" in streams.out
+    assert "         epoch 0, position 5\n" in streams.out
+    assert "         group 10, DISCARDED, without a reason\n" in streams.out
+    assert streams.err.count("\n") == 1
+    assert (
+        f"rlpipe: error: the accounts in {run / NAME} do not add up: it does not hold that every place" in streams.err
+    )
+    assert cli.main(["audit", str(run), "--json"]) == 3
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [
+        ["epoch 0, position 5"],
+        ["group 10, DISCARDED, without a reason"],
+        ["step 2: 1 of 2"],
+    ]
+
+
+@pytest.mark.parametrize("command", ["audit", "inspect"])
+def test_a_ledger_that_can_not_be_read_is_named(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{tmp_path} has no ledger.sqlite: give the output folder of a run" in fails(
+        [command, str(tmp_path)], capsys
+    )
+    assert "nothing.sqlite does not exist" in fails([command, str(tmp_path / "nothing.sqlite")], capsys)
+    content = bytearray((run / NAME).read_bytes())
+    content[:4096] = b"\xff" * 4096
+    (run / NAME).write_bytes(content)
+    assert f"the ledger {run / NAME} " in fails([command, str(run)], capsys)
+    (run / NAME).write_bytes(b"")
+    assert str(run / NAME) in fails([command, str(run)], capsys)
+
+
+@pytest.mark.parametrize("command", ["audit", "inspect"])
+def test_ledgers_are_read_without_ray_or_torch(command: str, run: Path) -> None:
+    output = loaded_after(f"from rlpipe.cli import main; main(['{command}', '{run}'])")
+    assert "LOADED ['numpy']" in output
+
+
+@pytest.mark.parametrize(
+    ("library", "line"),
+    [
+        ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: no kernels"),
+    ],
+)
+def test_lines_of_libraries_that_nobody_can_act_on_are_not_shown(
+    library: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main(["config", "experiment=quickstart"]) == 0
+    logger = logging.getLogger(library)
+    caplog.handler.records.clear()
+    logger.addHandler(caplog.handler)  # DeepSpeed's hands nothing on
+    logger.warning(line)
+    assert caplog.records == []
+    logger.warning("something else is wrong")
+    logger.removeHandler(caplog.handler)
+    assert "something else is wrong" in caplog.messages

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from rlpipe.configs import compose, groups
+from rlpipe.configs.compose import build_config, compose_tree, load_config
+from rlpipe.configs.data_sources import mixed_sources
+from rlpipe.configs.groups import config_folder, describe_choice, list_groups
+from rlpipe.configs.option_list import SYNONYMS, nearest_name, options
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.tree import changed_options, to_tree, to_yaml
+from rlpipe.errors import ConfigError, DataError
+
+BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic")
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def error_of(*overrides: str, file: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*BASE, *overrides], file=file)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the config groups that a test may add files to."""
+    folder = tmp_path / "groups"
+    shutil.copytree(config_folder(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "experiment"))
+    monkeypatch.setattr(groups, "config_folder", lambda: folder)
+    monkeypatch.setattr(compose, "config_folder", lambda: folder)
+    return folder
+
+
+def test_defaults_are_the_schema_and_the_default_groups() -> None:
+    config = load_config(BASE)
+    assert isinstance(config, Config)
+    assert config.algorithm.group_size == Config().algorithm.group_size
+    assert config.algorithm.loss.aggregate == "sequence"
+    assert config.output == "outputs/run"
+
+
+def test_groups_and_values_are_applied_in_order() -> None:
+    config = load_config([*BASE, "algorithm.loss.clip_high=0.3", "algorithm=dapo", "learner=fsdp2"])
+    assert config.algorithm.loss.clip_high == 0.3
+    assert config.algorithm.loss.mask_truncated
+    assert (config.learner.strategy, config.learner.num_ranks) == ("fsdp2", 2)
+
+
+def test_every_choice_of_every_group_composes() -> None:
+    choices = {group: names for group, names in list_groups().items() if group != "experiment"}
+    for turn in range(max(map(len, choices.values()))):
+        compose_tree([f"{group}={names[turn % len(names)]}" for group, names in choices.items()])
+
+
+def test_every_choice_says_what_it_is_for() -> None:
+    silent = [
+        (group, name) for group, names in list_groups().items() for name in names if not describe_choice(group, name)
+    ]
+    assert silent == []
+
+
+def test_override_grammar_reads_lists_dictionaries_null_and_quotes() -> None:
+    config = load_config(
+        [
+            *BASE,
+            "learner.optimizer.betas=[0.8,0.9]",
+            "rollout.engine_args={enforce_eager:true}",
+            "+rollout.engine_args.swap_space=2",
+            "learner.max_grad_norm=null",
+            'rollout.sampling.stop=["a, b","\\n"]',
+            'rollout.sampling.guided_regex="[0-9]+"',
+            "learner.optimizer.lr=1e-5",
+        ]
+    )
+    assert config.learner.optimizer.betas == (0.8, 0.9)
+    assert config.rollout.engine_args == {"enforce_eager": True, "swap_space": 2}
+    assert config.learner.max_grad_norm is None
+    assert config.rollout.sampling.stop[0] == "a, b"
+    assert config.rollout.sampling.guided_regex == "[0-9]+"
+    assert config.learner.optimizer.lr == 1e-5
+
+
+def test_rewards_are_made_entry_by_entry_and_removed() -> None:
+    rewards = [
+        "scoring.rewards.right.path=mine:right",
+        "scoring.rewards.right.weight=2",
+        "scoring.rewards.short.path=m:s",
+    ]
+    config = load_config([*BASE, *rewards])
+    assert config.scoring.rewards["right"] == RewardConfig(path="mine:right", weight=2.0)
+    assert list(load_config([*BASE, *rewards, "~scoring.rewards.right"]).scoring.rewards) == ["short"]
+
+
+def test_config_is_frozen() -> None:
+    config = load_config(BASE)
+    with pytest.raises(AttributeError, match=r"frozen: LossConfig\.clip_high"):
+        config.algorithm.loss.clip_high = 0.5
+
+
+def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_NAME", "night")
+    config = load_config([*BASE, "name=${oc.env:RUN_NAME}", "tracking.wandb_project=${name}-project"])
+    assert (config.output, config.tracking.wandb_project) == ("outputs/night", "night-project")
+    assert "'nope' not found" in error_of("name=${nope}")
+
+
+def test_home_folder_is_expanded() -> None:
+    assert load_config([*BASE, "output=~/runs"]).output == str(Path.home() / "runs")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.loss.clip_hi=1", "algorithm.loss.clip_hi: no such option; did you mean algorithm.loss.clip_high?"),
+        ("algorithm.clip_high=1", "did you mean algorithm.loss.clip_high?"),
+        ("algorithm.los.clip_low=1", "did you mean algorithm.loss"),
+        ("learning_rate=1", "did you mean learner.optimizer.lr?"),
+        ("algorithm.num_generations=4", "did you mean algorithm.group_size?"),
+        ("scoring.rewards.a.weigth=1", "did you mean scoring.rewards.<name>.weight?"),
+        ("qqqqqq=1", "qqqqqq: no such option; see rlpipe config --docs"),
+        ("algorithm=dapoo", "algorithm=dapoo: no such choice; algorithm is one of cispo, dapo"),
+        ("algorithm=dapoo", "did you mean dapo?"),
+        ("algorithm.loss.clip_high=abc", "algorithm.loss.clip_high: 'abc' is not a number"),
+        ("algorithm.num_steps=1.5", "algorithm.num_steps: 1.5 is not an integer"),
+        ("algorithm.num_steps=null", "algorithm.num_steps: null is not an integer"),
+        ("tracking.wandb=perhaps", "tracking.wandb: 'perhaps' is not true or false"),
+        ("learner.optimizer.betas=0.9", "learner.optimizer.betas: 0.9 is not a list of numbers"),
+        ("rollout.resources={node:big}", "rollout.resources: {'node': 'big'} is not a dictionary of numbers"),
+        ("learner.max_grad_norm=big", "learner.max_grad_norm: 'big' is not a number, or null"),
+        ("algorithm.loss=3", "algorithm.loss: a section with options such as algorithm.loss.name, and can't be 3"),
+        ("scoring.rewards.a=m:f", "scoring.rewards.a: a section with options such as scoring.rewards.<name>.path"),
+        ("scoring.rewards=m:f", "scoring.rewards: a section with options such as scoring.rewards.<name>"),
+        ("scoring.rewards.a.weight=2", "scoring.rewards.a.path is required, and is not set: package.module:name"),
+        ("model.path=???", "model.path is required, and is not set: A folder or a hub id"),
+        ("a=1,2", "one run takes one value"),
+        ("no equals", "can't read the override 'no equals'"),
+        ("rollout.sampling.guided_regex=[0-9]+", "quote special characters"),
+        ("algorithm@loss=dapo", "packages can't be changed"),
+        ("~scoring.rewards.x", "there is no such entry to remove"),
+        ("~model.path", "an option can't be removed; set it instead"),
+    ],
+)
+def test_wrong_overrides_are_named_with_the_fix(override: str, message: str) -> None:
+    assert message in error_of(override)
+
+
+def test_file_selects_groups_and_sets_options(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "run.yaml",
+        "defaults: [override /algorithm: gspo, learner: fsdp2, experiment: null, _self_]\n"
+        "algorithm: {num_steps: 7, loss:}\n"
+        "learner: {optimizer: {lr: 1e-5}}\n"
+        "scoring: {rewards: {right: {path: 'mine:right'}}}\n",
+    )
+    config = load_config(BASE, file=file)
+    assert config.algorithm.loss.level == "sequence"
+    assert (config.algorithm.num_steps, config.learner.num_ranks, config.learner.optimizer.lr) == (7, 2, 1e-5)
+    assert config.scoring.rewards["right"].path == "mine:right"
+    over = load_config([*BASE, "algorithm=dapo", "algorithm.num_steps=9"], file=file)
+    assert (over.algorithm.loss.clip_high, over.algorithm.num_steps) == (0.28, 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("learner: {optimizer: {lrr: 1}}", "learner.optimizer.lrr: no such option; did you mean learner.optimizer.lr?"),
+        ("learner: {optimizer: {lr: fast}}", "learner.optimizer.lr: 'fast' is not a number"),
+        ("algorithm: dapo", "write `defaults: [algorithm: dapo]`"),
+        ("defaults: dapo", "defaults must be a list such as"),
+        ("defaults: [dapo]", "must be `group: choice`"),
+        ("defaults: [algoritm: dapo]", "algoritm"),
+        ("defaults: [algorithm: dapoo]", "did you mean dapo?"),
+        ("[1, 2]", "holds a list"),
+        ("a: b: c", "not a YAML file"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
+    found = error_of(file=write(tmp_path / "run.yaml", content))
+    assert found.startswith(f"{tmp_path}/run.yaml: ")
+    assert message in found
+
+
+def test_missing_file_is_reported_with_its_absolute_path() -> None:
+    with pytest.raises(DataError, match=f"{os.getcwd()}/nowhere.yaml does not exist"):
+        load_config(file="nowhere.yaml")
+
+
+def test_experiment_overrides_groups_and_any_option(own_groups: Path) -> None:
+    write(
+        own_groups / "experiment" / "mine.yaml",
+        "# @package _global_\ndefaults: [override /algorithm: dapo, _self_]\nname: mine\nlearner: {num_threads: 3}\n",
+    )
+    config = load_config([*BASE, "experiment=mine", "learner.num_threads=2"])
+    assert (config.name, config.algorithm.loss.clip_high, config.learner.num_threads) == ("mine", 0.28, 2)
+    assert load_config([*BASE, "experiment=mine", "algorithm=gspo"]).algorithm.loss.level == "sequence"
+    assert load_config([*BASE, "experiment=null"]).name == "run"
+
+
+def test_wrong_experiments_are_named(own_groups: Path) -> None:
+    path = write(own_groups / "experiment" / "mine.yaml", "# @package _global_\nlearner: {nun_threads: 3}\n")
+    assert error_of("experiment=mine").startswith(
+        f"{path}: learner.nun_threads: no such option; did you mean learner.num"
+    )
+    write(path, "# @package _global_\ndefaults: [override /algorithm: dapoo]\n")
+    assert "algorithm=dapoo: no such choice" in error_of("experiment=mine")
+    assert "experiment=mined: no such choice; experiment is one of mine; did you mean mine?" in error_of(
+        "experiment=mined"
+    )
+
+
+def test_composing_leaves_hydra_and_the_process_alone() -> None:
+    folder = os.getcwd()
+    for _ in range(2):
+        load_config(BASE)
+    assert not GlobalHydra.instance().is_initialized()
+    with initialize_config_dir(config_dir=str(config_folder()), version_base="1.3"):
+        load_config(BASE)
+        assert GlobalHydra.instance().is_initialized()
+    assert os.getcwd() == folder
+
+
+def test_yaml_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    config = load_config(
+        [*BASE, "scoring.rewards.right.path=mine:right", "rollout.sampling.stop=[a,b]", "algorithm=dapo"]
+    )
+    file = write(tmp_path / "config.yaml", to_yaml(config))
+    again = load_config(file=file)
+    assert again == config
+
+
+def test_incomplete_tree_shows_what_is_missing() -> None:
+    tree = compose_tree(["data=parquet"])
+    assert "path: ???" in compose.show_tree(tree)
+    with pytest.raises(ConfigError, match=r"model\.path is required"):
+        build_config(tree)
+
+
+def test_changes_that_matter_for_training_are_listed() -> None:
+    old = load_config([*BASE, "scoring.rewards.right.path=mine:right"])
+    same = ["rollout.num_engines=4", "tracking=quiet", "algorithm.num_steps=999", "scoring.rewards.right.timeout_s=1"]
+    new = load_config([*BASE, "scoring.rewards.right.path=mine:right", *same, "name=other", "learner.resources={a:1}"])
+    assert changed_options(to_tree(old), to_tree(new)) == []
+    sharded = ["learner=zero3", "learner.zero3.offload_optimizer=true", "model.gradient_checkpointing=true"]
+    elsewhere = load_config([*BASE, "scoring.rewards.right.path=mine:right", *sharded])
+    assert changed_options(to_tree(old), to_tree(elsewhere)) == []
+    isolated = ["scoring.memory_gb=1", "scoring.rewards.right.isolation=sandbox", "scoring.rewards.right.memory_gb=2"]
+    other = load_config([*BASE, "scoring.rewards.right.path=mine:right", *isolated])
+    assert changed_options(to_tree(old), to_tree(other)) == []
+    served = ["scoring.rewards.right.serve.replicas=2", "algorithm.ebft.features.weights=learner"]
+    other = load_config(
+        [*BASE, "scoring.rewards.right.path=mine:right", *served, "scoring.on_rollouts_scored=mine:see"]
+    )
+    assert changed_options(to_tree(old), to_tree(other)) == []
+    changed = load_config([*BASE, "algorithm.loss.clip_high=0.3", "learner.schedule.name=linear"])
+    found = changed_options(to_tree(old), to_tree(changed))
+    assert "algorithm.loss.clip_high: 0.2 -> 0.3" in found
+    assert 'scoring.rewards.right.path: "mine:right" -> absent' in found
+
+
+def test_options_that_are_younger_than_a_run_had_their_defaults() -> None:
+    old = to_tree(load_config(BASE))
+    for name in ("sources", "shuffle", "train_on_eos"):
+        del old["data"][name]
+    assert changed_options(old, to_tree(load_config(BASE))) == []
+    changed = to_tree(load_config([*BASE, "data.shuffle=false"]))
+    assert changed_options(old, changed) == ["data.shuffle: true -> false"]
+
+
+@pytest.mark.parametrize(("key", "kind"), [("1", "int"), ("1.5", "float"), ("on", "bool")])
+def test_a_key_that_yaml_does_not_read_as_a_text_is_named(tmp_path: Path, key: str, kind: str) -> None:
+    def load(name: str) -> Config:
+        source = "{source: jsonl, path: a.jsonl}"
+        (tmp_path / "run.yaml").write_text(f"defaults: [data: mix]\ndata:\n  sources:\n    {name}: {source}\n")
+        return load_config(["algorithm=sft", "model.path=org/policy"], file=tmp_path / "run.yaml", need_files=False)
+
+    with pytest.raises(ConfigError, match=rf"run\.yaml: data\.sources: .* key \S+ as a {kind}; write it in quotes$"):
+        load(key)
+    assert list(load(f"'{key}'").data.sources) == [key]
+
+
+def test_sources_of_a_mix_are_added_and_changed_one_by_one() -> None:
+    mix = ["model.path=org/policy", "data=mix", "data.sources.math={source: jsonl, path: a.jsonl}"]
+    base = [*mix, "data.sources.code={source: jsonl, path: b.jsonl}", "data.sources.code.weight=3"]
+    config = load_config(base, need_files=False)
+    assert [(source.name, source.weight) for source in mixed_sources(config.data)] == [("code", 3.0), ("math", 1.0)]
+    other = load_config([*base, "data.sources.code.weight=4"], need_files=False)
+    assert changed_options(to_tree(config), to_tree(other)) == ["data.sources.code.weight: 3 -> 4"]
+
+
+def test_length_of_a_run_matters_where_the_learning_rate_depends_on_it() -> None:
+    linear = [*BASE, "learner.schedule.name=linear"]
+    old, new = (to_tree(load_config([*linear, f"algorithm.num_steps={steps}"])) for steps in (50, 60))
+    assert changed_options(old, new) == ["algorithm.num_steps: 50 -> 60"]
+
+
+def test_every_option_is_documented_and_synonyms_exist() -> None:
+    names = {option.name for option in options()}
+    assert all(option.doc.endswith(".") for option in options())
+    assert nearest_name("algorithm.loss.epsilon") in names
+    known = names | {name.rpartition(".")[0] for name in names} | {"scoring.rewards"}
+    assert set(SYNONYMS.values()) <= known
+
+
+@pytest.mark.parametrize(
+    ("others", "ours"),
+    [
+        ("data.train_on_input", "data.train_on_inputs"),
+        ("train_on_inputs", "data.train_on_inputs"),
+        ("data.train_on_prompt", "data.train_on_inputs"),
+        ("data.mask_prompt", "data.roles_to_train"),
+        ("roles", "data.roles_to_train"),
+        ("learner.assistant_only_loss", "data.roles_to_train"),
+        ("completion_only_loss", "data.roles_to_train"),
+        ("train_on_eot", "data.train_on_eos"),
+        ("eot_tokens", "data.role_boundaries"),
+        ("data.chat_template", "model.chat_template"),
+        ("chat_template_path", "model.chat_template"),
+        ("model.custom_chat_template", "model.chat_template"),
+        ("data.apply_chat_template", "data.chat"),
+        ("data.prompt_key", "data.prompt_column"),
+        ("data.response_key", "data.completion_column"),
+        ("field_messages", "data.messages_column"),
+        ("dataset_text_field", "data.text_column"),
+    ],
+)
+def test_options_of_other_libraries_lead_to_ours(others: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{others}: no such option; did you mean {ours}\?$"):
+        load_config([*BASE, f"{others}=1"])

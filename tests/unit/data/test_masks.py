@@ -1,0 +1,122 @@
+"""The loss mask covers what the assistant writes and nothing else, or says that it can't tell."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.row import UnusableRow
+from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rlpipe.types import ChatMessages
+
+UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+END_OUTSIDE = CHAT_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+NEWLINE_AFTER_END = UNMARKED.replace("<|end|>", "<|end|>\n")
+THINKS_LAST = UNMARKED.replace(
+    "{{ message['content'] }}", "{% if loop.last %}<think></think>{% endif %}{{ message['content'] }}"
+)
+
+DATA = DataConfig(source="jsonl")
+
+CONVERSATION: ChatMessages = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3?"},
+    {"role": "assistant", "content": " 7 \n"},
+]
+
+
+def template_of(jinja: str) -> ChatTemplate:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = jinja
+    return ChatTemplate(tokenizer, DATA)
+
+
+def marked(jinja: str, messages: ChatMessages, first_message: int = 0) -> list[str]:
+    """The runs of marked tokens, as text."""
+    template = template_of(jinja)
+    encoded, mask = ConversationMask(template, DATA).tokens(messages, first_message=first_message)
+    token_ids = encoded.token_ids
+    borders = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    runs = zip(borders[::2], borders[1::2], strict=True)
+    return [str(template.tokenizer.decode(token_ids[start:end])) for start, end in runs]
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED, END_OUTSIDE, NEWLINE_AFTER_END])
+def test_every_assistant_turn_counts_with_its_end_token_and_no_more(jinja: str) -> None:
+    assert marked(jinja, CONVERSATION) == ["4<|end|>", " 7 \n<|end|>"]
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_turns_before_the_first_message_do_not_count(jinja: str) -> None:
+    assert marked(jinja, CONVERSATION, first_message=3) == [" 7 \n<|end|>"]
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_the_end_of_a_prompt_s_last_answer_does_not_count(jinja: str) -> None:
+    messages = [*CONVERSATION[:2], {"role": "assistant", "content": "or 5"}]
+    assert marked(jinja, messages, first_message=2) == ["or 5<|end|>"]
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, UNMARKED])
+def test_tokens_of_images_and_padding_never_count(jinja: str) -> None:
+    template = template_of(jinja)
+    template.tokenizer.add_tokens(["<|image_pad|>"], special_tokens=True)
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "x<|image_pad|>y<|pad|>z"}]
+    encoded, mask = ConversationMask(template, DATA).tokens(messages)
+    assert template.tokenizer.decode(encoded.token_ids[mask]) == "xyz<|end|>"
+
+
+def test_template_that_rewrites_earlier_turns_is_marked_as_it_renders_them() -> None:
+    assert marked(THINKS_LAST, CONVERSATION) == ["4<|end|>", "<think></think> 7 \n<|end|>"]
+
+
+def test_conversation_without_assistant_is_unusable() -> None:
+    with pytest.raises(UnusableRow, match="no token of a turn of assistant"):
+        marked(CHAT_TEMPLATE, CONVERSATION[:1])
+
+
+def test_template_that_raises_makes_the_row_unusable() -> None:
+    with pytest.raises(UnusableRow, match="roles must alternate"):
+        marked("{{ raise_exception('roles must alternate') }}", CONVERSATION)
+
+
+def make_byte_level_tokenizer(trim_offsets: bool) -> PreTrainedTokenizerBase:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the  cat sat\n\non the mat, the answer is the cat"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize("jinja", [CHAT_TEMPLATE, END_OUTSIDE])
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("answer", ["the cat", " the answer\n\n", "\n\nzażółć 🐈 the  mat "])
+def test_merged_tokens_are_marked_as_their_text_is(jinja: str, trim_offsets: bool, answer: str) -> None:
+    tokenizer = make_byte_level_tokenizer(trim_offsets)
+    tokenizer.chat_template = jinja
+    template = ChatTemplate(tokenizer, DATA)
+    messages = [{"role": "user", "content": "who sat on the mat?"}, {"role": "assistant", "content": answer}]
+    encoded, mask = ConversationMask(template, DATA).tokens(messages)
+    token_ids = encoded.token_ids
+    assert tokenizer.decode(token_ids[mask]) == f"{answer}<|end|>"
+    start = int(np.argmax(mask))
+    assert mask[start:].all()
+
+
+def test_answer_that_merges_into_the_prompt_is_unusable() -> None:
+    tokenizer = make_byte_level_tokenizer(False)
+    tokenizer.chat_template = UNMARKED.replace("<|assistant|>", "<|assistant|>th")
+    template = ChatTemplate(tokenizer, DATA)
+    with pytest.raises(UnusableRow, match="merge"):
+        ConversationMask(template, DATA).tokens([CONVERSATION[0], {"role": "assistant", "content": "e cat"}])

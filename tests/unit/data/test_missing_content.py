@@ -1,0 +1,87 @@
+"""Messages that call tools may have no content: templates get what they render as nothing, and never write ``None``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
+from rlpipe.data.row import RowLocation, UnusableRow
+from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
+
+TURN = "<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation %}BODY{% endgeneration %}{% else %}BODY"
+LOOP = "{% for message in messages %}" + TURN + "{% endif %}{% endfor %}"
+CALLS = "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}<|end|>"
+PRINTS = LOOP.replace("BODY", "{{ message.content }}" + CALLS)
+"""As GLM-4.5's template."""
+PARTS = LOOP.replace("BODY", "{% for part in message.content %}{{ part.text }}{% endfor %}" + CALLS)
+"""As Qwen3-VL's, if it took no texts."""
+ASKS = LOOP.replace(
+    "BODY", "{% if message['content'] is none %}" + CALLS + "{% else %}{{ message.content }}<|end|>{% endif %}"
+)
+"""As DeepSeek's."""
+ASKS_OF_REASONING = LOOP.replace(
+    "BODY",
+    "{% if message.reasoning_content is not none %}{% if '</think>' in message.content %}{% endif %}{% endif %}"
+    "{{ message.content }}" + CALLS,
+)
+"""As Qwen3's first."""
+PLACE = RowLocation(row=0, epoch=0, location="row 1")
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+ASKED = {"role": "user", "content": "hi"}
+FOUND = [{"role": "tool", "content": "a cat"}, {"role": "assistant", "content": "ok"}]
+
+
+def trained(template: str, message: dict[str, Any], role_boundaries: Any = None) -> tuple[str, str]:
+    """The rendered conversation, and what of it counts."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", role_boundaries=role_boundaries), max_tokens=512)
+    sequence = renderer.render({"messages": [ASKED, message, *FOUND]}, PLACE)
+    counted = sequence.token_ids[np.flatnonzero(sequence.loss_mask)]
+    return tokenizer.decode(sequence.token_ids), tokenizer.decode(counted)
+
+
+@pytest.mark.parametrize("template", [PRINTS, PARTS, ASKS, ASKS_OF_REASONING])
+@pytest.mark.parametrize("message", [CALL, CALL | {"content": None}])
+@pytest.mark.parametrize("given", [None, [{"role": "assistant", "start": "<|assistant|>", "end": "<|end|>"}]])
+def test_a_call_without_content_is_rendered_as_the_call_alone(
+    template: str, message: dict[str, Any], given: Any
+) -> None:
+    text, counted = trained(template, message, given)
+    assert text == "<|user|>hi<|end|><|assistant|>(look)<|end|><|tool|>a cat<|end|><|assistant|>ok<|end|>"
+    assert counted == "(look)<|end|>ok<|end|>"
+
+
+def test_a_call_that_the_template_does_not_render_makes_a_row_unusable() -> None:
+    with pytest.raises(UnusableRow, match="the chat template leaves out tool_calls of a turn without content"):
+        trained(CHAT_TEMPLATE, CALL)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+    ],
+)
+def test_a_message_with_nothing_in_the_place_of_its_content_makes_a_row_unusable(message: dict[str, Any]) -> None:
+    with pytest.raises(UnusableRow, match="message 2: its key 'content' is null"):
+        trained(PRINTS, message)
+
+
+def test_nulls_that_tables_add_to_calls_are_dropped() -> None:
+    template = PRINTS.replace("call.function.name", "call.function.arguments | tojson")
+    arguments = {"city": "x", "unit": None, "more": [{"a": 1, "b": None}]}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    assert trained(template, call)[1] == '({"city": "x", "more": [{"a": 1}]})<|end|>ok<|end|>'
+
+
+def test_a_prompt_does_not_go_on_from_a_turn_without_content() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PRINTS
+    with pytest.raises(UnusableRow, match="its last turn, which the completion would go on from, has no content"):
+        PromptRenderer(tokenizer, DataConfig(source="jsonl")).render({"prompt": [ASKED, CALL]}, PLACE)

@@ -1,0 +1,251 @@
+"""Tokenizers load or fail in one line; rows become prompts and SFT sequences."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
+from rlpipe.errors import DataError, ModelError
+from rlpipe.models.tiny import make_tokenizer
+from rlpipe.types import NO_VERSION, Prompt, Rollout
+
+PLACE = RowLocation(row=4, epoch=2, location="rows.jsonl, line 5")
+TOKENIZER = make_tokenizer()
+
+
+def prompt_of(row: dict[str, Any], **options: Any) -> Prompt:
+    return PromptRenderer(TOKENIZER, DataConfig(source="jsonl", **options)).render(row, PLACE)
+
+
+def sequence_of(row: dict[str, Any], *, max_tokens: int = 100, **options: Any) -> Rollout:
+    renderer = SequenceRenderer(TOKENIZER, DataConfig(source="jsonl", **options), max_tokens=max_tokens)
+    return renderer.render(row, PLACE)
+
+
+def texts(rollout: Rollout) -> tuple[str, str]:
+    """Text of the tokens without and with loss."""
+    return (
+        str(TOKENIZER.decode(rollout.token_ids[~rollout.loss_mask])),
+        str(TOKENIZER.decode(rollout.token_ids[rollout.loss_mask])),
+    )
+
+
+# Tokenizers -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_loads_from_a_folder_with_another_template(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    (tmp_path / "mine.jinja").write_text("mine")
+    config = ModelConfig(
+        path="no/matter", tokenizer=str(tmp_path / "policy"), chat_template=str(tmp_path / "mine.jinja")
+    )
+    tokenizer = load_tokenizer(config)
+    assert tokenizer.chat_template == "mine"
+    assert tokenizer("ab")["input_ids"] == TOKENIZER("ab")["input_ids"]
+
+
+def test_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(ModelConfig(path=str(tmp_path))).pad_token_id == TOKENIZER.eos_token_id
+
+
+@pytest.mark.parametrize("path", ["./no/such/folder", "/no/such/folder"])
+def test_missing_folder_is_a_model_error(path: str) -> None:
+    with pytest.raises(ModelError, match=f"model.path: there is no folder '{path}'"):
+        load_tokenizer(ModelConfig(path=path))
+
+
+def test_offline_hub_id_fails_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"model.tokenizer: tokenizer 'nobody/nothing' can't be loaded"):
+        load_tokenizer(ModelConfig(path="x", tokenizer="nobody/nothing"))
+
+
+def test_folder_without_tokenizer_is_a_one_line_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model.path: no tokenizer in") as caught:
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_text_becomes_a_user_turn_behind_the_system_prompt() -> None:
+    prompt = prompt_of({"prompt": "2+2?", "answer": "4"}, system_prompt="Add.")
+    assert TOKENIZER.decode(prompt.token_ids) == "<|system|>Add.<|end|><|user|>2+2?<|end|><|assistant|>"
+    assert prompt.prompt == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
+    assert prompt.task == {"answer": "4"}
+    assert (prompt.prompt_id, prompt.epoch) == (4, 2)
+
+
+def test_messages_keep_their_own_system_turn() -> None:
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
+    prompt = prompt_of({"prompt": messages}, system_prompt="Other.")
+    assert TOKENIZER.decode(prompt.token_ids) == "<|system|>Mine.<|end|><|user|>hi<|end|><|assistant|>"
+
+
+def test_an_assistant_turn_at_the_end_is_continued() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure:"}]
+    prompt = prompt_of({"prompt": messages})
+    assert TOKENIZER.decode(prompt.token_ids) == "<|user|>hi<|end|><|assistant|>Sure:"
+
+
+def test_plain_text_is_not_rendered() -> None:
+    prompt = prompt_of({"prompt": "2+2="}, chat=False, system_prompt="Add.")
+    assert TOKENIZER.decode(prompt.token_ids) == "2+2="
+    assert prompt.prompt == "2+2="
+
+
+def test_template_gets_its_options_and_tools() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ mood }} {{ tools[0].function.name }}"
+    tool = {"type": "function", "function": {"name": "add"}}
+    data = DataConfig(source="jsonl", chat_template_kwargs={"mood": "calm"}, tools=[tool])
+    prompt = PromptRenderer(tokenizer, data).render({"prompt": "x"}, PLACE)
+    assert tokenizer.decode(prompt.token_ids) == "calm add"
+
+
+def test_nulls_that_tables_add_to_messages_are_dropped() -> None:
+    prompt = prompt_of({"prompt": [{"role": "user", "content": "hi", "tool_calls": None}]})
+    assert prompt.prompt == [{"role": "user", "content": "hi"}]
+
+
+def test_missing_column_is_named_with_the_place_and_the_columns() -> None:
+    message = "rows.jsonl, line 5: no column 'prompt'; columns there: question, answer; set data.prompt_column"
+    with pytest.raises(DataError, match=message):
+        prompt_of({"question": "x", "answer": "y"})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "reason"),
+    [
+        (None, SkipKind.UNRENDERABLE, "column 'prompt' is null"),
+        (7, SkipKind.UNRENDERABLE, "column 'prompt' holds a int, not a text or messages"),
+        (["hi"], SkipKind.UNRENDERABLE, "must be a dict"),
+        ([], SkipKind.UNRENDERABLE, "column 'prompt' is an empty list"),
+        ([{"role": None, "content": "hi"}], SkipKind.UNRENDERABLE, "must be a dict with role"),
+        ([{"from": "hmuan", "value": "hi"}], SkipKind.UNRENDERABLE, "message 1: .* did you mean 'human'"),
+        ("x" * 30, SkipKind.TOO_LONG, "33 prompt tokens, more than data.max_prompt_tokens=32"),
+    ],
+)
+def test_unusable_prompts_say_why(value: Any, kind: SkipKind, reason: str) -> None:
+    with pytest.raises(UnusableRow, match=reason) as caught:
+        prompt_of({"prompt": value}, max_prompt_tokens=32)
+    assert caught.value.kind is kind
+
+
+def test_empty_plain_prompt_is_unusable() -> None:
+    with pytest.raises(UnusableRow, match="empty"):
+        prompt_of({"prompt": ""}, chat=False)
+
+
+def test_chat_needs_a_template() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template; set model.chat_template, or data.chat=false"):
+        PromptRenderer(tokenizer, DataConfig(source="jsonl"))
+
+
+# SFT sequences --------------------------------------------------------------------------------------------------------
+
+
+def test_completion_becomes_an_assistant_turn_behind_the_prompt_of_rl() -> None:
+    row = {"prompt": "2+2?", "completion": "4", "level": 1}
+    rollout = sequence_of(row, system_prompt="Add.")
+    assert texts(rollout) == ("<|system|>Add.<|end|><|user|>2+2?<|end|><|assistant|>", "4<|end|>")
+    prompt = prompt_of(row, system_prompt="Add.")
+    assert np.array_equal(rollout.token_ids[: len(prompt.token_ids)], prompt.token_ids)
+    assert rollout.task == {"level": 1}
+
+
+def test_sequences_carry_advantage_one_on_loss_tokens_and_no_policy_version() -> None:
+    rollout = sequence_of({"prompt": "2+2?", "completion": "4"})
+    assert np.array_equal(rollout.advantages, rollout.loss_mask.astype(np.float32))
+    assert not rollout.logprobs.any()
+    assert (rollout.policy_versions == NO_VERSION).all()
+    assert (rollout.prompt_id, rollout.name) == (4, "4/2")
+
+
+def test_conversation_learns_every_assistant_turn() -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    rollout = sequence_of({"messages": [{"role": role, "content": content} for role, content in turns]})
+    assert texts(rollout)[1] == "b<|end|>d<|end|>"
+
+
+def test_only_the_completion_counts_behind_a_prompt_with_assistant_turns() -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    prompt = [{"role": role, "content": content} for role, content in turns]
+    rollout = sequence_of({"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]})
+    assert texts(rollout)[1] == "d<|end|>"
+
+
+def test_plain_completion_ends_with_the_end_token() -> None:
+    rollout = sequence_of({"prompt": "2+2=", "completion": "4"}, chat=False)
+    assert texts(rollout) == ("2+2=", "4<|end|>")
+
+
+def test_conversation_prompt_is_what_precedes_the_first_answer() -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns], "level": 1}
+    prompt = SequenceRenderer(TOKENIZER, DataConfig(source="jsonl"), max_tokens=100).prompt(row, PLACE)
+    assert TOKENIZER.decode(prompt.token_ids) == "<|user|>a<|end|><|assistant|>"
+    assert prompt.task == {"level": 1}
+
+
+def test_long_sequences_and_long_prompts_are_unusable() -> None:
+    row = {"prompt": "2+2?", "completion": "four"}
+    with pytest.raises(UnusableRow, match=r"12 tokens, more than learner.max_tokens_per_microbatch=11") as caught:
+        sequence_of(row, max_tokens=11)
+    assert caught.value.kind is SkipKind.TOO_LONG
+    with pytest.raises(UnusableRow, match=r"7 prompt tokens, more than data.max_prompt_tokens=6"):
+        sequence_of(row, max_prompt_tokens=6)
+
+
+def test_row_with_neither_conversation_nor_completion_is_a_data_error() -> None:
+    with pytest.raises(DataError, match=r"line 5: no columns 'prompt' and 'completion'; columns there: text"):
+        sequence_of({"text": "x"})
+
+
+def test_template_whose_turns_can_not_be_told_apart_names_the_row() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}<|user|>{{ message['content'] }}<|end|>{% endfor %}"
+    renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl"), max_tokens=100)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    with pytest.raises(DataError, match=r"^rows.jsonl, line 5: the chat template .* alike"):
+        renderer.render({"messages": [{"role": role, "content": content} for role, content in turns]}, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({}, "2<|end|>"),
+        ({"train_on_inputs": True}, "+1=2<|end|>"),
+        ({"loss_mask": "all"}, "+1=2<|end|>"),
+        ({"train_on_eos": "none"}, "2"),
+    ],
+)
+def test_plain_pairs_follow_the_options_of_the_loss_mask(options: dict[str, Any], trained: str) -> None:
+    row = {"prompt": "1+1=", "completion": "2"}
+    assert texts(sequence_of(row, chat=False, **options))[1] == trained
+
+
+@pytest.mark.parametrize("options", [{}, {"chat": False}, {"text_column": "completion"}])
+def test_half_a_character_makes_a_row_unusable(options: dict[str, Any]) -> None:
+    row = {"prompt": "a", "completion": "b\ud83d"}
+    with pytest.raises(UnusableRow, match=r"half a character, '\\ud83d'"):
+        sequence_of(row, **options)
+
+
+def test_raw_texts_need_no_chat_template() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", text_column="text"), max_tokens=100)
+    assert renderer.render({"text": "abc"}, PLACE).num_loss_tokens == 3

@@ -1,0 +1,55 @@
+"""What control groups leave of a machine, read from files written by hand."""
+
+import os
+from pathlib import Path
+
+from rlpipe.hardware.cgroup import free_host_bytes, host_memory_bytes, num_cores
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_machine_without_control_groups_has_all_of_itself(tmp_path: Path) -> None:
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory_bytes(tmp_path, tmp_path / "none") == physical
+    assert num_cores(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
+
+
+def test_the_lowest_limit_above_the_process_counts(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, "0::/jobs/one\n")
+    write(tmp_path / "jobs/one/memory.max", "max\n")
+    write(tmp_path / "jobs/memory.max", "5000000\n")
+    write(tmp_path / "memory.max", "6000000\n")
+    assert host_memory_bytes(tmp_path, own) == 5_000_000
+    write(tmp_path / "jobs/one/cpu.max", "max 100000\n")
+    write(tmp_path / "jobs/cpu.max", "50000 100000\n")
+    assert num_cores(tmp_path, own) == 1
+
+
+def test_groups_of_the_first_version_limit_memory_too(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, "4:cpu,memory:/job\n1:cpu:/\n0::/\n")
+    write(tmp_path / "memory/memory.limit_in_bytes", "9223372036854771712\n")
+    physical = host_memory_bytes(tmp_path, tmp_path / "none")
+    assert host_memory_bytes(tmp_path, own) == physical
+    write(tmp_path / "memory/job/memory.limit_in_bytes", "7000000\n")
+    assert host_memory_bytes(tmp_path, own) == 7_000_000
+
+
+def test_what_a_group_has_taken_is_not_free_but_for_files(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, "0::/job\n")
+    assert free_host_bytes(tmp_path, own) > 10**8
+    write(tmp_path / "job/memory.max", "5000000\n")
+    write(tmp_path / "job/memory.current", "3000000\n")
+    assert free_host_bytes(tmp_path, own) == 2_000_000
+    write(tmp_path / "job/memory.stat", "anon 2000000\ninactive_file 1000000\n")
+    assert free_host_bytes(tmp_path, own) == 3_000_000
+    write(own, "4:cpu,memory:/job\n")
+    write(tmp_path / "memory/job/memory.limit_in_bytes", "7000000\n")
+    write(tmp_path / "memory/job/memory.usage_in_bytes", "6000000\n")
+    write(tmp_path / "memory/job/memory.stat", "total_inactive_file 500000\n")
+    assert free_host_bytes(tmp_path, own) == 1_500_000

@@ -1,0 +1,78 @@
+"""What ``learner.fsdp.wrap`` makes a unit of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import make_model_config
+
+from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig
+from rlpipe.errors import ModelError
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.policy import load_policy, load_scorer
+from rlpipe.learner.strategies.fsdp_wrap import find_units
+from rlpipe.models.tiny import make_tiny_policy
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> TokenScorer:
+    path = make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+    return load_scorer(make_model_config(path, adapter="none"), "cpu")
+
+
+def names(scorer: TokenScorer, **options: Any) -> list[str]:
+    by_module = {module: name for name, module in scorer.named_modules()}
+    return [by_module[unit] for unit in find_units(scorer, scorer.causal_model, FsdpConfig(**options))]
+
+
+def test_blocks_are_the_models_layers(scorer: TokenScorer) -> None:
+    assert sorted(names(scorer)) == ["model.model.layers.0", "model.model.layers.1"]
+
+
+def test_without_wrapping_the_scorer_is_the_only_unit(scorer: TokenScorer) -> None:
+    assert names(scorer, wrap="none") == []
+
+
+def test_by_size_the_innermost_large_ones_are_taken_but_never_the_head(scorer: TokenScorer) -> None:
+    large = 64 * 96
+    found = names(scorer, wrap="size", min_num_params=large)
+    assert "model.model.layers.0.mlp.gate_proj" in found
+    assert not any(name.endswith(("mlp", "layers.0", "lm_head", "embed_tokens")) for name in found)
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in scorer.named_modules()}
+    assert all(sizes[name] >= large for name in found)
+
+
+@pytest.mark.parametrize("options", [{"wrap": "size", "min_num_params": 64 * 96}, {"wrap": "Linear"}])
+def test_a_layer_with_an_adapter_is_one_unit(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = make_tiny_policy(tmp_path, hidden_size=64, num_layers=2, intermediate_size=96)
+    policy = load_policy(make_model_config(path, adapter="lora"), LearnerConfig(), torch.device("cpu"))
+    found = names(policy.scorer, **options)
+    assert any(name.endswith("layers.0.mlp.gate_proj") for name in found)
+    assert not any("base_layer" in name or "lora_" in name for name in found)
+
+
+def test_a_list_of_layers_is_no_unit(scorer: TokenScorer) -> None:
+    """The module around it is not one either, as it has the embeddings, which are tied to the head."""
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in scorer.named_modules()}
+    between = sizes["model.model.layers.0"] + 1
+    assert sizes["model.model.layers"] >= between
+    assert names(scorer, wrap="size", min_num_params=between) == []
+
+
+def test_inner_modules_come_before_those_around_them(scorer: TokenScorer) -> None:
+    found = names(scorer, wrap=["Qwen3MLP", "Qwen3DecoderLayer"])
+    assert found.index("model.model.layers.0.mlp") < found.index("model.model.layers.0")
+
+
+def test_a_class_that_the_model_lacks_is_named(scorer: TokenScorer) -> None:
+    with pytest.raises(ModelError, match=r"learner.fsdp.wrap: the model has no LlamaBlock; its modules are .*Qwen3MLP"):
+        names(scorer, wrap=["LlamaBlock"])
+
+
+def test_a_model_that_names_no_layers_is_refused(scorer: TokenScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer.causal_model, "_no_split_modules", set())
+    with pytest.raises(ModelError, match="does not name its layers"):
+        names(scorer)

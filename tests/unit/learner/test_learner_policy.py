@@ -1,0 +1,220 @@
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import make_batches, make_learner, make_model_config, make_rollouts
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.learner.policy import Policy, load_policy
+from rlpipe.learner.row_plan import AttentionLayout, plan_row
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.types import MicroBatch, Rollout
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
+
+
+def load(path: Path, **options: object) -> Policy:
+    return load_policy(make_model_config(path, **options), LearnerConfig(), CPU)
+
+
+def micro_batch_of(rollouts: list[Rollout]) -> MicroBatch:
+    return pack_step(rollouts, step=0, num_ranks=1, max_tokens=10_000)[0].mini_batches[0].micro_batches[0]
+
+
+def logprobs_alone(model: PreTrainedModel, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """By transformers' own forward pass over one sequence."""
+    token_ids = torch.from_numpy(rollout.token_ids).long()
+    with torch.no_grad():
+        logits = model(token_ids[None]).logits[0] / temperature
+    taken = logits[:-1].log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+    return torch.cat([taken.new_zeros(1), taken]) * torch.from_numpy(rollout.loss_mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_score_as_each_row_alone(tiny: Path, attention: str) -> None:
+    policy = load(tiny, attention=attention)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    rollouts = make_rollouts()
+    with policy.inference():
+        packed, entropy = policy.logprobs(micro_batch_of(rollouts), temperature=0.7, with_entropy=True)
+    alone = torch.cat([logprobs_alone(model, rollout, 0.7) for rollout in rollouts])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    assert entropy is not None
+    assert ((entropy > 0) == (packed != 0)).all()
+
+
+def test_rows_would_leak_into_each_other_with_a_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load(tiny, attention="eager")
+    rollouts = make_rollouts()
+    backbone = policy.scorer.causal_model.base_model
+    forward = backbone.forward
+    monkeypatch.setattr(backbone, "forward", lambda **arguments: forward(**{**arguments, "use_cache": True}))
+    with policy.inference():
+        packed, _ = policy.logprobs(micro_batch_of(rollouts), temperature=1.0)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    alone = torch.cat([logprobs_alone(model, rollout, 1.0) for rollout in rollouts])
+    assert (packed - alone).abs().max() > 1e-3
+
+
+def test_shared_prompts_run_once_and_give_the_same_gradient(tiny: Path) -> None:
+    micro_batch = micro_batch_of(make_rollouts())
+    shared = plan_row(micro_batch, layout=AttentionLayout.SHARED, device=CPU)
+    separate = plan_row(micro_batch, layout=AttentionLayout.POSITIONS, device=CPU)
+    assert len(shared.token_ids) < len(separate.token_ids) < micro_batch.num_tokens
+    gradients = []
+    for attention in ("sdpa", "eager"):
+        policy = load(tiny, adapter="none", attention=attention)
+        scores, _ = policy.logprobs(micro_batch, temperature=1.0)
+        (scores.square().sum() / micro_batch.loss_mask.sum()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters().values()]))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=0)
+    assert gradients[0].norm() > 1
+
+
+def test_sliding_windows_hold_in_packed_rows(tiny: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.config.update({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
+    model.config.layer_types = ["sliding_attention"] * 2
+    model.save_pretrained(tmp_path)
+    micro_batch = micro_batch_of(make_rollouts())
+    scores = []
+    for path, attention in ((tmp_path, "sdpa"), (tmp_path, "eager"), (tiny, "sdpa")):
+        policy = load(path, attention=attention)
+        with policy.inference():
+            scores.append(policy.logprobs(micro_batch, temperature=1.0)[0])
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-5, rtol=0)
+    assert (scores[0] - scores[2]).abs().max() > 1e-3
+
+
+def test_a_row_ends_with_the_token_that_predicts_its_last_loss_token() -> None:
+    micro_batch = MicroBatch(
+        token_ids=np.arange(10, 17),
+        position_ids=np.array([0, 1, 2, 3, 0, 1, 2]),
+        sequence_starts=np.array([0, 4, 7], np.int32),
+        loss_mask=np.array([0, 0, 1, 0, 0, 0, 0], bool),
+        logprobs=np.zeros(7, np.float32),
+        advantages=np.zeros(7, np.float32),
+        policy_versions=np.zeros(7, np.int32),
+        group_ids=np.zeros(2, np.int32),
+    )
+    row = plan_row(micro_batch, layout=AttentionLayout.SHARED, device=CPU)
+    assert row.token_ids.tolist() == [10, 11]
+    assert (row.predictors.tolist(), row.loss_tokens.tolist(), row.targets.tolist()) == ([1], [2], [12])
+
+
+def test_gradient_checkpointing_changes_nothing(tiny: Path) -> None:
+    micro_batch = micro_batch_of(make_rollouts())
+    gradients = []
+    for checkpointing in (False, True):
+        policy = load(tiny, gradient_checkpointing=checkpointing)
+        for name, parameter in policy.trainable_parameters().items():
+            if "lora_B" in name:
+                torch.nn.init.constant_(parameter, 0.01)
+        policy.logprobs(micro_batch, temperature=1.0)[0].sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters().values()]))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_on_the_lm_head_is_part_of_the_scores_and_can_be_switched_off(tiny: Path) -> None:
+    config = ModelConfig(path=str(tiny), dtype="float32", adapter=AdapterConfig(target_modules=["lm_head", "q_proj"]))
+    policy = load_policy(config, LearnerConfig(), CPU)
+    micro_batch = micro_batch_of(make_rollouts())
+    with policy.inference():
+        before, _ = policy.logprobs(micro_batch, temperature=1.0)
+        for name, parameter in policy.trainable_parameters().items():
+            if "lm_head.lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        changed, _ = policy.logprobs(micro_batch, temperature=1.0)
+        with policy.adapter_off():
+            off, _ = policy.logprobs(micro_batch, temperature=1.0)
+    assert (changed - before).abs().max() > 1e-3
+    torch.testing.assert_close(off, before, atol=1e-6, rtol=0)
+    assert all(parameter.requires_grad for parameter in policy.trainable_parameters().values())
+
+
+def test_new_adapters_are_alike_for_the_same_seed_and_draw_nothing_from_the_run(tiny: Path) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first, second = load(tiny).trainable_parameters(), load(tiny).trainable_parameters()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_half_precision_policy_trains_float32_parameters(tiny: Path) -> None:
+    micro_batch = micro_batch_of(make_rollouts())
+    for adapter in ("lora", "none"):
+        exact = load(tiny, adapter=adapter)
+        config = ModelConfig(path=str(tiny), dtype="bfloat16", adapter=AdapterConfig(kind=adapter, r=4))
+        policy = load_policy(config, LearnerConfig(), CPU)
+        assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
+        scores, _ = policy.logprobs(micro_batch, temperature=1.0)
+        scores.sum().backward()
+        torch.testing.assert_close(scores, exact.logprobs(micro_batch, temperature=1.0)[0], atol=0.1, rtol=0)
+        assert all(parameter.grad is not None for parameter in policy.trainable_parameters().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "/no/such/folder"}, "/no/such/folder"),
+        ({"path": "no-such-model-anywhere"}, "no-such-model-anywhere"),
+        ({"adapter": AdapterConfig(target_modules=["no_such_module"])}, "no_such_module"),
+        ({"adapter": AdapterConfig(path="/no/adapter")}, "/no/adapter"),
+        ({"adapter": AdapterConfig(target_modules=["lm_head"], dropout=0.1)}, "dropout"),
+        ({"adapter": AdapterConfig(target_modules=["lm_head"], use_dora=True)}, "use_dora"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named_in_one_line_at_once(tiny: Path, options: dict, message: str) -> None:
+    config = ModelConfig(**({"path": str(tiny), "dtype": "float32"} | options))
+    started = time.monotonic()
+    with pytest.raises(ModelError, match=message) as raised:
+        load_policy(config, LearnerConfig(), CPU)
+    assert "\n" not in str(raised.value)
+    assert time.monotonic() - started < 15
+
+
+def test_models_that_change_their_logits_in_other_ways_are_refused(tiny: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.config.output_logit_soft_cap = 30.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="output_logit_soft_cap"):
+        load(tmp_path)
+
+
+def test_scaled_logits_are_scaled(tiny: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.config.logit_scale = 0.5
+    model.save_pretrained(tmp_path)
+    micro_batch = micro_batch_of(make_rollouts())
+    with torch.no_grad():
+        scaled, _ = load(tmp_path).logprobs(micro_batch, temperature=1.0)
+        expected, _ = load(tiny).logprobs(micro_batch, temperature=2.0)
+    torch.testing.assert_close(scaled, expected)
+
+
+def test_several_ranks_need_a_strategy(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="fsdp2"):
+        make_learner(tiny, learner=LearnerConfig(num_ranks=2))
+
+
+def test_an_empty_micro_batch_runs(tiny: Path) -> None:
+    batch = make_batches(num_ranks=2, max_tokens=40)[0].mini_batches[0].micro_batches[0]
+    batch.loss_mask[:] = False
+    policy = load(tiny)
+    scores, entropy = policy.logprobs(batch, temperature=1.0, with_entropy=True)
+    scores.sum().backward()
+    assert not scores.any()
+    assert all(not parameter.grad.any() for parameter in policy.trainable_parameters().values())
+    assert entropy is not None

@@ -1,0 +1,252 @@
+"""A merged model is the one that PEFT merges in memory, whatever the adapter, the model and its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_cases import largest_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    set_seed,
+)
+
+from rlpipe.errors import ModelError, RunError
+from rlpipe.learner.checkpoint.save_policy import ADAPTER_FILE
+from rlpipe.learner.merge import merging
+from rlpipe.learner.merge.merging import MergeRequest, merge
+from rlpipe.learner.merge.model_files import write_file
+from rlpipe.models.tiny import make_tiny_policy
+
+LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}},
+    "modules to save": {"modules_to_save": ["norm"]},
+}
+
+
+def merge_adapter(base: Path, adapter: Path, output: Path) -> None:
+    list(merge(MergeRequest(base=str(base), adapter=str(adapter), output=output)))
+
+
+def make_base(folder: Path, shard_bytes: int = 12_000, dtype: torch.dtype = torch.float32) -> Path:
+    path = make_tiny_policy(
+        folder / "whole", hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=48
+    )
+    return save_sharded(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), folder / "base", shard_bytes)
+
+
+def make_mixture(folder: Path, shard_bytes: int = 10_000) -> Path:
+    set_seed(0)
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, dtype="float32",
+    )  # fmt: skip
+    return save_sharded(MixtralForCausalLM(config), folder / "base", shard_bytes)
+
+
+def save_sharded(model: PreTrainedModel, folder: Path, shard_bytes: int) -> Path:
+    model.save_pretrained(folder, max_shard_size=shard_bytes)
+    return folder
+
+
+def make_biased(folder: Path, *, tied: bool = False) -> Path:
+    """With biases in its attention, which Qwen2 has and Qwen3 has not."""
+    set_seed(0)
+    config = Qwen2Config(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied, dtype="float32",
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return save_sharded(model, folder / "base", 10_000)
+
+
+def make_adapter(base: Path, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
+    """Every tensor of the adapter is random, as after training."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    options = {"target_modules": LINEAR, "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | options
+    adapted = get_peft_model(model, LoraConfig(**options))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def assert_same(folder: Path, adapted: PeftModel) -> None:
+    expected = adapted.merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_merged_model_is_the_one_that_peft_merges(variant: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    adapted = make_adapter(base, tmp_path / "adapter", **VARIANTS[variant])
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_fused_experts_go_back_to_the_files_of_each(tmp_path: Path) -> None:
+    base = make_mixture(tmp_path)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=parameters)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_an_interrupted_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_base(tmp_path)
+    adapted = make_adapter(base, tmp_path / "adapter")
+    written: list[str] = []
+
+    def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write_file(path, tensors)
+        written.append(path.name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "write_file", write)
+        with pytest.raises(KeyboardInterrupt):
+            merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    again: list[str] = []
+    monkeypatch.setattr(
+        merging, "write_file", lambda path, tensors: (again.append(path.name), write_file(path, tensors))
+    )
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not set(again) & set(written)
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_a_base_in_bfloat16_is_merged_as_peft_does(tmp_path: Path) -> None:
+    base = make_base(tmp_path, dtype=torch.bfloat16)
+    adapted = make_adapter(base, tmp_path / "adapter", dtype=torch.bfloat16)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_biases_of_the_adapter_are_merged(tmp_path: Path) -> None:
+    base = make_biased(tmp_path)
+    adapted = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"], lora_bias=True)
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_embeddings_that_are_saved_with_the_adapter_are_merged(tmp_path: Path) -> None:
+    base = make_biased(tmp_path)
+    adapted = make_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head", "q_proj"])
+    assert any(
+        name.endswith("embed_tokens.base_layer.weight") for name in load_file(tmp_path / "adapter" / ADAPTER_FILE)
+    )
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_the_rest_of_the_base_comes_along_and_the_adapters_tokenizer(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    make_adapter(base, tmp_path / "adapter")
+    (base / "LICENSE").write_text("free")
+    (base / "pytorch_model.bin").write_bytes(b"other weights")
+    (base / "chat_template.jinja").write_text("the base's")
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("the one trained with")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = tmp_path / "merged"
+    assert (merged / "LICENSE").read_text() == "free"
+    assert (merged / "chat_template.jinja").read_text() == "the one trained with"
+    assert not {path.name for path in merged.iterdir()} & {"pytorch_model.bin", "adapter_config.json", merging.PLAN}
+
+
+@pytest.mark.parametrize(
+    ("options", "tied", "message"),
+    [
+        ({"bias": "lora_only"}, False, "trained biases of the base"),
+        ({"init_lora_weights": "pissa"}, False, "init_lora_weights=pissa changed the base"),
+        ({"target_modules": ["embed_tokens"]}, True, "changes .*embed_tokens.weight, but the base ties"),
+        ({"trainable_token_indices": [1, 2]}, False, "train without trainable_token_indices"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, False, "uses layer_replication"),
+    ],
+)
+def test_what_cannot_be_merged_exactly_is_refused(
+    tmp_path: Path, options: dict[str, Any], tied: bool, message: str
+) -> None:
+    base = make_biased(tmp_path, tied=tied)
+    make_adapter(base, tmp_path / "adapter", **{"target_modules": ["q_proj"]} | options)
+    with pytest.raises(ModelError, match=message):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_tensors_that_are_left_over_or_missing_are_named(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    make_adapter(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_FILE
+    tensors = load_file(file)
+    first = min(tensors)
+    tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = tensors.pop(first)
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"find no place in the base: .*layers\.9\.mlp\.up_proj"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    del tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=f"these tensors are missing: .*{first.split('.lora_')[0][-20:]}"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_an_adapter_without_its_tensors_or_with_half_of_them_is_refused_at_once(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    make_adapter(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_FILE
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="can't be read: SafetensorError"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    file.unlink()
+    with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_a_full_disk_keeps_what_is_written_and_the_merge_goes_on(tmp_path: Path) -> None:
+    base = make_base(tmp_path, shard_bytes=24_000)
+    adapted = make_adapter(base, tmp_path / "adapter")
+    sizes = sorted(path.stat().st_size for path in base.glob("*.safetensors"))
+    with largest_file(sizes[-1] - 1), pytest.raises(RunError, match="the same command goes on with what is missing"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert_same(tmp_path / "merged", adapted)
+
+
+def test_an_existing_folder_is_never_written_to(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    make_adapter(base, tmp_path / "adapter")
+    (tmp_path / "merged").mkdir()
+    with pytest.raises(ModelError, match="exists: choose another folder"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+
+
+def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    make_adapter(make_mixture(tmp_path / "other"), tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(ModelError, match="does not fit the base"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,228 @@
+"""EBFT's strided loss and its gradient, against every block run alone through plain transformers models."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family_cases import make_family
+from feature_cases import baseline_reference, score_reference, unit, whiten_reference
+from learner_cases import make_document, make_model_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig, StridedConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.learner.policy import Policy, load_policy
+from rlpipe.learner.reference import make_reference
+from rlpipe.learner.step import Learner
+from rlpipe.learner.strided_objective import Strided
+from rlpipe.learner.strided_pass import StridedInputs
+from rlpipe.types import MiniBatch, TrainBatch
+
+TEMPERATURE = 0.6
+SAMPLES = 3
+FRACTIONS = [0.25, 0.5, 1.0]
+DEPTHS = [0, 1, 2]
+"""Of the two layers that the tests' models have."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def make_algorithm(*, advantage: str = "rloo", ce_coef: float = 0.0, **features: object) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        kind="ebft_strided",
+        group_size=SAMPLES,
+        advantage=AdvantageConfig(name=advantage),
+        loss=LossConfig(name="reinforce"),
+        ebft=EbftConfig(
+            features=FeatureConfig(layers=FRACTIONS, **features),
+            strided=StridedConfig(stride=4, context_length=5, generate_tokens=3, temperature=TEMPERATURE),
+            ce_coef=ce_coef,
+        ),
+    )
+
+
+def make_policy(folder: Path, adapter: str) -> Policy:
+    """One that is no longer the model that it began with."""
+    policy = load_policy(make_model_config(folder, adapter=adapter), LearnerConfig(), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in policy.trainable_parameters().values():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def make_mini_batch(*lengths: int, prompt: int = 1, max_tokens: int = 512) -> MiniBatch:
+    """Documents that begin with the same token."""
+    rng = np.random.default_rng(2)
+    documents = [
+        make_document(index, np.r_[7, rng.integers(7, 100, length - 1)], prompt=prompt)
+        for index, length in enumerate(lengths)
+    ]
+    (batch,) = pack_step(documents, step=0, num_ranks=1, max_tokens=max_tokens)
+    (mini_batch,) = batch.mini_batches
+    return mini_batch
+
+
+def make_objective(policy: Policy, algorithm: AlgorithmConfig) -> Strided:
+    reference = make_reference(policy, algorithm)
+    assert reference is not None
+    return Strided(policy, LearnerConfig(), algorithm, reference, seed=0)
+
+
+def plain(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
+@torch.no_grad()
+def features_alone(model: PreTrainedModel, tokens: Tensor) -> np.ndarray:
+    """Those of the last token, each depth of length 1."""
+    states = model.eval()(input_ids=tokens[None], output_hidden_states=True).hidden_states
+    return np.concatenate([unit(states[depth][0, -1].double().numpy()) for depth in DEPTHS])
+
+
+def loss_alone(
+    policy: PreTrainedModel, frozen: PreTrainedModel, inputs: StridedInputs, drawn: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, list[list[float]]]:
+    """The policy gradient's loss, block by block, and the advantages of each block."""
+    plan, whitening = inputs.plan, algorithm.ebft.features.whitening
+    losses, advantages = [], []
+    for block in range(plan.num_columns // SAMPLES):
+        column = block * SAMPLES
+        document = inputs.documents[torch.from_numpy(plan.document_ids == plan.column_documents[column])]
+        context = int(plan.contexts[column])
+        sequences = [torch.cat([document[:context], drawn[:, column + j]]) for j in range(SAMPLES)]
+        samples = np.stack([features_alone(frozen, sequence) for sequence in sequences])
+        truth = features_alone(frozen, document[: context + plan.num_steps])
+        whitened, _ = whiten_reference(samples, truth, whitening)
+        alignment, _, _ = score_reference(samples, truth, whitening)
+        advantages.append(baseline_reference(np.array(alignment), whitened @ whitened.T, 1.0, 1.0))
+        for sequence, advantage in zip(sequences, advantages[-1], strict=True):
+            logits = policy(input_ids=sequence[None]).logits[0, context - 1 : -1]
+            logprobs = (logits / TEMPERATURE).log_softmax(1).gather(1, sequence[context:, None])
+            losses.append(-advantage * logprobs.sum())
+    return torch.stack(losses).sum() / drawn.numel(), advantages
+
+
+@pytest.mark.parametrize("whitening", ["sample", "feature", "none"])
+def test_loss_and_gradient_are_those_of_the_blocks_alone(folder: Path, whitening: str) -> None:
+    policy, algorithm = make_policy(folder, "none"), make_algorithm(whitening=whitening)
+    objective, mini_batch = make_objective(policy, algorithm), make_mini_batch(17, 4, 14)
+    (inputs,) = objective.prepare(mini_batch)
+    objective.begin(0)
+    drawn = objective.draw(inputs)
+    objective.begin(0)
+    output = objective.loss(mini_batch, inputs)
+    output.loss.backward()
+    alone = plain(folder)
+    alone.load_state_dict(policy.model.state_dict())
+    expected, advantages = loss_alone(alone, plain(folder), inputs, drawn, algorithm)
+    expected.backward()
+    assert np.abs(advantages).max() > 0.05
+    torch.testing.assert_close(output.loss, expected, atol=1e-5, rtol=1e-4)
+    gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for name, parameter in policy.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-3)
+
+
+def test_metrics_are_those_of_the_reference(folder: Path) -> None:
+    policy, algorithm = make_policy(folder, "none"), make_algorithm()
+    objective, mini_batch = make_objective(policy, algorithm), make_mini_batch(17, 4, 14)
+    (inputs,) = objective.prepare(mini_batch)
+    objective.begin(0)
+    drawn = objective.draw(inputs)
+    objective.begin(0)
+    values = objective.loss(mini_batch, inputs).metrics.values()
+    frozen, plan = plain(folder), inputs.plan
+    rows = []
+    for column in range(0, plan.num_columns, SAMPLES):
+        document = inputs.documents[torch.from_numpy(plan.document_ids == plan.column_documents[column])]
+        context = int(plan.contexts[column])
+        samples = [
+            features_alone(frozen, torch.cat([document[:context], drawn[:, column + j]])) for j in range(SAMPLES)
+        ]
+        truth = features_alone(frozen, document[: context + plan.num_steps])
+        alignment, diversity, cfm = score_reference(np.stack(samples), truth, "sample")
+        rows.append((np.mean(alignment), np.mean(diversity), cfm))
+    expected = np.mean(rows, axis=0)
+    names = ("ebft/alignment", "ebft/diversity", "ebft/cfm_loss")
+    assert [values[name] for name in names] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert values["ebft/reward"] == pytest.approx(2 * expected[0] - 2 * expected[1], abs=1e-4)
+    assert values["ebft/num_blocks"] == len(rows)
+    assert values["ebft/documents_skipped"] == 1
+    assert values["ebft/num_unwhitened"] == 0
+
+
+def test_cross_entropy_on_the_documents_is_added_as_weighed(folder: Path) -> None:
+    policy, mini_batch = make_policy(folder, "none"), make_mini_batch(17, 4, 14)
+    without, added = (make_objective(policy, make_algorithm(ce_coef=coef)) for coef in (0.0, 0.3))
+    losses = {}
+    for coef, objective in ((0.0, without), (0.3, added)):
+        objective.begin(0)
+        (inputs,) = objective.prepare(mini_batch)
+        losses[coef] = objective.loss(mini_batch, inputs)
+    alone = plain(folder)
+    alone.load_state_dict(policy.model.state_dict())
+    starts = np.cumsum([0, 17, 4, 14])
+    documents = [inputs.documents[start:end] for start, end in pairwise(starts)]
+    total = 0.0
+    for document in documents:
+        logits = alone(input_ids=document[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum"))
+    values = losses[0.0].metrics.values()
+    assert values["ebft/ce_loss"] == pytest.approx(total / (16 + 3 + 13), abs=1e-5)
+    assert float(losses[0.3].loss - losses[0.0].loss) == pytest.approx(0.3 * values["ebft/ce_loss"], abs=1e-5)
+    assert values["loss"] == pytest.approx(values["ebft/rl_loss"])
+
+
+def test_blocks_of_rows_with_prompts_stand_in_their_completions(folder: Path) -> None:
+    policy = make_policy(folder, "none")
+    (inputs,) = make_objective(policy, make_algorithm()).prepare(make_mini_batch(20, prompt=9))
+    assert inputs.plan.contexts.tolist() == [context for context in (9, 13, 17) for _ in range(SAMPLES)]
+    assert inputs.truth.tolist() == list(range(9, 20))
+
+
+def test_a_step_leaves_the_feature_network_as_it_was(folder: Path) -> None:
+    for adapter in ("lora", "none"):
+        policy, algorithm = make_policy(folder, adapter), make_algorithm()
+        learner = Learner(policy, LearnerConfig(optimizer=OptimizerConfig(lr=1e-2)), algorithm)
+        frozen = (
+            {name: p for name, p in policy.model.named_parameters() if not p.requires_grad}
+            if adapter == "lora"
+            else dict(learner.reference.scorer.named_parameters())  # type: ignore[union-attr]
+        )
+        before = {name: parameter.clone() for name, parameter in frozen.items()}
+        trained = {name: parameter.detach().clone() for name, parameter in policy.trainable_parameters().items()}
+        metrics = learner.train_step(TrainBatch(step=0, mini_batches=[make_mini_batch(17, 30)]))
+        assert metrics["grad_norm"] > 0
+        assert all(torch.equal(parameter, before[name]) for name, parameter in frozen.items())
+        assert any(not torch.equal(p, trained[name]) for name, p in policy.trainable_parameters().items())
+
+
+def test_the_adapter_off_and_a_frozen_copy_give_the_same_rewards(folder: Path) -> None:
+    """The draws are those of two policies that are equal, as both are the initial one."""
+    values = []
+    for adapter in ("lora", "none"):
+        policy = load_policy(make_model_config(folder, adapter=adapter), LearnerConfig(), torch.device("cpu"))
+        objective, mini_batch = make_objective(policy, make_algorithm()), make_mini_batch(17, 14)
+        objective.begin(0)
+        (inputs,) = objective.prepare(mini_batch)
+        values.append(objective.loss(mini_batch, inputs).metrics.values())
+    names = [name for name in values[0] if name.startswith("ebft/")]
+    assert [values[0][name] for name in names] == pytest.approx([values[1][name] for name in names], abs=1e-5)
+
+
+def test_rows_without_blocks_are_kept_apart_as_ever(folder: Path) -> None:
+    mini_batch, losses = make_mini_batch(17, 9, 14), []
+    for algorithm in (make_algorithm(), AlgorithmConfig(kind="sft")):
+        learner = Learner(make_policy(folder, "none"), LearnerConfig(), algorithm)
+        losses.append(learner.evaluate([mini_batch])["eval/loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -1,0 +1,259 @@
+"""One packed strided pass gives every block what it gets alone, as an ordinary causal sequence of transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from family_cases import FAMILIES, make_family
+from learner_cases import make_document, make_model_config
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlpipe.algorithms.strided import StridedRow
+from rlpipe.configs.schema.ebft_config import StridedConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.errors import ModelError
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.policy import load_scorer
+from rlpipe.learner.strided_pass import StridedInputs, draw_blocks, plan_strided, score_blocks
+from rlpipe.models.loading import open_model
+
+TEMPERATURE = 0.6
+LINEAR = {"qwen3.5", "qwen3.5-images"}
+"""Families that mix tokens in other ways than by attention."""
+FOLDER = TemporaryDirectory()
+CASES = {
+    # lengths of the documents, stride, context, tokens of a block, samples
+    "the defaults": ((41,), (8, 8, 8), 4),
+    "overlapping blocks": ((22,), (1, 2, 5), 2),
+    "gaps between blocks": ((30,), (7, 3, 2), 3),
+    "blocks of one token": ((9,), (2, 1, 1), 2),
+    "documents": ((13, 26, 5, 11), (3, 4, 3), 2),
+}
+
+
+@cache
+def family(name: str) -> Path:
+    return make_family(name, Path(FOLDER.name) / name)
+
+
+@cache
+def scorer_of(name: str, attention: str = "sdpa") -> TokenScorer:
+    scorer = load_scorer(make_model_config(family(name), adapter="none", attention=attention), "cpu")
+    scorer.take_masks(attention)
+    return scorer.eval()
+
+
+@cache
+def plain_model(name: str) -> PreTrainedModel:
+    config = make_model_config(family(name), attention="eager")
+    return open_model(config.path, config, torch.float32).eval()
+
+
+def make_inputs(lengths: tuple[int, ...], sizes: tuple[int, int, int], num_samples: int) -> StridedInputs:
+    stride, context, num_tokens = sizes
+    config = StridedConfig(stride=stride, context_length=context, generate_tokens=num_tokens)
+    rng = np.random.default_rng(1)
+    documents = [make_document(index, rng.integers(7, 100, length)) for index, length in enumerate(lengths)]
+    (batch,) = pack_step(documents, step=0, num_ranks=1, max_tokens=1024)
+    (micro_batch,) = batch.mini_batches[0].micro_batches
+    return plan_strided(micro_batch, config, num_samples=num_samples, device=torch.device("cpu"))
+
+
+def draw(scorer: TokenScorer, inputs: StridedInputs, temperature: float = TEMPERATURE, seed: int = 0) -> Tensor:
+    uniforms = torch.rand(inputs.plan.num_steps, inputs.plan.num_columns, generator=torch.Generator().manual_seed(seed))
+    return draw_blocks(scorer, inputs, uniforms, temperature=temperature, chunk_tokens=5)
+
+
+def contexts_of(inputs: StridedInputs) -> list[Tensor]:
+    """The tokens that each column's block goes on from."""
+    plan = inputs.plan
+    return [
+        inputs.documents[torch.from_numpy(plan.document_ids) == document][:context]
+        for document, context in zip(plan.column_documents, plan.contexts, strict=True)
+    ]
+
+
+@torch.no_grad()
+def logprobs_alone(name: str, inputs: StridedInputs, drawn: Tensor) -> Tensor:
+    """Each block behind its context, run as a sequence of its own ``[g, C]``."""
+    columns = []
+    for context, tokens in zip(contexts_of(inputs), drawn.T, strict=True):
+        logits = plain_model(name)(input_ids=torch.cat([context, tokens])[None]).logits[0]
+        logprobs = (logits[len(context) - 1 : -1] / TEMPERATURE).log_softmax(1)
+        columns.append(logprobs.gather(1, tokens[:, None])[:, 0])
+    return torch.stack(columns, dim=1)
+
+
+@torch.no_grad()
+def logprobs_packed(scorer: TokenScorer, inputs: StridedInputs, drawn: Tensor) -> Tensor:
+    return score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).drawn.view_as(drawn)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_logprobs_of_one_packed_pass_equal_those_of_each_block_alone(case: tuple) -> None:
+    inputs = make_inputs(*case)
+    drawn = draw(scorer_of("qwen3"), inputs)
+    packed, alone = logprobs_packed(scorer_of("qwen3"), inputs, drawn), logprobs_alone("qwen3", inputs, drawn)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - LINEAR))
+def test_so_they_do_for_the_families_that_people_train(name: str, attention: str) -> None:
+    inputs = make_inputs((13, 21), (3, 4, 3), 2)
+    drawn = draw(scorer_of(name, attention), inputs)
+    packed, alone = logprobs_packed(scorer_of(name, attention), inputs, drawn), logprobs_alone(name, inputs, drawn)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_so_they_do_under_flex_attention_which_gpus_take(name: str) -> None:
+    scorer = load_scorer(make_model_config(family(name), adapter="none"), "cpu").eval()
+    scorer.take_masks("sdpa")
+    scorer.causal_model.set_attn_implementation("flex_attention")
+    scorer.requires_grad_(False)  # its backward pass needs a GPU
+    inputs = make_inputs((13, 41), (3, 4, 3), 4)
+    drawn = draw(scorer, inputs)
+    packed, alone = logprobs_packed(scorer, inputs, drawn), logprobs_alone(name, inputs, drawn)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(LINEAR))
+def test_models_without_plain_attention_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=r"can't take masks of its own, which algorithm\.kind=ebft_strided needs"):
+        scorer_of(name)
+
+
+def test_likelihoods_of_the_documents_come_from_the_same_pass() -> None:
+    inputs = make_inputs((13, 26), (3, 4, 3), 2)
+    scorer, drawn = scorer_of("qwen3"), draw(scorer_of("qwen3"), inputs)
+    with torch.no_grad():
+        got = score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).truth
+        expected = []
+        for places in map(torch.from_numpy, (inputs.plan.document_ids == 0, inputs.plan.document_ids == 1)):
+            document = inputs.documents[places]
+            logprobs = plain_model("qwen3")(input_ids=document[None]).logits[0, :-1].log_softmax(1)
+            expected.append(logprobs.gather(1, document[1:, None])[:, 0])
+    torch.testing.assert_close(got, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def test_a_row_without_blocks_still_scores_its_documents() -> None:
+    inputs = make_inputs((7, 9), (8, 8, 8), 4)
+    scorer, drawn = scorer_of("qwen3"), draw(scorer_of("qwen3"), inputs)
+    assert drawn.shape == (8, 0)
+    assert inputs.plan.num_skipped == 2
+    assert len(score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
+
+
+# Errors that are easy to make, planted one by one ---------------------------------------------------------------------
+
+
+def beside(plan: StridedRow) -> np.ndarray:
+    """The neighbour in the packed row."""
+    places = np.arange(plan.num_document_tokens, plan.num_tokens) - 1
+    return places.reshape(plan.num_steps, plan.num_columns)
+
+
+def one_early(plan: StridedRow) -> np.ndarray:
+    early = plan.predecessors().copy()
+    early[0] -= 1
+    return early
+
+
+def at_the_context_end(plan: StridedRow) -> np.ndarray:
+    late = plan.predecessors().copy()
+    late[0] += 1
+    return late
+
+
+def block_major(plan: StridedRow) -> np.ndarray:
+    """As if a block's tokens stood beside each other."""
+    return plan.predecessors().T.reshape(plan.num_steps, plan.num_columns)
+
+
+@pytest.mark.parametrize("planted", [beside, one_early, at_the_context_end, block_major])
+def test_log_probs_read_at_another_place_are_other_ones(planted: Callable[[StridedRow], np.ndarray]) -> None:
+    inputs = make_inputs((41,), (8, 8, 8), 2)
+    drawn = draw(scorer_of("qwen3"), inputs)
+    wrong = replace(inputs, predecessors=torch.from_numpy(planted(inputs.plan)))
+    alone = logprobs_alone("qwen3", inputs, drawn)
+    assert (logprobs_packed(scorer_of("qwen3"), wrong, drawn) - alone).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_contexts_that_are_off_by_one_are_other_ones(shift: int) -> None:
+    inputs = make_inputs((41,), (8, 8, 8), 2)
+    drawn = draw(scorer_of("qwen3"), inputs)
+    alone = logprobs_alone("qwen3", inputs, drawn)
+    plan = inputs.plan
+    visible = torch.from_numpy(plan.visible()).clone()
+    visible[plan.num_document_tokens :] += shift
+    positions = inputs.position_ids.clone()
+    positions[plan.num_document_tokens :] += shift
+    for wrong in (
+        replace(inputs, mask=replace(inputs.mask, visible=visible)),
+        replace(inputs, position_ids=positions),
+    ):
+        assert (logprobs_packed(scorer_of("qwen3"), wrong, drawn) - alone).abs().max() > 1e-4
+
+
+# Drawing --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
+def test_the_coldest_draws_are_what_each_block_alone_goes_on_with(name: str) -> None:
+    inputs = make_inputs((13, 21), (3, 4, 3), 2)
+    drawn = draw(scorer_of(name), inputs, temperature=1e-6)
+    for context, tokens in zip(contexts_of(inputs), drawn.T, strict=True):
+        expected = context
+        for _ in tokens:
+            with torch.no_grad():
+                expected = torch.cat([expected, plain_model(name)(input_ids=expected[None]).logits[0, -1:].argmax(1)])
+        assert torch.equal(tokens, expected[len(context) :])
+
+
+def test_draws_follow_the_policys_distribution() -> None:
+    inputs = make_inputs((9,), (8, 8, 1), 20_000)
+    with torch.no_grad():
+        logits = plain_model("qwen3")(input_ids=inputs.documents[None, :8]).logits[0, -1]
+    probabilities = (logits / 0.3).softmax(0)
+    counts = draw(scorer_of("qwen3"), inputs, temperature=0.3).flatten().bincount(minlength=len(logits))[: len(logits)]
+    deviations = (counts - 20_000 * probabilities) / (20_000 * probabilities).sqrt()
+    assert deviations.square().sum() < 2 * len(logits)  # chi-square, whose mean is the number of tokens less one
+
+
+def test_a_seed_draws_the_same_tokens_again() -> None:
+    inputs = make_inputs((41,), (8, 8, 8), 4)
+    first, again, other = (draw(scorer_of("qwen3"), inputs, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+# Hidden states --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3-moe", "mistral"])
+def test_hidden_states_are_transformers_own_at_every_depth(name: str) -> None:
+    inputs = make_inputs((13, 21), (3, 4, 3), 2)
+    drawn = draw(scorer_of(name), inputs)
+    row, plan = inputs.row(drawn), inputs.plan
+    with torch.no_grad():
+        depths = scorer_of(name).depths(row, [2, 0, 1, 1])
+        for column, context in enumerate(contexts_of(inputs)):
+            alone = torch.cat([context, drawn[:, column]])[None]
+            expected = plain_model(name)(input_ids=alone, output_hidden_states=True).hidden_states
+            places = [plan.place(step).start + column for step in range(plan.num_steps)]
+            for depth, got in zip((2, 0, 1, 1), depths, strict=True):
+                torch.testing.assert_close(got[places], expected[depth][0, len(context) :], atol=1e-5, rtol=0)

@@ -1,0 +1,98 @@
+"""What an update has to do is known before the run, and the learner decides by it as its plan does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import make_rollouts
+from transformers import AutoConfig
+
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.data.packing import pack_fullest, pack_step
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.calibration import own_device
+from rlpipe.learner.policy import load_policy
+from rlpipe.learner.workload import Workload, pack_full, read_workload
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.plan.learner_changes import with_options
+from rlpipe.plan.learner_plan import plan_learner
+
+CPU = torch.device("cpu")
+
+
+def config_of(*overrides: str) -> Config:
+    """4 groups of 4 rollouts, of 32 tokens each."""
+    options = ["algorithm.groups_per_step=4", "algorithm.group_size=4", "data.max_prompt_tokens=16"]
+    options += ["rollout.sampling.max_tokens=16", "learner.max_tokens_per_microbatch=64", *overrides]
+    return load_config(["experiment=gsm8k", "model.dtype=bfloat16", *options], need_files=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_ranks": 3},
+        {"num_minibatches": 2},
+        {"num_ranks": 2, "num_minibatches": 3, "num_epochs": 2},
+        {"num_ranks": 64},
+    ],
+)
+@pytest.mark.parametrize("max_tokens", [64, 200, 4096])
+def test_the_fullest_mini_batch_is_that_of_the_packed_step(options: dict[str, Any], max_tokens: int) -> None:
+    rollouts = make_rollouts(seed=3)
+    first = pack_step(rollouts, step=0, max_tokens=max_tokens, **({"num_ranks": 1} | options))[0]
+    fullest = max(first.mini_batches, key=lambda mini_batch: len(mini_batch.micro_batches))
+    count, micro_batch = pack_fullest(rollouts, max_tokens=max_tokens, **({"num_ranks": 1} | options))
+    assert count == len(fullest.micro_batches)
+    assert micro_batch.token_ids.tolist() == fullest.micro_batches[0].token_ids.tolist()
+    assert micro_batch.sequence_starts.tolist() == fullest.micro_batches[0].sequence_starts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 8),
+        (["learner.max_tokens_per_microbatch=32"], 16),
+        (["learner.strategy=fsdp2", "learner.num_ranks=2"], 4),
+        (["algorithm.num_minibatches=4"], 2),
+        (["algorithm.num_minibatches=4", "algorithm.num_epochs_per_step=2"], 2),
+    ],
+)
+def test_micro_batches_hold_whole_sequences_of_full_length(overrides: list[str], expected: int) -> None:
+    assert read_workload(config_of(*overrides)).num_micro_batches == expected
+
+
+def test_what_the_loss_asks_for_is_part_of_it() -> None:
+    options = ("rollout.sampling.temperature=0.7", "algorithm.loss.entropy_coef=0.1", "algorithm.loss.beta=0.1")
+    expected = {"num_micro_batches": 8, "temperature": 0.7, "with_entropy": True, "trains_entropy": True}
+    assert read_workload(config_of(*options)) == Workload(**expected)
+    whole = read_workload(config_of(*options, "model.adapter.kind=none"))
+    assert whole == Workload(**expected, has_copy=True)
+
+
+def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set learner\.max_tokens_per_microbatch, now 31, to at least 32"):
+        pack_full(with_options(config_of(), {"learner.max_tokens_per_microbatch": 31}))
+
+
+@pytest.mark.parametrize(
+    ("room_gib", "overrides"),
+    [
+        (0.0023, ("model.adapter.kind=lora",)),
+        (0.0025, ("model.adapter.kind=none", "algorithm.loss.beta=0.1", "algorithm.loss.entropy_coef=0.01")),
+    ],
+    ids=["lora", "full with a reference"],
+)
+def test_a_learner_decides_as_its_plan_says(tmp_path: Path, room_gib: float, overrides: tuple[str, ...]) -> None:
+    path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)
+    own = ("learner.offload=chunked", "learner.chunked.chunk_mib=0.06", "model.gradient_checkpointing=false")
+    room = (f"learner.chunked.device_memory_gib={room_gib}", "learner.chunked.host_memory_gib=1")
+    config = config_of(f"model.path={path}", "learner.num_gpus=0", "rollout.num_gpus=0", *own, *room, *overrides)
+    plan = plan_learner(config, AutoConfig.from_pretrained(path), own_device(CPU))
+    policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
+    assert plan.decision is not None
+    assert policy.notes[0] == f"learner.offload=chunked: {plan.decision}"
+    assert "an update of 8 full micro batches" in plan.decision
+    assert "all" not in plan.decision.split()[0], "nothing was left to decide"

@@ -1,0 +1,157 @@
+"""What one rank has of its machine's rates, and what a chunk takes at them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import arrange_all
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.hardware.curve import Curve, Link
+from rlpipe.hardware.device import Device, adding
+from rlpipe.hardware.devices import find_device
+from rlpipe.offload.planner.cost import Knobs, device_update_s, host_adding_s, host_update_s, predict, rate_of, reduce_s
+from rlpipe.offload.planner.fake_trace import trace_model
+from rlpipe.offload.planner.profile import FREE_LINK, ChunkProfile, Mode, Profile, StageProfile
+from rlpipe.offload.planner.profiler import make_profile
+from rlpipe.offload.planner.rates import rates_of
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
+from rlpipe.offload.units import find_units
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+def h100() -> Device:
+    return find_device("h100-80g")
+
+
+def test_one_rank_gathers_nothing_and_several_share_the_hosts_memory() -> None:
+    device, one, four = h100(), rates_of(h100()), rates_of(h100(), num_ranks=4)
+    assert one.link == FREE_LINK
+    assert (one.host_adam, one.host_adding) == (device.host_adam, device.host_adding)
+    assert (one.device_bandwidth, one.host_bandwidth) == (device.memory_bandwidth, device.host_bandwidth)
+    assert four.link == device.link
+    assert four.host_adam == {name: rate / 4 for name, rate in device.host_adam.items()}
+    assert four.host_adding == {name: rate / 4 for name, rate in device.host_adding.items()}
+    assert four.host_bandwidth == device.host_bandwidth / 4
+    assert (four.host_to_device, four.device_adam) == (device.host_to_device, device.device_adam)
+    assert rates_of(device, num_ranks=16).host_bandwidth == device.host_bandwidth / 8  # on two machines
+
+
+def test_a_dtype_that_was_not_measured_is_taken_for_the_slowest() -> None:
+    assert rate_of({"float32": 2.0, "bfloat16": 3.0}, "bfloat16") == 3.0
+    assert rate_of({"float32": 2.0, "bfloat16": 3.0}, "float64") == 2.0
+
+
+CHUNK = ChunkProfile(
+    stages={0: 1.0},
+    num_bytes=2_000_000,
+    gathered_bytes=2_000_000,
+    gather_bytes=1_000_000,
+    scatter_bytes=2_000_000,
+    gradient_bytes=2_000_000,
+    adding="bfloat16 to float32",
+    num_trained=1_000_000,
+    state_dtype="bfloat16",
+    cast_bytes=3_000_000,
+)
+
+
+def test_an_update_takes_adam_of_its_type_and_the_copies_beside_it() -> None:
+    rates = rates_of(h100(), num_ranks=2)
+    adam_s, copies_s = 1e6 / (150e9 / 2 / 14), 3e6 / (150e9 / 2)
+    assert host_update_s(rates, CHUNK) == pytest.approx(adam_s + copies_s)
+    memory = 0.8 * 3.35e12
+    assert device_update_s(rates, CHUNK) == pytest.approx(1e6 * 14 / memory + 3e6 / memory + 1e6 / (0.8 * 450e9))
+    assert device_update_s(rates, replace(CHUNK, num_trained=0, cast_bytes=0)) == 0  # no new weights to gather
+
+
+def test_an_exchange_takes_what_one_of_its_size_does() -> None:
+    slow = Curve(num_bytes=(1e6, 3e6), seconds=(1.0, 2.0))
+    rates = replace(rates_of(h100()), link=Link(all_gather=FREE_LINK.all_gather, reduce_scatter=slow, all_reduce=slow))
+    assert reduce_s(rates, CHUNK) == pytest.approx(1.5)
+    assert reduce_s(rates, replace(CHUNK, scatter_bytes=0, reduce_bytes=6_000_000)) == pytest.approx(4)
+
+
+def test_a_backward_pass_waits_for_the_host_where_that_adds_slowly() -> None:
+    """The first gradients of an update are copied, the others added."""
+    stage = StageProfile(
+        is_block=True,
+        forward_s=0.0,
+        backward_s=1e-6,
+        saved_bytes=0,
+        swapped_bytes=0,
+        input_bytes=0,
+        forward_peak=0,
+        backward_peak=0,
+    )
+    rates = replace(rates_of(h100()), host_adding={"bfloat16 to float32": 1e9, "float32 to float32": 1e12})
+    assert host_adding_s(rates, CHUNK) == pytest.approx(1e6 / 1e9)
+    profile = Profile(stages=[stage], chunks=[CHUNK], num_micro_batches=4)
+    moving = Knobs(num_persistent=0, num_slots=1)
+    assert predict(profile, moving, rates).backward_s == pytest.approx(4 * 1e6 / 1e9)
+    assert predict(profile, replace(moving, num_persistent=1, num_slots=0), rates).backward_s < 1e-4  # added there
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().sum()
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that copies read and write."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.num_bytes += args[0].nbytes + result.nbytes
+        elif func is torch.ops.aten.copy_.default:
+            self.num_bytes += args[0].nbytes + args[1].nbytes
+        return result
+
+
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_copies_are_those_that_the_host_moves(
+    dtype: torch.dtype, state: torch.dtype | None, gradient: torch.dtype
+) -> None:
+    model, precision = Layers().to(dtype), Precision(state=state, gradient=gradient)
+    hidden = torch.ones(4, WIDTH, dtype=dtype)
+    trace = trace_model(model, find_units(model), lambda _: model(hidden), lambda _: 1e-5)
+    with OffloadedModel(
+        model,
+        arrange_all(model, Mode.KEEP),
+        device=CPU,
+        optimizer=OptimizerConfig(),
+        precision=precision,
+        sizes=[WIDTH * WIDTH * dtype.itemsize],
+    ) as offloaded:
+        chunk = make_profile(model, offloaded.inventory, offloaded.layout, trace, precision=precision).chunks[0]
+        adam = offloaded.optimizer.adams[0]
+        sent = torch.ones(WIDTH * WIDTH, dtype=dtype)
+        assert chunk.gradient_bytes == sent.nbytes
+        assert chunk.adding == adding(_name(sent.dtype), _name(adam.gradient.dtype))
+        adam.add(sent, is_first=adam.expect(adam.memory.names))
+        with Copies() as updating:
+            adam.update(adam.take(), 1e-3, 1.0)
+        assert chunk.cast_bytes == updating.num_bytes
+        assert chunk.state_dtype == _name(adam.memory.master.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,115 @@
+"""Which chunks have slots, and what their copies wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from offload_cases import LateLane
+
+from rlpipe.offload.runtime.residency import Residency
+from rlpipe.offload.runtime.streams import Done, InlineLane, Lane, StreamEvent, Work
+
+
+class FakeChunk:
+    """Memory on the device that must not be written to while it is free."""
+
+    is_persistent = False
+
+    def __init__(self) -> None:
+        self.has_memory = False
+
+    def load(self, lane: Lane, behind: StreamEvent | None = None) -> StreamEvent:
+        self.has_memory = True
+
+        def write() -> None:
+            assert self.has_memory
+
+        return lane.submit(write, behind)
+
+    def release(self) -> None:
+        self.has_memory = False
+
+
+def make_residency(lane: Lane, num_chunks: int, num_slots: int) -> Residency:
+    chunks = [FakeChunk() for _ in range(num_chunks)]
+    return Residency(chunks, num_slots=num_slots, slots_of=[1] * num_chunks, lane=lane)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [lambda residency: residency.drop([1]), lambda residency: residency.ensure(3), Residency.close],
+    ids=["dropped", "replaced", "closed"],
+)
+def test_memory_is_freed_once_what_was_on_its_way_is_there(end: Callable[[Residency], None]) -> None:
+    lane = LateLane()
+    residency = make_residency(lane, num_chunks=4, num_slots=2)
+    residency.enter([0], is_backward=False)
+    assert residency.resident == [0, 1]
+    end(residency)
+    lane.block_host()
+
+
+class CountingLane(InlineLane):
+    num_host_waits = 0
+
+    def block_host(self) -> None:
+        self.num_host_waits += 1
+
+
+def test_no_copy_is_under_way_once_it_is_closed() -> None:
+    lane = CountingLane()
+    make_residency(lane, num_chunks=2, num_slots=2).close()
+    assert lane.num_host_waits == 1
+
+
+class MarkedLane(InlineLane):
+    """Tells behind what its last work was queued."""
+
+    behind: StreamEvent | None = None
+
+    def __init__(self) -> None:
+        self.marks: list[StreamEvent] = []
+
+    def mark(self) -> StreamEvent:
+        self.marks.append(Done())
+        return self.marks[-1]
+
+    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
+        self.behind = behind
+        return super().submit(work)
+
+
+def test_what_comes_next_is_copied_beside_what_was_entered_last() -> None:
+    lane = MarkedLane()
+    residency = make_residency(lane, num_chunks=6, num_slots=2)
+    residency.enter([0], is_backward=False)
+    residency.leave([0])
+    residency.enter([1], is_backward=False)
+    residency.drop([2])
+    residency.fetch_next([2])
+    assert residency.resident == [1, 2]
+    assert lane.behind is lane.marks[-1] is not lane.marks[-2]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda residency: residency.leave([1]), lambda residency: residency.ensure(0), Residency.leave_all],
+    ids=["left", "read", "all left"],
+)
+def test_memory_that_was_used_since_is_copied_to_behind_that_use(use: Callable[[Residency], None]) -> None:
+    lane = MarkedLane()
+    residency = make_residency(lane, num_chunks=6, num_slots=3)
+    residency.enter([0, 1], is_backward=False)
+    use(residency)
+    residency.drop([2])
+    residency.fetch_next([2])
+    assert 2 in residency.resident
+    assert lane.behind is None
+
+
+def test_what_comes_next_takes_no_slot_of_what_is_used_sooner() -> None:
+    residency = make_residency(InlineLane(), num_chunks=6, num_slots=2)
+    residency.enter([1, 2], is_backward=False)
+    residency.fetch_next([3])
+    assert residency.resident == [1, 2]

@@ -1,0 +1,128 @@
+"""The trace of a few layers stands for that of all: folded and unfolded are the same."""
+
+import pytest
+import torch
+from offload_cases import make_moe
+from torch import Tensor, nn
+from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
+
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.hardware.devices import DEVICES
+from rlpipe.learner.strategies.chunk_options import longest_row
+from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
+from rlpipe.offload.planner.fold import choose_blocks, unfold
+from rlpipe.offload.planner.rates import roofline
+from rlpipe.offload.planner.trace import Stage, Trace
+from rlpipe.plan.learner_outline import Outline, outline_policy
+from rlpipe.plan.learner_trace import trace_policy
+
+SMALL = {
+    "vocab_size": 997,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+}
+DEVICE = DEVICES["h100-80g"]
+
+
+def config_of(*overrides: str) -> Config:
+    options = ["model.path=x", "learner.logprob_chunk_tokens=16", "rollout.sampling.temperature=1", *overrides]
+    return load_config(["experiment=gsm8k", "model.dtype=bfloat16", *options], need_files=False)
+
+
+def trace_whole(outline: Outline, config: Config, dtype: torch.dtype | None) -> Trace:
+    scorer = outline.scorer
+    row = longest_row(scorer, 100)
+
+    def loss_of(trace: Trace) -> Tensor:
+        scorer.announce = trace.read
+        return scorer.logprobs(row, 1.0, config.learner.logprob_chunk_tokens, with_entropy=True)[0].sum()
+
+    with traceable_experts(scorer):
+        return trace_model(scorer, outline.units, loss_of, roofline(DEVICE), compute_dtype=dtype)
+
+
+QWEN = Qwen3Config(num_hidden_layers=5, **SMALL)
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+GEMMA = Gemma3TextConfig(num_hidden_layers=6, layer_types=KINDS, sliding_window=32, **SMALL)
+
+
+def both_traces(described: PreTrainedConfig, adapter: str, dtype: torch.dtype | None) -> tuple[Trace, Trace]:
+    config = config_of(f"model.adapter.kind={adapter}")
+    outline = outline_policy(described, config.model)
+    row = longest_row(outline.scorer, 100)
+    folded = trace_policy(outline, row, config, DEVICE, compute_dtype=dtype)
+    return folded, trace_whole(outline, config, dtype)
+
+
+@pytest.mark.parametrize(("adapter", "dtype"), [("none", None), ("none", torch.bfloat16), ("lora", None)])
+def test_a_folded_trace_is_the_unfolded_one(adapter: str, dtype: torch.dtype | None) -> None:
+    folded, whole = both_traces(QWEN, adapter, dtype)
+    assert [stage.unit for stage in folded.stages] == [stage.unit for stage in whole.stages]
+    assert [stage.reads for stage in folded.stages] == [stage.reads for stage in whole.stages]
+    assert folded.profiles() == whole.profiles()
+    assert folded.shared_bytes == whole.shared_bytes
+
+
+def test_layers_of_two_kinds_are_each_folded() -> None:
+    folded, whole = both_traces(GEMMA, "lora", torch.bfloat16)
+    assert [stage.unit for stage in folded.stages] == [stage.unit for stage in whole.stages]
+    for own, other in zip(folded.profiles(), whole.profiles(), strict=True):
+        # What layers of the two kinds share lives until the last of its kind, which may be another one.
+        assert (own.forward_s, own.backward_s) == (other.forward_s, other.backward_s)
+        assert (own.saved_bytes, own.input_bytes) == (other.saved_bytes, other.input_bytes)
+        assert own.backward_peak == pytest.approx(other.backward_peak, rel=0.06)
+
+
+def test_the_model_is_whole_again_after_a_trace() -> None:
+    config = config_of()
+    outline = outline_policy(GEMMA, config.model)
+    before = [name for name, _ in outline.scorer.named_parameters()]
+    trace_policy(outline, longest_row(outline.scorer, 50), config, DEVICE, compute_dtype=None)
+    assert [name for name, _ in outline.scorer.named_parameters()] == before
+    assert outline.scorer.causal_model.config.layer_types == KINDS
+
+
+def test_blocks_of_a_kind_are_stood_for_by_one() -> None:
+    assert choose_blocks(["a", "a", "b", "a", "b", "b"]) == {0: 0, 1: 1, 2: 2, 3: 1, 4: 2, 5: 5}
+    assert choose_blocks(["a"]) == {0: 0}
+    assert choose_blocks(["a", "b"]) == {0: 0, 1: 1}
+
+
+def test_what_is_alive_grows_with_every_block_that_is_put_in() -> None:
+    stages = [
+        Stage(0, after=10),
+        Stage(1, reads={1}, before=10, after=30, forward_peak=35, backward_peak=40),
+        Stage(2, reads={2}, before=30, after=55, forward_peak=60),
+        Stage(4, before=55, after=80),
+        Stage(5, before=80, after=81, forward_peak=90),
+    ]
+    found = unfold(stages, {1: 1, 2: 2, 3: 2, 4: 4})
+    assert [(stage.unit, stage.before, stage.after) for stage in found] == [
+        (0, 0, 10),
+        (1, 10, 30),
+        (2, 30, 55),
+        (3, 55, 80),
+        (4, 80, 105),
+        (5, 105, 106),
+    ]
+    assert found[3].reads == {3}
+    assert (found[3].forward_peak, found[5].forward_peak) == (85, 115)
+
+
+def test_blocks_that_are_not_traced_once_each_are_refused() -> None:
+    with pytest.raises(ValueError, match="once each"):
+        unfold([Stage(0), Stage(0)], {0: 0})
+
+
+def test_experts_are_traced_and_then_run_as_before() -> None:
+    model = make_moe()
+    model.set_experts_implementation("eager")
+    with traceable_experts(model):
+        assert model.config._experts_implementation == "grouped_mm"
+    assert model.config._experts_implementation == "eager"
+    with traceable_experts(nn.Linear(1, 1)):
+        pass

@@ -1,0 +1,77 @@
+"""Groups of a step become packed batches with advantages and metrics."""
+
+import pytest
+from replay_cases import group
+
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.replay.assemble import assemble_step, step_metrics
+from rlpipe.types import RolloutGroup, RolloutStatus, TrainBatch
+
+
+def assemble(groups: list[RolloutGroup], algorithm: AlgorithmConfig, num_ranks: int = 1) -> list[TrainBatch]:
+    return assemble_step(
+        groups,
+        step=3,
+        algorithm=algorithm,
+        learner=LearnerConfig(num_ranks=num_ranks, max_tokens_per_microbatch=64),
+        reward_weights={"right": 1.0},
+        seed=0,
+    )
+
+
+def loss_advantages(batches: list[TrainBatch]) -> list[float]:
+    micros = [micro for batch in batches for mini in batch.mini_batches for micro in mini.micro_batches]
+    return sorted(float(a) for micro in micros for a in micro.advantages[micro.loss_mask])
+
+
+def test_advantages_reach_every_loss_token() -> None:
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(scale="none"))
+    batches = assemble([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])], algorithm)
+    assert loss_advantages(batches) == pytest.approx([-0.5] * 3 + [0.0] * 6 + [0.5] * 3)
+
+
+def test_every_rank_knows_the_denominators_of_the_whole_step() -> None:
+    batches = assemble([group(i, [1.0, 0.0]) for i in range(4)], AlgorithmConfig(), num_ranks=2)
+    assert [batch.mini_batches[0].num_loss_tokens for batch in batches] == [24, 24]
+    assert sum(int(m.loss_mask.sum()) for b in batches for m in b.mini_batches[0].micro_batches) == 24
+
+
+def test_truncated_rollouts_can_be_left_out_of_the_loss() -> None:
+    groups = [group(0, [1.0, 0.0])]
+    groups[0].rollouts[1].status = RolloutStatus.TRUNCATED
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(scale="none"), loss=LossConfig(mask_truncated=True))
+    batches = assemble(groups, algorithm)
+    assert loss_advantages(batches) == pytest.approx([0.5] * 3)
+    assert batches[0].metrics["completions/max_length"] == 3, "the metrics still know them"
+
+
+def test_metrics_of_a_step() -> None:
+    groups = [group(0, [1.0, 0.0], lengths=[2, 4], version=1), group(1, [1.0, 1.0], version=3)]
+    groups[0].rollouts[1].status = RolloutStatus.TRUNCATED
+    metrics = step_metrics(groups, step=3)
+    assert metrics["reward"] == 0.75
+    assert metrics["rewards/right/mean"] == 0.75
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["completions/max_length"] == 4
+    assert metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["completions/terminated/max_length"] == 3
+    assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed_ratio"]) == (1.0, 2.0, 0.0)
+
+
+def test_a_rollout_of_several_versions_is_as_stale_as_its_oldest_token() -> None:
+    groups = [group(0, [1.0, 0.0], version=3), group(1, [1.0, 1.0], version=2)]
+    groups[0].rollouts[1].policy_versions[2] = 1
+    metrics = step_metrics(groups, step=3)
+    assert (metrics["staleness/mean"], metrics["staleness/max"], metrics["staleness/mixed_ratio"]) == (1.5, 2.0, 0.25)
+
+
+def test_what_rewards_log_is_averaged_over_the_groups_that_have_it() -> None:
+    groups = [group(index, [1.0, 0.0]) for index in range(3)]
+    groups[0].logged, groups[2].logged = {"words": 2.0}, {"words": 5.0}
+    assert step_metrics(groups, step=0)["logged/words"] == 3.5
+
+
+def test_a_rollout_without_reward_is_left_out_of_the_means() -> None:
+    metrics = step_metrics([group(0, [1.0, None])], step=0)
+    assert metrics["reward"] == 1.0

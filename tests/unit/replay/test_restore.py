@@ -1,0 +1,247 @@
+"""Which ledger a run goes on with, and that none is ever overwritten."""
+
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_cases import largest_file
+from replay_cases import admit, bring, open_store
+
+from rlpipe.errors import ConfigError, LedgerError
+from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
+from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
+
+CONFIG: dict[str, Any] = {
+    "algorithm": {"num_steps": 100, "groups_per_step": 2},
+    "learner": {"schedule": {"name": "constant"}},
+    "replay": {"max_staleness": 2},
+    "seed": 0,
+}
+
+
+def begin(path: Path, **settings: Any) -> tuple[Ledger, list[str]]:
+    return open_ledger(path, RunStart(**{"config": CONFIG, **settings}), keep_steps=10)
+
+
+def checkpoint(folder: Path, ledger: Ledger, step: int) -> Path:
+    """As the learner makes one: first the copy, then the ledger learns of it."""
+    path = folder / f"step_{step}"
+    path.mkdir()
+    ledger.back_up(path / NAME)
+    ledger.checkpointed(step)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / NAME
+
+
+def started(path: Path) -> Ledger:
+    """A ledger after one step, with a group that waits."""
+    ledger, messages = begin(path)
+    assert not messages
+    store = open_store(path.parent)
+    admit(store, 0, 1, 2)
+    for group_id in range(3):
+        bring(store, group_id, [1.0, 0.0])
+    store.batches(0)
+    store.ledger.close()
+    return ledger
+
+
+def test_a_new_run_gets_a_ledger_of_its_own(path: Path, tmp_path: Path) -> None:
+    one, _ = begin(path)
+    other, _ = begin(tmp_path / "other" / NAME)
+    assert one.get("run_id") != other.get("run_id")
+    assert one.get("config") == CONFIG
+
+
+def test_a_run_without_checkpoint_goes_on_with_its_ledger(path: Path) -> None:
+    run_id = started(path).get("run_id")
+    ledger, messages = begin(path)
+    assert (ledger.get("run_id"), messages) == (run_id, [])
+    assert ledger.counts() == {GroupState.ASSIGNED: 2, GroupState.SCORED: 1}
+
+
+def test_steps_of_the_checkpoint_are_trained_even_if_the_ledger_had_not_heard(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    begin(path, step=1, checkpoint=tmp_path, run_id=ledger.get("run_id"))
+    assert ledger.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+
+
+@pytest.mark.parametrize("known", [2, 5])
+def test_an_older_checkpoint_brings_its_copy_back(path: Path, tmp_path: Path, known: int) -> None:
+    ledger = started(path)
+    old = checkpoint(tmp_path, ledger, 1)
+    ledger.checkpointed(known)
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=ledger.get("run_id"))
+    assert f"{path} goes on to step {known}: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert restored.checkpoint_step == 1
+    assert Ledger(path.with_name("ledger-1.sqlite")).checkpoint_step == known, "nothing is overwritten"
+
+
+def test_a_missing_ledger_comes_from_the_checkpoint(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    shutil.rmtree(path.parent)
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"the one in {old} takes its place" in message
+    assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+    assert [g.group_id for g in restored.load([2])] == [2]
+
+
+def damage_file(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4096 : 4096 * 3] = b"\xff" * 4096 * 2
+    path.write_bytes(content)
+
+
+def test_a_damaged_ledger_is_set_aside_for_the_copy(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    damage_file(path)
+    broken = path.read_bytes()
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"{path} is damaged (" in message
+    assert path.with_name("ledger-1.sqlite").read_bytes() == broken
+    assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+
+
+def test_a_ledger_that_lost_its_newest_entries_is_set_aside_for_the_copy(path: Path, tmp_path: Path) -> None:
+    """As SQLite leaves it where the machine failed before its log was on the disk."""
+    ledger, _ = begin(path)
+    ledger.close()
+    early = path.read_bytes()
+    ledger = started(path)
+    run_id, new = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    path.write_bytes(early)
+    restored, (message,) = begin(path, step=1, checkpoint=new, run_id=run_id)
+    assert f"{path} does not know all of the 1 steps: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
+    assert path.with_name("ledger-1.sqlite").read_bytes() == early
+
+
+def test_the_log_of_a_ledger_goes_aside_with_it(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.note("later", "than", "the copy")
+    log = path.with_name(f"{NAME}-wal")
+    assert log.stat().st_size > 0
+    path.unlink()
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"{path} is missing: it now is {path.with_name('ledger-1.sqlite')}, and the one in" in message
+    assert restored.events() == [], "a log is of no other file than its own"
+
+
+def test_a_group_that_cannot_be_read_is_damage(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE tokens SET arrays = substr(arrays, 1, 40) WHERE group_id = 2")
+    restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert f"{path} is damaged (group 2 can't be read: " in message
+    assert [g.group_id for g in restored.load([2])] == [2]
+
+
+def test_looking_changes_nothing(path: Path) -> None:
+    ledger, _ = begin(path)
+    ledger.close()
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    assert why_unusable(path, RunStart(config=CONFIG)) is None
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_a_ledger_that_cannot_be_put_there_leaves_the_old_one(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.checkpointed(5)
+    ledger.close()
+    with largest_file(1000), pytest.raises(LedgerError, match=f"the ledger {path} can't be written: .*too large"):
+        begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert [file.name for file in path.parent.iterdir()] == [NAME]
+    assert Ledger(path).checkpoint_step == 5
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"can't be written: \S*/file is no folder; choose another ledger.folder"):
+        begin(tmp_path / "file" / "ledgers" / NAME)
+
+
+def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
+    started(path).close()
+    damage_file(path)
+    broken = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to go on from: choose"):
+        begin(path)
+    assert path.read_bytes() == broken
+
+
+def test_a_damaged_copy_is_refused_and_named(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
+    ledger.close()
+    shutil.rmtree(path.parent)
+    damage_file(old / NAME)
+    with pytest.raises(ConfigError, match=rf"is missing, and {old / NAME} can't take its place: .*; resume"):
+        begin(path, step=1, checkpoint=old, run_id=run_id)
+    assert not path.exists()
+
+
+def test_a_ledger_of_another_run_is_refused(path: Path, tmp_path: Path) -> None:
+    ledger = started(path)
+    with pytest.raises(ConfigError, match=r"belongs to another run .* than .*\(feed\): move one of them away"):
+        begin(path, step=1, checkpoint=tmp_path, run_id="feed")
+    assert Ledger(path).counts() == ledger.counts()
+
+
+def test_a_ledger_that_knows_a_lost_checkpoint_is_refused(path: Path) -> None:
+    started(path).checkpointed(1)
+    with pytest.raises(ConfigError, match="knows a checkpoint after 1 steps, but there is none beside it"):
+        begin(path)
+
+
+def test_other_options_are_refused_with_the_list(path: Path) -> None:
+    started(path)
+    other = {**CONFIG, "seed": 4}
+    with pytest.raises(ConfigError, match=r"with other options \(seed: 0 -> 4\): set them back, or resume_changes=all"):
+        begin(path, config=other)
+    ledger, _ = begin(path, config=other, changes_allowed=True)
+    assert ledger.get("config") == other
+
+
+def test_the_ledger_knows_which_steps_had_other_options(path: Path) -> None:
+    started(path)
+    other = {**CONFIG, "seed": 4}
+    begin(path, config=other, changes_allowed=True)
+    ledger, _ = begin(path, config=other, num_rows=7)
+    assert ledger.get("earlier_configs") == [{"steps": 1, "config": CONFIG}], "step 0 is trained again as it was"
+    assert ledger.get("num_rows") == 7
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value", "reason"),
+    [
+        ("replay", "max_staleness", 0, "replay.max_staleness was lowered"),
+        ("algorithm", "groups_per_step", 4, "algorithm.groups_per_step was changed"),
+        ("algorithm", "num_steps", 50, "algorithm.num_steps was lowered"),
+    ],
+)
+def test_groups_that_do_not_fit_the_steps_to_come_are_discarded(
+    path: Path, section: str, option: str, value: int, reason: str
+) -> None:
+    started(path)
+    other = {**CONFIG, section: {**CONFIG[section], option: value}}
+    ledger, _ = begin(path, config=other, changes_allowed=True)
+    assert ledger.counts() == {GroupState.DISCARDED: 3}
+    assert ledger.rows("SELECT DISTINCT reason FROM groups") == [(reason,)]
+    assert (ledger.num_places_taken(0), ledger.groups_of(0)) == (0, None)
+    again, _ = begin(path, config=other)
+    assert again.counts() == ledger.counts()

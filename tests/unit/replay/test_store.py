@@ -1,0 +1,313 @@
+"""What the replay store decides, feature by feature, and what each does to the accounts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replay_cases import REWARD, admit, bring, group, open_store, score
+
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.root_config import ReplayConfig
+from rlpipe.data.packing import pack_step
+from rlpipe.replay.assemble import assemble_step
+from rlpipe.replay.ledger.run_ledger import GroupState
+from rlpipe.replay.store import ReplayStore
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.types import RolloutGroup, TrainBatch
+
+FLAT, MIXED = [1.0, 1.0], [1.0, 0.0]
+
+
+def trained_groups(batches: list[TrainBatch] | None) -> int:
+    """Sequences with a gradient, of two a group."""
+    assert batches is not None
+    micros = [micro for batch in batches for mini in batch.mini_batches for micro in mini.micro_batches]
+    return sum(micro.num_sequences for micro in micros) // 2
+
+
+def metric(batches: list[TrainBatch] | None, name: str) -> float:
+    assert batches is not None
+    return batches[0].metrics[name]
+
+
+def test_a_failed_group_leaves_its_place_and_its_reason(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1)
+    failed = group(0, [], scored=False)
+    failed.failure = "the engine refused it"
+    assert store.generated([failed]).discarded == {0: "the engine refused it"}
+    bring_nothing = GroupScores(group_id=1, failures={REWARD: "it raised KeyError"})
+    store.generated([group(1, list(MIXED), scored=False)])
+    (reason,) = store.scored([1], [[bring_nothing]]).discarded.values()
+    assert "KeyError" in reason
+    rows = store.ledger.rows("SELECT group_id, state, reason FROM groups ORDER BY group_id")
+    assert rows == [(0, "DISCARDED", "the engine refused it"), (1, "DISCARDED", reason)]
+    assert store.ledger.num_places_taken(0) == 0
+    assert not list(store.ledger.load([0, 1]))
+
+
+def test_scores_without_tokens_or_twice_are_ignored(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0)
+    score(store, 0, MIXED)
+    assert store.ledger.counts() == {GroupState.ADMITTED: 1}
+    bring(store, 0, MIXED)
+    score(store, 0, FLAT)
+    assert store.ledger.rows("SELECT reward FROM groups") == [(0.5,)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_step_is_the_same_whenever_it_is_asked_for(tmp_path: Path, reopened: bool) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1, 2, 3)
+    for group_id in (3, 1, 0):
+        bring(store, group_id, [float(group_id), 0.5])
+    first = store.batches(0)
+    store = open_store(tmp_path) if reopened else store
+    second = store.batches(0)
+    assert first is not None
+    assert second is not None
+    for one, other in zip(first[0].mini_batches[0].micro_batches, second[0].mini_batches[0].micro_batches, strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs", "advantages", "policy_versions"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert second[0].metrics == first[0].metrics
+
+
+def test_a_new_process_goes_on_where_the_dead_one_was(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1, 2, 3)
+    bring(store, 0, MIXED)
+    store.generated([group(1, list(MIXED), scored=False)])
+    again = open_store(tmp_path)
+    accounts = again.accounts([])
+    assert [(g.group_id, state) for g, state in accounts.unfinished] == [
+        (0, GroupState.SCORED),
+        (1, GroupState.GENERATED),
+        (2, GroupState.ADMITTED),
+        (3, GroupState.ADMITTED),
+    ]
+    assert (accounts.next_group_id, accounts.num_places_taken, accounts.place.position) == (4, 4, 4)
+    assert [g.group_id for g in again.unscored([0, 1, 2, 3])] == [1]
+    assert again.batches(0) is None
+    score(again, 1, MIXED)
+    assert again.batches(0) is not None
+
+
+# Rollouts without gradient --------------------------------------------------------------------------------------------
+
+
+def test_groups_without_advantage_are_skipped_and_counted(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1)
+    bring(store, 0, MIXED)
+    bring(store, 1, FLAT)
+    batches = store.batches(0)
+    assert trained_groups(batches) == 1
+    assert metric(batches, "groups/skipped") == 1
+    assert batches is not None
+    mini = batches[0].mini_batches[0]
+    assert (mini.num_loss_tokens, mini.num_sequences) == (12, 4), "the denominators know them"
+    assert store.ledger.rows("SELECT count(*) FROM groups WHERE step = 0") == [(2,)], "they count as trained"
+
+
+def test_a_step_without_any_advantage_has_nothing_to_do(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1)
+    bring(store, 0, FLAT)
+    bring(store, 1, FLAT)
+    batches = store.batches(0)
+    assert batches is not None
+    assert [mini.micro_batches for mini in batches[0].mini_batches] == [[]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "replay"),
+    [
+        (LossConfig(beta=0.1), ReplayConfig()),
+        (LossConfig(entropy_coef=0.1), ReplayConfig()),
+        (LossConfig(), ReplayConfig(skip_zero_advantage=False)),
+    ],
+)
+def test_groups_that_have_a_gradient_all_the_same_are_trained(loss: LossConfig, replay: ReplayConfig) -> None:
+    batches = assemble_step(
+        [group(0, list(FLAT)), group(1, list(MIXED))],
+        step=0,
+        algorithm=AlgorithmConfig(loss=loss),
+        learner=LearnerConfig(max_tokens_per_microbatch=64),
+        reward_weights={REWARD: 1.0},
+        seed=0,
+        skip_zero_advantage=replay.skip_zero_advantage,
+    )
+    assert trained_groups(batches) == 2
+
+
+def test_the_last_comparison_leaves_nothing_out(tmp_path: Path) -> None:
+    store = open_store(tmp_path, num_steps=1)
+    admit(store, 0, 1)
+    bring(store, 0, MIXED)
+    bring(store, 1, FLAT)
+    assert trained_groups(store.batches(1)) == 2
+
+
+def test_every_rank_still_has_the_same_number_of_micro_batches() -> None:
+    rollouts = [rollout for index in range(6) for rollout in group(index, list(FLAT if index else MIXED))]
+    for rollout in rollouts:
+        rollout.advantages = np.full(len(rollout.token_ids), 0.0 if rollout.group_id else 1.0, np.float32)
+    batches = pack_step(rollouts, step=0, num_ranks=3, max_tokens=16, skip_zero_advantage=True)
+    counts = {len(batch.mini_batches[0].micro_batches) for batch in batches}
+    assert len(counts) == 1
+    assert sum(int(m.loss_mask.sum()) for b in batches for m in b.mini_batches[0].micro_batches) == 6
+
+
+# Refill ---------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_without_variance_are_replaced_a_bounded_number_of_times(tmp_path: Path) -> None:
+    store = open_store(tmp_path, replay=ReplayConfig(max_staleness=1, refill_attempts=2))
+    admit(store, 0)
+    outcome = bring(store, 0, FLAT)
+    assert (list(outcome.discarded), outcome.attempts) == ([0], [1])
+    admit(store, 1, attempt=1)
+    outcome = bring(store, 1, FLAT)
+    assert (list(outcome.discarded), outcome.attempts) == ([1], [2])
+    admit(store, 2, attempt=2)
+    assert not bring(store, 2, FLAT).discarded, "after that, the group is taken as it is"
+    assert store.ledger.rows("SELECT reason FROM groups WHERE state = 'DISCARDED'") == [
+        ("no reward variance (attempt 1)",),
+        ("no reward variance (attempt 2)",),
+    ]
+    admit(store, 3)
+    assert not bring(store, 3, MIXED).discarded
+    assert metric(store.batches(0), "groups/refilled") == 1
+
+
+def test_an_attempt_that_a_crash_left_open_is_known(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, refill_attempts=2)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1)
+    bring(store, 0, FLAT)
+    bring(store, 1, FLAT)
+    admit(store, 2, attempt=1)
+    assert open_store(tmp_path, replay=replay).accounts([]).attempts == [1]
+
+
+# Replay of groups with signal -----------------------------------------------------------------------------------------
+
+
+def run_step(store: ReplayStore, step: int, rewards: dict[int, list[float]]) -> list[TrainBatch] | None:
+    admit(store, *rewards, version=step)
+    for group_id, values in rewards.items():
+        bring(store, group_id, list(values), version=step)
+    return store.batches(step)
+
+
+def test_kept_groups_stand_beside_groups_without_signal(tmp_path: Path) -> None:
+    replay = ReplayConfig(reuse_groups=2)
+    store = open_store(tmp_path, replay=replay)
+    assert metric(run_step(store, 0, {0: MIXED, 1: MIXED}), "groups/replayed") == 0
+    batches = run_step(store, 1, {2: FLAT, 3: MIXED})
+    assert metric(batches, "groups/replayed") == 1
+    assert trained_groups(batches) == 2, "group 3, and one of the first step"
+    assert batches is not None
+    assert batches[0].mini_batches[0].num_sequences == 6
+    assert metric(batches, "staleness/max") == 0, "which is that of fresh groups"
+    assert store.ledger.rows("SELECT * FROM replays") == [(1, 1)], "the newest first"
+    assert store.ledger.rows("SELECT state, count(*) FROM groups GROUP BY state") == [("ASSIGNED", 4)]
+
+
+def test_a_group_is_replayed_once_and_the_oldest_are_forgotten(tmp_path: Path) -> None:
+    store = open_store(tmp_path, groups_per_step=3, replay=ReplayConfig(reuse_groups=2))
+    run_step(store, 0, {0: MIXED, 1: MIXED, 2: MIXED})
+    assert metric(run_step(store, 1, {3: FLAT, 4: FLAT, 5: FLAT}), "groups/replayed") == 2
+    assert metric(run_step(store, 2, {6: FLAT, 7: FLAT, 8: FLAT}), "groups/replayed") == 0
+    assert store.ledger.rows("SELECT group_id FROM replays ORDER BY 1") == [(1,), (2,)]
+
+
+def test_after_a_restart_the_newest_groups_with_signal_are_kept(tmp_path: Path) -> None:
+    replay = ReplayConfig(reuse_groups=1)
+    store = open_store(tmp_path, replay=replay)
+    run_step(store, 0, {0: MIXED, 1: FLAT})
+    run_step(store, 1, {2: FLAT, 3: FLAT})
+    run_step(store, 2, {4: MIXED, 5: FLAT})
+    store = open_store(tmp_path, replay=replay)
+    run_step(store, 3, {6: FLAT, 7: FLAT})
+    assert store.ledger.rows("SELECT group_id, step FROM replays ORDER BY step") == [(0, 1), (4, 3)]
+
+
+def test_kept_groups_survive_a_restart_and_the_dropping_of_tokens(tmp_path: Path) -> None:
+    replay = ReplayConfig(reuse_groups=1)
+    store = open_store(tmp_path, keep_steps=0, replay=replay)
+    run_step(store, 0, {0: MIXED, 1: FLAT})
+    store.checkpointed(1)
+    assert [g.group_id for g in store.ledger.load([0, 1])] == [0]
+    store = open_store(tmp_path, keep_steps=0, replay=replay)
+    first = run_step(store, 1, {2: FLAT, 3: FLAT})
+    assert metric(first, "groups/replayed") == 1
+    store = open_store(tmp_path, keep_steps=0, replay=replay)
+    assert metric(store.batches(1), "groups/replayed") == 1, "the same when the step is trained again"
+
+
+# Deferred re-roll -----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_earned_nothing_are_named(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, reroll_after=0.25)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1, 2)
+    assert [g.group_id for g in bring(store, 0, [0.0, -1.0, None]).fruitless] == [0]
+    assert not bring(store, 1, [0.0, 0.1]).fruitless
+    assert not bring(store, 2, [None, None]).fruitless, "who knows"
+    assert [g.group_id for g in open_store(tmp_path, replay=replay).accounts([]).fruitless] == [0]
+
+
+def test_without_rerolls_nobody_is_named(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0)
+    assert not bring(store, 0, [0.0, 0.0]).fruitless
+
+
+# Streaming ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_that_were_scored_before_the_last_was_generated_are_counted(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    admit(store, 0, 1)
+    bring(store, 0, MIXED)
+    bring(store, 1, MIXED)
+    assert metric(store.batches(0), "groups/streamed") == 1
+    admit(store, 2, 3, version=1)
+    store.generated([group(index, list(MIXED), version=1, scored=False) for index in (2, 3)])
+    both: list[RolloutGroup] = store.unscored([2, 3])
+    score(store, 2, MIXED)
+    score(store, 3, MIXED)
+    assert len(both) == 2
+    assert metric(store.batches(1), "groups/streamed") == 0
+
+
+def test_a_call_that_is_repeated_after_a_death_has_the_same_answer(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, refill_attempts=1)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1)
+    broken = group(0, [1.0], scored=False)
+    broken.failure = "the engine refused it"
+    first = store.generated([broken, group(1, [1.0, 1.0], scored=False)])
+    assert first.discarded == {0: "the engine refused it"}
+    store = open_store(tmp_path, replay=replay)
+    assert store.generated([broken, group(1, [1.0, 1.0], scored=False)]) == first
+    assert score(store, 0, [1.0, 1.0]).discarded == {}, "a group without tokens was answered for already"
+    outcome = score(store, 1, [1.0, 1.0])
+    assert outcome.attempts == [1]
+    store = open_store(tmp_path, replay=replay)
+    assert score(store, 1, [1.0, 1.0]) == outcome
+
+
+def test_repeated_scores_name_prompts_that_earned_nothing_again(tmp_path: Path) -> None:
+    replay = ReplayConfig(max_staleness=1, reroll_after=0.25)
+    store = open_store(tmp_path, replay=replay)
+    admit(store, 0, 1)
+    bring(store, 1, [0.0, 0.0])
+    outcome = bring(store, 0, [0.0, -1.0])
+    assert [g.group_id for g in outcome.fruitless] == [0]
+    store = open_store(tmp_path, replay=replay)
+    assert score(store, 0, [0.0, -1.0]) == outcome

@@ -1,0 +1,66 @@
+"""What an engine learns from an adapter's folder."""
+
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.models.adapter_metadata import TrainingRecord
+from rlpipe.rollout.adapter import read_adapter_config, without_learner
+
+
+def test_room_is_made_for_the_largest_rank(tmp_path: Path) -> None:
+    LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "k_proj"], rank_pattern={"k_proj": 16}, use_rslora=True
+    ).save_pretrained(str(tmp_path))
+    adapter = read_adapter_config(str(tmp_path))
+    assert (adapter.r, adapter.alpha, adapter.use_rslora) == (16, 6, True)
+    assert adapter.target_modules == ["k_proj", "q_proj"]
+    assert adapter.path == str(tmp_path)
+
+
+def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--adapter: .* holds no PEFT adapter"):
+        read_adapter_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("nf4", "qlora"), ("full", "lora"), (None, "lora")])
+def test_an_adapter_is_served_over_the_base_that_it_was_trained_on(
+    tmp_path: Path, precision: str | None, kind: str
+) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    if precision is not None:
+        TrainingRecord(base_precision=precision).write(tmp_path)
+    assert read_adapter_config(str(tmp_path)).kind == kind
+
+
+def test_an_adapter_over_mended_weights_is_not_served_over_others(tmp_path: Path) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    TrainingRecord(weight_scales={"lm_head.weight": 0.5}).write(tmp_path)
+    with pytest.raises(ModelError, match="mended: merge it first"):
+        read_adapter_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_without_a_learner_an_adapter_is_served_as_it_is(tmp_path: Path, given: bool) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    path = str(tmp_path)
+    model = ModelConfig(path="base", adapter=AdapterConfig(path=None if given else path, merge=True, use_dora=True))
+    assert not serves_adapter(model)
+    served = without_learner(model, path if given else None)
+    assert serves_adapter(served)
+    assert (served.path, served.adapter.path) == ("base", path)
+
+
+@pytest.mark.parametrize("kind", ["none", "lora", "qlora"])
+def test_without_a_learner_and_an_adapter_it_is_the_base(kind: str) -> None:
+    served = without_learner(ModelConfig(path="base", adapter=AdapterConfig(kind=kind, merge=None)), None)
+    assert (served.adapter.kind, served.adapter.path) == (kind, None)
+
+
+def test_without_a_learner_nobody_mends_weights() -> None:
+    model = ModelConfig(path="base", normalize_weight_scales={"all": WeightScaleRule(name_pattern=".")})
+    with pytest.raises(ConfigError, match="only a learner mends"):
+        without_learner(model, None)

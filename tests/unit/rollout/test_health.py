@@ -1,0 +1,133 @@
+"""Engines change their state by what is heard of them and by time."""
+
+import pytest
+
+from rlpipe.rollout.health import EngineState, Fleet
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock: Clock) -> Fleet:
+    """Engine a serves version 0, b is only started."""
+    fleet = Fleet(["a", "b"], suspect_after_s=10, dead_after_s=30, clock=clock)
+    fleet.published(0)
+    fleet.started("a")
+    fleet.loaded("a", 0)
+    fleet.started("b")
+    return fleet
+
+
+def test_an_engine_serves_once_it_has_loaded_the_newest_version(fleet: Fleet) -> None:
+    assert (fleet.serving, fleet.state("b")) == (["a"], EngineState.STALE)
+    fleet.published(3)
+    fleet.loaded("b", 2)
+    assert (fleet.serving, fleet.state("b")) == (["a"], EngineState.STALE)
+    fleet.loaded("b", 3)
+    assert fleet.serving == ["a", "b"]
+
+
+def test_a_serving_engine_goes_on_while_it_loads_the_next_version(fleet: Fleet) -> None:
+    fleet.published(1)
+    assert fleet.serving == ["a"]
+
+
+def test_a_version_may_go_back_where_the_learner_began_again(fleet: Fleet) -> None:
+    fleet.published(9)
+    fleet.published(4)
+    fleet.loaded("b", 4)
+    assert fleet.serving == ["a", "b"]
+
+
+def test_a_silent_engine_is_suspected_and_then_given_up(fleet: Fleet, clock: Clock) -> None:
+    clock.now = 9
+    assert (fleet.check(), fleet.serving) == ([], ["a"])
+    clock.now = 10
+    assert (fleet.check(), fleet.serving, fleet.state("a")) == ([], [], EngineState.SUSPECT)
+    clock.now = 30
+    assert (fleet.check(), fleet.state("a")) == (["a"], EngineState.DEAD)
+    assert fleet.check() == [], "it is given up once"
+    assert "has not answered for 30 seconds (cluster.dead_after_s)" in fleet.describe()["a"]
+
+
+def test_a_suspect_that_answers_serves_again(fleet: Fleet, clock: Clock) -> None:
+    clock.now = 12
+    fleet.check()
+    fleet.answered("a")
+    assert fleet.serving == ["a"]
+    clock.now = 21
+    fleet.check()
+    assert fleet.serving == ["a"], "silence counts from the last answer"
+
+
+def test_an_engine_that_starts_owes_no_answers(fleet: Fleet, clock: Clock) -> None:
+    clock.now = 1000
+    fleet.answered("a")
+    assert fleet.check() == []
+    assert fleet.state("b") is EngineState.STALE
+
+
+def test_a_dead_engine_must_start_and_load_again(fleet: Fleet) -> None:
+    fleet.died("a", "killed")
+    assert (fleet.serving, fleet.state("a")) == ([], EngineState.DEAD)
+    fleet.answered("a")
+    assert fleet.state("a") is EngineState.DEAD, "a late answer does not bring it back"
+    fleet.restarting("a")
+    fleet.started("a")
+    assert fleet.serving == []
+    fleet.loaded("a", 0)
+    assert fleet.serving == ["a"]
+
+
+def test_late_news_of_a_load_does_not_bring_an_engine_back(fleet: Fleet) -> None:
+    fleet.died("a", "killed")
+    fleet.loaded("a", 0)
+    assert fleet.state("a") is EngineState.DEAD
+    fleet.restarting("a")
+    fleet.loaded("a", 0)
+    assert (fleet.state("a"), fleet.serving) == (EngineState.STARTING, [])
+
+
+def test_deaths_are_counted_until_something_is_finished(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.died("a", "killed")
+        fleet.died("a", "said twice")
+        fleet.restarting("a")
+        fleet.started("a")
+        fleet.loaded("a", 0)
+        fleet.answered("a")
+    assert fleet.failures_in_row("a") == 2
+    fleet.answered("a", finished=True)
+    assert fleet.failures_in_row("a") == 0
+
+
+def test_an_outage_lasts_from_the_last_one_that_served(fleet: Fleet, clock: Clock) -> None:
+    assert fleet.outage_s == 0
+    clock.now = 5
+    fleet.died("a", "killed")
+    clock.now = 8
+    assert fleet.outage_s == 3
+    fleet.loaded("b", 0)
+    assert fleet.outage_s == 0
+
+
+def test_before_the_first_version_there_is_no_outage(clock: Clock) -> None:
+    fleet = Fleet(["a"], suspect_after_s=10, dead_after_s=30, clock=clock)
+    fleet.started("a")
+    clock.now = 1000
+    assert fleet.outage_s == 0
+
+
+def test_only_the_dead_are_replaced(fleet: Fleet) -> None:
+    with pytest.raises(AssertionError):
+        fleet.restarting("a")

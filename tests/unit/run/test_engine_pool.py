@@ -1,0 +1,247 @@
+"""What the engine pool does with requests while engines die, hang and come back; the engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from rlpipe.actors.remote import KILLED, ObjectsLost
+from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.weights import Cause, NotLoaded
+from rlpipe.configs.schema.root_config import ClusterConfig
+from rlpipe.errors import EngineFailed, EngineNotStarted
+from rlpipe.run import engine_pool
+from rlpipe.run.engine_pool import EnginePool
+from rlpipe.types import GroupRequest, Prompt
+
+CLUSTER = ClusterConfig(suspect_after_s=0.4, dead_after_s=30.0, start_timeout_s=5.0, max_engine_failures=1)
+
+
+class FakeEngine:
+    """As a handle of a rollout actor: ``engine.method.remote(...)``, or ``engine.method.options(...).remote(...)``."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.answers: asyncio.Queue[list[int] | Exception] = asyncio.Queue()
+        self.submit = self.collect = self
+        self._is_collect = False
+
+    def options(self, **options: Any) -> FakeEngine:
+        self._is_collect = True
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        if not self._is_collect:
+            self.submitted += [request.group_id for request in arguments[0]]
+            return None
+        self._is_collect = False
+        return asyncio.ensure_future(self._next()), object()
+
+    async def _next(self) -> list[Receipt]:
+        answer = await self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return [Receipt(group_id=group_id, num_tokens=1) for group_id in answer]
+
+
+class Scene:
+    """A pool of fakes, and what it says and hands on."""
+
+    def __init__(self, *names: str) -> None:
+        self.engines = {name: FakeEngine() for name in names}
+        self.collected: list[int] = []
+        self.loses = 0
+        self.said: list[str] = []
+        self.given_up: list[EngineFailed] = []
+        self.failures: list[NotLoaded] = []
+        """What the next loads of engines that come back end in."""
+        self.pool = EnginePool(
+            self.engines,  # type: ignore[arg-type]
+            cluster=CLUSTER,
+            start=self.start,  # type: ignore[arg-type]
+            load_newest=self.load_newest,
+            collected=self.take,
+            notice=lambda _, message: self.said.append(message),
+            give_up=self.give_up,
+        )
+        for name in names:
+            self.pool.loaded(name, 0)
+
+    def start(self, name: str) -> asyncio.Future[None]:
+        return asyncio.ensure_future(asyncio.sleep(0))
+
+    async def load_newest(self, name: str) -> int | NotLoaded:
+        return self.failures.pop(0) if self.failures else 0
+
+    async def take(self, groups: object, receipts: list[Receipt]) -> None:
+        self.loses -= 1
+        if self.loses == 0:
+            raise ObjectsLost("the machine is gone")
+        self.collected += [receipt.group_id for receipt in receipts]
+
+    async def give_up(self, failure: EngineFailed) -> None:
+        self.given_up.append(failure)
+
+    def ends(self) -> list[str]:
+        return [*self.said, *map(str, self.given_up)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+def request(group_id: int) -> GroupRequest:
+    prompt = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="", task={})
+    return GroupRequest(group_id=group_id, prompt=prompt, group_size=1, max_tokens=1, temperature=1.0, seed=0)
+
+
+def play(scene: Callable[[], Scene], act: Callable[[Scene], Any]) -> Scene:
+    async def run() -> Scene:
+        stage = scene()
+        serving = asyncio.create_task(stage.pool.run())
+        acting = asyncio.ensure_future(act(stage))
+        await asyncio.wait((serving, acting), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            acting.cancel()
+            await serving
+        await acting
+        serving.cancel()
+        return stage
+
+    return asyncio.run(run())
+
+
+def test_the_work_of_a_dead_engine_goes_to_the_others_and_it_comes_back() -> None:
+    async def act(scene: Scene) -> None:
+        scene.pool.dispatch([request(0), request(1), request(2)])
+        assert scene.engines["a"].submitted == [0, 2]
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        await scene.until(lambda: sorted(scene.engines["b"].submitted) == [0, 1, 2])
+        await scene.until(lambda: len(scene.said) == 2)
+        scene.engines["b"].answers.put_nowait([0, 1, 2])
+        await scene.until(lambda: sorted(scene.collected) == [0, 1, 2])
+        scene.pool.dispatch([request(3)])
+        assert scene.engines["a"].submitted == [0, 2, 3]
+
+    scene = play(lambda: Scene("a", "b"), act)
+    assert "engine a died: " in scene.said[0]
+    assert scene.said[0].endswith("its 2 groups are generated again")
+    assert scene.said[1] == "engine a serves again, version 0"
+
+
+@pytest.mark.parametrize("noticed_by", ["collecting", "weights"])
+def test_a_process_that_has_taken_the_place_of_a_dead_one_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch, noticed_by: str
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+
+    async def act(scene: Scene) -> None:
+        await asyncio.sleep(0)  # it collects
+        if noticed_by == "collecting":
+            scene.engines["a"].answers.put_nowait(RayTaskError("collect", "", EngineNotStarted("no model yet")))
+        else:
+            scene.pool.failed("a", NotLoaded(Cause.PROCESS, KILLED))
+        await scene.until(lambda: len(scene.said) == 2)
+
+    scene = play(lambda: Scene("a"), act)
+    assert scene.said == ["engine a died: its process died or was killed", "engine a serves again, version 0"]
+    assert not killed
+
+
+def test_an_engine_that_cannot_load_what_it_comes_back_to_is_killed_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+
+    async def act(scene: Scene) -> None:
+        scene.failures = [NotLoaded(Cause.ENGINE, "no room for it")]
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        await scene.until(lambda: len(scene.said) == 3)
+
+    monkeypatch.setattr(CLUSTER, "max_engine_failures", 2)
+    scene = play(lambda: Scene("a"), act)
+    assert scene.said[1:] == ["engine a died: no room for it", "engine a serves again, version 0"]
+    assert len(killed) == 1
+
+
+def test_an_engine_that_ray_cannot_reach_is_ended_and_started_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may live behind a cut cable, with groups that others generate meanwhile."""
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+    monkeypatch.setattr(engine_pool, "RESTART_PAUSE_S", 0.01)
+    unreachable = [ActorUnavailableError("no connection", None) for _ in range(10)]
+
+    class CutOff(Scene):
+        def start(self, name: str) -> asyncio.Future[None]:
+            started = super().start(name)
+            if unreachable:
+                started = asyncio.get_running_loop().create_future()
+                started.set_exception(unreachable.pop())
+            return started
+
+    async def act(scene: Scene) -> None:
+        scene.engines["a"].answers.put_nowait(ActorUnavailableError("no connection", None))
+        await scene.until(lambda: len(scene.said) == 2)
+
+    scene = play(lambda: CutOff("a"), act)
+    assert "no connection" in scene.said[0]
+    assert scene.said[1] == "engine a serves again, version 0", "that is no death for each attempt"
+    assert len(killed) == 1
+
+
+def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:
+    async def act(scene: Scene) -> None:
+        scene.loses = 1
+        scene.pool.dispatch([request(0)])
+        scene.engines["a"].answers.put_nowait([0])
+        await scene.until(lambda: scene.engines["a"].submitted == [0, 0])
+        scene.engines["a"].answers.put_nowait([0])
+        await scene.until(lambda: scene.collected == [0])
+
+    scene = play(lambda: Scene("a"), act)
+    assert scene.said == ["1 groups of engine a are generated again: the machine is gone"]
+
+
+def test_requests_wait_while_no_engine_serves() -> None:
+    async def act(scene: Scene) -> None:
+        scene.engines["a"].answers.put_nowait(RayActorError())
+        scene.pool.dispatch([request(0)])
+        await scene.until(lambda: scene.engines["a"].submitted == [0, 0])
+        assert scene.pool.num_groups == 1
+
+    play(lambda: Scene("a"), act)
+
+
+def test_requests_that_waited_for_a_suspect_are_sent_once_it_answers() -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(lambda: "suspect" in scene.pool.describe()["engines"]["a"])
+        scene.pool.dispatch([request(0)])
+        assert scene.engines["a"].submitted == []
+        scene.engines["a"].answers.put_nowait([])
+        await scene.until(lambda: scene.engines["a"].submitted == [0])
+
+    play(lambda: Scene("a"), act)
+
+
+def test_an_engine_that_dies_again_and_again_is_retired_and_without_any_the_run_gives_up() -> None:
+    async def act(scene: Scene) -> None:
+        for name in ("a", "b"):
+            for _ in range(2):
+                scene.engines[name].answers.put_nowait(RayActorError())
+            await scene.until(lambda name=name: any(f"engine {name} died 2 times" in text for text in scene.ends()))
+        assert len(scene.given_up) == 1
+
+    scene = play(lambda: Scene("a", "b"), act)
+    assert any(text.endswith("; the run goes on without it") for text in scene.said)
+    assert "engine b died 2 times without finishing a group (cluster.max_engine_failures=1); the last time: " in str(
+        scene.given_up[0]
+    )

@@ -1,0 +1,124 @@
+"""What is said of hosts that are silent, answer again, or are lost, and of the lines that Ray prints meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from ray._private import ray_logging
+
+from rlpipe.run.host_watch import SILENT_AFTER_S, Host, HostWatch, describe_actors, leave_to_watch
+
+HOSTS = {
+    "a": Host(address="10.0.0.1", port=6379, is_head=True),
+    "b": Host(address="10.0.0.2", port=7000),
+    "c": Host(address="10.0.0.3", port=7000),
+}
+ACTORS = {"a": ["replay", "weights"], "b": ["rollout-0", "learner rank", "learner rank"]}
+
+
+class Cluster:
+    """A watch whose time is set by hand; all hosts but the silent ones answer."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.said: list[str] = []
+        self.watch = HostWatch(self.said.append, clock=lambda: self.now)
+        self.watch.listed(HOSTS, ACTORS)
+
+    def pass_time(self, seconds: float, silent: str = "") -> None:
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            for node in self.watch.hosts:
+                if node not in silent:
+                    self.watch.heard(node)
+            self.watch.check()
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def test_a_silent_host_is_named_once_with_what_it_runs_and_so_is_its_return(cluster: Cluster) -> None:
+    cluster.pass_time(60)
+    cluster.pass_time(SILENT_AFTER_S - 1, silent="b")
+    assert not cluster.said
+    cluster.pass_time(20, silent="b")
+    (line,) = cluster.said
+    assert line.startswith("host 10.0.0.2 has been silent since ")
+    assert line.endswith("; it ran 2 x learner rank, rollout-0")
+    cluster.pass_time(60)
+    assert cluster.said[1:] == ["host 10.0.0.2 answers again, after 25 s"]
+
+
+def test_a_short_silence_is_not_mentioned(cluster: Cluster) -> None:
+    for _ in range(5):
+        cluster.pass_time(SILENT_AFTER_S - 1, silent="b")
+        cluster.pass_time(2)
+    assert not cluster.said
+
+
+def test_a_lost_host_is_named_with_its_silence(cluster: Cluster) -> None:
+    cluster.pass_time(40, silent="b")
+    cluster.watch.listed({node: HOSTS[node] for node in "ac"}, {"a": ["replay", "weights", "rollout-0"]})
+    cluster.pass_time(60)
+    assert cluster.said[1:] == [
+        "host 10.0.0.2 is lost to Ray, after 40 s of silence; it ran 2 x learner rank, rollout-0, "
+        "which now starts elsewhere"
+    ]
+
+
+def test_a_host_that_ends_at_once_takes_one_line(cluster: Cluster) -> None:
+    cluster.pass_time(1, silent="b")
+    cluster.watch.listed({"a": HOSTS["a"]}, {})
+    (line,) = cluster.said
+    assert line.startswith("host 10.0.0.2 is lost to Ray; it ran 2 x learner rank")
+
+
+def test_what_a_silent_host_ran_is_not_forgotten_while_it_is_silent(cluster: Cluster) -> None:
+    cluster.pass_time(2, silent="b")
+    cluster.watch.listed(HOSTS, {"a": ["replay"]})
+    cluster.pass_time(10, silent="b")
+    assert cluster.said[0].endswith("; it ran 2 x learner rank, rollout-0")
+
+
+def test_other_peoples_hosts_are_not_mentioned(cluster: Cluster) -> None:
+    cluster.pass_time(60, silent="c")
+    cluster.watch.listed({node: HOSTS[node] for node in "ab"}, ACTORS)
+    assert not cluster.said
+
+
+def test_the_heads_silence_is_counted(cluster: Cluster) -> None:
+    cluster.pass_time(10, silent="b")
+    assert cluster.watch.head_silent_s == 0
+    cluster.pass_time(30, silent="a")
+    assert cluster.watch.head_silent_s == 30
+    assert "host 10.0.0.1 (Ray's head) has been silent since " in cluster.said[-1]
+    cluster.pass_time(1)
+    assert cluster.watch.head_silent_s == 0
+
+
+def test_actors_are_counted_by_name() -> None:
+    assert describe_actors(["replay", "learner rank", "learner rank"]) == "2 x learner rank, replay"
+
+
+@pytest.mark.parametrize(
+    ("message", "is_shown"),
+    [
+        (
+            "Task ReplayActor.beat failed. There are infinite retries remaining, so the task will be retried.",
+            0,
+        ),
+        ("Task rlpipe.actors.weights.WeightsActor.publish failed. There are 2 retries remaining, so", 0),
+        (
+            "The node with node id: d00f and address: 10.0.0.2 has been marked dead because the "
+            "detector has missed too many heartbeats from it.",
+            0,
+        ),
+        ("A worker died or was killed while executing a task by an unexpected system error.", 1),
+        ("Task ReplayActor.beat failed with an error that is not retried", 1),
+    ],
+)
+def test_rays_own_lines_of_an_outage_are_left_out_and_no_others(message: str, is_shown: int) -> None:
+    leave_to_watch()
+    (batch, *_) = ray_logging.stdout_deduplicator.deduplicate({"lines": [message], "pid": "raylet", "is_err": False})
+    assert len(batch["lines"]) == is_shown

@@ -1,0 +1,179 @@
+"""What is checked and completed before any process of a run starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_cases import largest_file
+
+import rlpipe
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.data.prompts import open_prompts
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.errors import ConfigError, DataError, RewardImportError
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.run.prepare import check_context, check_reward_columns, find_resume_point, open_output, prepare_run
+
+
+class Judge(rlpipe.RewardActor):
+    def score(self, group: rlpipe.RolloutGroup) -> list[float | None]:
+        return [0.0] * len(group)
+
+
+def right(completions: list[Any], answer: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def bare(completions: list[Any]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    policy = make_tiny_policy(tmp_path / "policy", hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "solution": "2"}) + "\n")
+    return [f"model.path={policy}", "data=jsonl", f"data.path={rows}", f"output={tmp_path / 'run'}"]
+
+
+def reward(name: str, **settings: Any) -> str:
+    entry = ", ".join([f"path: '{__file__}:{name}'", *(f"{key}: {value}" for key, value in settings.items())])
+    return f"+scoring.rewards.{name}={{{entry}}}"
+
+
+def test_classes_and_rewards_with_gpus_get_processes_of_their_own(options: list[str]) -> None:
+    config = load_config([*options, reward("bare"), reward("Judge"), reward("right", num_gpus=0.5)])
+    run = prepare_run(config)
+    assert {name: entry.num_processes for name, entry in run.rewards.items()} == {"bare": None, "Judge": 1, "right": 1}
+
+
+def test_number_of_processes_of_the_config_stays(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("Judge", num_processes=3)]), [bare])
+    assert {name: entry.num_processes for name, entry in run.rewards.items()} == {"Judge": 3, "bare": None}
+
+
+def test_functions_have_a_memory_limit_and_classes_none(options: list[str]) -> None:
+    own = [reward("right", num_processes=2, memory_gb=1), reward("bare", isolation="sandbox", memory_gb=2)]
+    run = prepare_run(load_config([*options, *own, reward("Judge")]), [lambda completions: []])
+    assert {name: entry.memory_gb for name, entry in run.rewards.items()} == {
+        "right": 1, "bare": 2, "Judge": None, "<lambda>": 4
+    }  # fmt: skip
+    assert prepare_run(load_config([*options, reward("Judge", memory_gb=9)])).rewards["Judge"].memory_gb == 9
+
+
+def test_classes_cannot_be_sandboxed(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"scoring.rewards.Judge.isolation: .* state of a RewardActor .* set process"):
+        prepare_run(load_config([*options, reward("Judge", isolation="sandbox")]))
+
+
+def test_memory_of_one_reward_in_a_shared_process_is_refused(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"scoring.rewards.bare.memory_gb: its process is shared .* num_processes"):
+        prepare_run(load_config([*options, reward("bare", memory_gb=1)]))
+
+
+def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("right")]))
+    prompts, _ = open_prompts(run.config.data, load_tokenizer(run.model), seed=0)
+    with pytest.raises(DataError, match=r"reward 'right' needs the column answer; columns there: solution"):
+        check_reward_columns(run, [prompts.peek()])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.max_prompt_tokens=1000", "rollout.sampling.max_tokens=25"], r"max_tokens=25 are together more than"),
+        (["data.max_prompt_tokens=8", "rollout.max_model_len=2000"], r"rollout.max_model_len=2000 is more than"),
+    ],
+)
+def test_more_tokens_than_positions_are_refused(options: list[str], overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message + " the 1024 positions of model.path="):
+        check_context(prepare_run(load_config([*options, *overrides, reward("bare")])))
+
+
+def test_as_many_tokens_as_positions_are_fine(options: list[str]) -> None:
+    limits = ["data.max_prompt_tokens=1000", "rollout.sampling.max_tokens=24"]
+    check_context(prepare_run(load_config([*options, *limits, reward("bare")])))
+
+
+def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("bare")]))
+    assert not run.output.exists(), "an evaluation would leave a config that no run had"
+    with open_output(run):
+        assert load_config(file=run.output / "config.yaml") == run.config
+
+
+def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("bare")]))
+    refusal = pytest.raises(ConfigError, match=r"another run writes to output=.*: wait for its end")
+    with open_output(run), refusal, open_output(run):
+        pass
+    with open_output(run):
+        assert (run.output / "config.yaml").exists()
+
+
+def used_folder(config: Config) -> None:
+    checkpoint = Path(config.output) / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "learner.json").write_text(json.dumps({"step": 1, "extra": {}, "files": {}}))
+
+
+def test_never_resume_refuses_a_folder_with_checkpoints(options: list[str]) -> None:
+    config = load_config([*options, "resume=never", reward("bare")])
+    assert find_resume_point(config).checkpoint is None
+    used_folder(config)
+    with pytest.raises(ConfigError, match=r"resume=never, but .* holds an earlier run: choose another output"):
+        find_resume_point(config)
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[str]) -> None:
+    config = load_config([*options, reward("bare")])
+    used_folder(config)
+    checkpoint = Path(config.output) / "checkpoints" / "step_000001"
+    (checkpoint / "learner.json").write_text('{"step": 1')
+    with pytest.raises(ConfigError, match=r"is whole \(step_000001: it has no whole learner.json\): put one back"):
+        find_resume_point(config)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        find_resume_point(load_config([*options, "resume=never", reward("bare")]))
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000001"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = load_config([*options, f"output={tmp_path}/file/run", reward("bare")])
+    with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is no folder\): mend"):
+        find_resume_point(config)
+
+
+def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str]) -> None:
+    run = prepare_run(load_config([*options, reward("bare")]))
+    with open_output(run):
+        before = (run.output / "config.yaml").read_text()
+    refusal = pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): mend that, or")
+    with largest_file(100), refusal, open_output(run):
+        pass
+    assert (run.output / "config.yaml").read_text() == before
+
+
+def test_accuracy_is_that_of_a_reward_of_the_run(options: list[str]) -> None:
+    prepare_run(load_config([*options, "data.held_out.correct_by=right", reward("right")]))
+    with pytest.raises(ConfigError, match=r"data\.held_out\.correct_by: no reward is called 'rigth'; there are right"):
+        prepare_run(load_config([*options, "data.held_out.correct_by=rigth", reward("right")]))
+
+
+def test_a_reward_cannot_have_the_name_of_one_of_ebft(options: list[str]) -> None:
+    taken = reward("right").replace("rewards.right", "rewards.diversity")
+    with pytest.raises(ConfigError, match=r"diversity is a name of EBFT's rewards: rename yours"):
+        prepare_run(load_config([*options, "algorithm=ebft", taken]))
+
+
+def test_wrong_reward_is_found_before_the_policy_is_made(options: list[str]) -> None:
+    made = Path(options[0].partition("=")[2]).with_name("made")
+    overrides = [f"model.path={made}", "model.prepare=rlpipe.quickstart:make_policy"]
+    config = load_config([*options, *overrides, "+scoring.rewards.wrong={path: 'rlpipe.quickstart:no_such'}"])
+    with pytest.raises(RewardImportError):
+        prepare_run(config)
+    assert not made.exists()
+    prepare_run(load_config([*options, *overrides, reward("bare")]))
+    assert (made / "config.json").exists()

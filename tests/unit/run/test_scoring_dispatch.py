@@ -1,0 +1,89 @@
+"""Groups on their way from the engines through scoring, with pools and a ledger that answer when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlpipe.actors.rollout import Receipt
+from rlpipe.run.scoring_dispatch import GroupFlow
+
+
+class Stations:
+    """What a flow calls, in order; the receipt for the tokens comes once ``receipt`` is set."""
+
+    def __init__(self, *, num_generating: int = 0, **options: Any) -> None:
+        self.calls: list[str] = []
+        self.receipt = asyncio.Event()
+        self.num_generating = num_generating
+        self.flow = GroupFlow(
+            [self],  # type: ignore[list-item]
+            generated=self.generated,
+            scored=self.scored,
+            num_generating=lambda: self.num_generating,
+            **options,
+        )
+
+    async def score(self, groups: Any, group_ids: Mapping[int, int]) -> list[Any]:
+        self.calls.append(f"score {groups}")
+        return []
+
+    async def generated(self, groups: Any, group_ids: Mapping[int, int]) -> None:
+        self.calls.append(f"keep {groups}")
+        await self.receipt.wait()
+        self.calls.append(f"kept {groups}")
+
+    async def scored(self, groups: Any, group_ids: Mapping[int, int], scores: Any) -> None:
+        self.calls.append(f"scored {groups}")
+
+    def collect(self, groups: str, *group_ids: int) -> asyncio.Task[None]:
+        receipts = [Receipt(group_id=group_id, num_tokens=1) for group_id in group_ids]
+        call: Any = self.flow.collected(groups, receipts)  # type: ignore[arg-type]
+        return asyncio.create_task(call)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_groups_are_scored_while_their_tokens_are_kept() -> None:
+    async def scenario() -> None:
+        stations = Stations()
+        task = stations.collect("a", 0)
+        await settle()
+        assert sorted(stations.calls) == ["keep a", "score a"]
+        stations.receipt.set()
+        await task
+        assert stations.calls[2:] == ["kept a", "scored a"], "scores of groups that the ledger does not know yet"
+
+    asyncio.run(scenario())
+
+
+def test_without_streaming_groups_wait_for_a_step_of_them() -> None:
+    async def scenario() -> None:
+        stations = Stations(num_generating=1, groups_per_step=3, streaming=False)
+        stations.receipt.set()
+        await stations.collect("a", 0, 1)
+        assert stations.calls == ["keep a", "kept a"]
+        await stations.collect("b", 2)
+        assert [call for call in stations.calls if call.startswith("scored")] == ["scored a", "scored b"]
+
+    asyncio.run(scenario())
+
+
+def test_a_ledger_that_fails_ends_the_flow() -> None:
+    class Failing(Stations):
+        async def generated(self, groups: Any, group_ids: Mapping[int, int]) -> None:
+            raise OSError("no space left")
+
+    async def scenario() -> None:
+        stations = Failing()
+        with pytest.raises(OSError, match="no space left"):
+            await stations.collect("a", 0)
+        assert "scored a" not in stations.calls
+
+    asyncio.run(scenario())

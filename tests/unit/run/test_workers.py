@@ -1,0 +1,49 @@
+"""Engines that die while they start are started again, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from rlpipe.errors import RunError
+from rlpipe.run import cluster
+from rlpipe.run.cluster import MAX_STARTS
+from rlpipe.run.workers import Parts
+
+
+class Engine:
+    """Its first ``deaths`` starts fail, as where Ray is just putting another process in the place of a dead one."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.starts = deaths, 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        if self.starts <= self.deaths:
+            raise ActorUnavailableError("the actor is restarting", None)
+
+
+def start(engine: Engine) -> None:
+    parts = Parts(engines={"rollout-0": None}, start_engine=lambda name: engine.start(), pools=[])
+    asyncio.run(parts.start(timeout_s=5))
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "RESTART_PAUSE_S", 0)
+
+
+def test_an_engine_that_dies_at_its_start_is_started_again() -> None:
+    engine = Engine(deaths=MAX_STARTS - 1)
+    start(engine)
+    assert engine.starts == MAX_STARTS
+
+
+def test_an_engine_that_always_dies_at_its_start_ends_the_run() -> None:
+    engine = Engine(deaths=MAX_STARTS)
+    with pytest.raises(ExceptionGroup) as raised:
+        start(engine)
+    assert raised.group_contains(RunError, match="3 processes in a row .* actor rollout-0 died at its start")
+    assert engine.starts == MAX_STARTS

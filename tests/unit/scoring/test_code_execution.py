@@ -1,0 +1,62 @@
+"""The reward that runs programs: on assertions, on input and output, and on programs that misbehave."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpipe.scoring.code_execution import passes_tests
+
+DOUBLE = "def double(x):\n    return 2 * x\n"
+ASSERTIONS = ["assert double(2) == 4", "assert double('a') == 'aa'"]
+SUM = {"input": "1 2\n3\n", "output": "6\n"}
+
+
+def fenced(program: str) -> str:
+    return f"Let me think.\n```python\n{program}```\nThat should do."
+
+
+def test_programs_that_pass_all_assertions_score_1() -> None:
+    wrong = "def double(x):\n    return x + 2\n"
+    programs = [DOUBLE, fenced(DOUBLE), fenced(wrong) + fenced(DOUBLE), fenced(wrong), "no program at all"]
+    assert passes_tests(programs, [ASSERTIONS] * 5) == [1, 1, 1, 0, 0]
+
+
+def test_partial_is_the_share_of_tests() -> None:
+    numbers_only = "def double(x):\n    return x + int(x)\n"
+    assert passes_tests([numbers_only, DOUBLE], [ASSERTIONS] * 2, partial=True) == [0.5, 1]
+    assert passes_tests([numbers_only], [ASSERTIONS]) == [0]
+
+
+def test_a_single_test_needs_no_list() -> None:
+    assert passes_tests([DOUBLE], ["assert double(1) == 2"]) == [1]
+    assert passes_tests(["print(sum(map(int, open(0).read().split())))"], [SUM]) == [1]
+
+
+def test_programs_read_their_input_and_print() -> None:
+    right = "import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')\n"
+    assert passes_tests([right, "print(7)", "print(6)\nraise SystemExit(1)"], [[SUM]] * 3) == [1, 0, 0]
+
+
+def test_the_content_of_a_tag_is_run() -> None:
+    assert passes_tests([f"<answer>{fenced(DOUBLE)}</answer>", DOUBLE], [ASSERTIONS] * 2, answer_tag="answer") == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "def double(x): raise SystemExit(0)",
+        "print('passed')\nexit()",
+        "def double(:",
+        "\ud800",
+    ],
+)
+def test_programs_that_do_not_come_to_their_end_score_0(program: str) -> None:
+    assert passes_tests([program], [ASSERTIONS], timeout_s=1.0) == [0]
+
+
+def test_a_row_without_tests_is_refused() -> None:
+    with pytest.raises(ValueError, match="the row has no tests"):
+        passes_tests([DOUBLE], [[]])

@@ -1,0 +1,114 @@
+"""The feature network's features against transformers' own hidden states, sequence by sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family_cases import FAMILIES, make_family
+from feature_cases import unit
+from learner_cases import make_model_config
+from transformers import AutoModelForCausalLM
+
+from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.learner.policy import load_policy
+from rlpipe.learner.reference import AdapterOff
+from rlpipe.models.loading import open_model
+from rlpipe.models.tiny import make_tiny_policy
+from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, open_feature_network
+
+CPU = torch.device("cpu")
+LENGTHS = (9, 14, 3, 14, 6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def make_sequences() -> list[FeatureSequence]:
+    rng = np.random.default_rng(0)
+    return [
+        FeatureSequence(
+            token_ids=rng.integers(7, 100, length).astype(np.int32), completion_mask=np.arange(length) >= length // 2
+        )
+        for length in LENGTHS
+    ]
+
+
+def alone(folder: Path, sequence: FeatureSequence, depths: list[int], pooling: str) -> np.ndarray:
+    config = make_model_config(folder, attention="eager")
+    model = open_model(config.path, config, torch.float32).eval()
+    with torch.no_grad():
+        token_ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
+        states = model(input_ids=token_ids[None], output_hidden_states=True).hidden_states
+    tokens = np.concatenate(
+        [np.stack([unit(token) for token in states[depth][0].double().numpy()]) for depth in depths], axis=1
+    )
+    length = len(tokens)
+    if pooling == "concat":
+        return np.concatenate([tokens[int(length * share)] for share in (0.25, 0.5, 0.75)])
+    return {
+        "last_token": tokens[-1],
+        "mean_pooling": tokens.mean(0),
+        "completion_mean": tokens[length // 2 :].mean(0),
+    }[pooling]
+
+
+@pytest.mark.parametrize("pooling", ["last_token", "mean_pooling", "completion_mean", "concat"])
+def test_features_are_those_of_each_sequence_alone(folder: Path, pooling: str) -> None:
+    config = FeatureConfig(layers=[0.0, 0.5], pooling=pooling)
+    reader = open_feature_network(make_model_config(folder), config, CPU, max_tokens=20)
+    for got, sequence in zip(reader.read(make_sequences()), make_sequences(), strict=True):
+        np.testing.assert_allclose(got, alone(folder, sequence, [0, 1], pooling), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_so_they_are_for_the_families_that_people_train(tmp_path: Path, family: str) -> None:
+    make_family(family, tmp_path)
+    config = FeatureConfig(layers=[0.5, 1.0])
+    reader = open_feature_network(make_model_config(tmp_path), config, CPU, max_tokens=30)
+    for got, sequence in zip(reader.read(make_sequences()), make_sequences(), strict=True):
+        np.testing.assert_allclose(got, alone(tmp_path, sequence, [1, 2], "last_token"), atol=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 14, 28, 1000])
+def test_features_do_not_depend_on_the_micro_batches(folder: Path, max_tokens: int) -> None:
+    config = FeatureConfig()
+    whole = open_feature_network(make_model_config(folder), config, CPU, max_tokens=1000)
+    cut = open_feature_network(make_model_config(folder), config, CPU, max_tokens=max_tokens)
+    torch.testing.assert_close(cut.read(make_sequences()), whole.read(make_sequences()), atol=1e-6, rtol=0)
+
+
+def test_layers_that_are_not_read_and_the_head_are_not_kept(folder: Path) -> None:
+    def num_parameters(layers: list[float]) -> int:
+        reader = open_feature_network(make_model_config(folder), FeatureConfig(layers=layers), CPU, max_tokens=100)
+        scorer = reader._depths.__self__  # type: ignore[attr-defined]
+        return sum(parameter.numel() for parameter in scorer.parameters())
+
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert num_parameters([1.0]) == whole.num_parameters() - whole.lm_head.weight.numel()
+    layer = sum(parameter.numel() for parameter in whole.model.layers[1].parameters())
+    assert num_parameters([0.5]) == num_parameters([1.0]) - layer
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_the_learners_weights_with_the_adapter_off_give_the_same_features(tmp_path: Path, adapter: str) -> None:
+    folder = make_tiny_policy(tmp_path / "policy", num_layers=2)  # of widths that NF4 can have on CPUs
+    model, config = make_model_config(folder, adapter=adapter), FeatureConfig(layers=[0.25, 0.5, 1.0])
+    policy = load_policy(model, LearnerConfig(), CPU)
+    for parameter in policy.trainable_parameters().values():
+        parameter.data += 0.05
+    shared = FeatureReader(
+        AdapterOff(policy).depths,
+        config,
+        num_layers=policy.scorer.num_layers,
+        layout=policy.scorer.layout,
+        device=CPU,
+        max_tokens=50,
+    )
+    own = open_feature_network(model, config, CPU, max_tokens=50)
+    torch.testing.assert_close(shared.read(make_sequences()), own.read(make_sequences()), atol=1e-5, rtol=0)

@@ -1,0 +1,146 @@
+"""Reward models against transformers' own classes, one answer at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
+    set_seed,
+)
+
+from rlpipe.models.tiny import make_tokenizer
+from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward
+from rlpipe.types import Prompt, Rollout, RolloutGroup
+
+TOKENIZER = make_tokenizer()
+MESSAGES = [{"role": "user", "content": "2+2?"}]
+
+
+@pytest.fixture(scope="module", params=["sequence", "token"])
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(request.param, tmp_path_factory.mktemp("models"))
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    set_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_labels=2,
+    )
+    made = Qwen3ForSequenceClassification if kind == "sequence" else Qwen3ForTokenClassification
+    made(config).save_pretrained(folder / kind)
+    TOKENIZER.save_pretrained(folder / kind)
+    return folder / kind
+
+
+def make_group(*texts: str, chat: bool = True) -> RolloutGroup:
+    prompt = Prompt(
+        prompt_id=0, epoch=0, token_ids=np.array([7], np.int32), prompt=MESSAGES if chat else "2+2=", task={}
+    )
+    rollouts = []
+    for index, text in enumerate(texts):
+        token_ids = np.array([7, *TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], np.int32)
+        mask = np.arange(len(token_ids)) > 0
+        rollouts.append(
+            Rollout(
+                group_id=0,
+                sample_index=index,
+                prompt_id=0,
+                task={},
+                token_ids=token_ids,
+                loss_mask=mask,
+                logprobs=np.zeros(len(mask), np.float32),
+                policy_versions=np.where(mask, 0, -1).astype(np.int32),
+            )
+        )
+    return RolloutGroup(group_id=0, prompt=prompt, rollouts=rollouts)
+
+
+def ready(reward: ClassifierReward) -> ClassifierReward:
+    reward.tokenizer = TOKENIZER
+    reward.setup()
+    return reward
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 30, 1000])
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_outcome_is_the_logit_of_the_whole_text(tmp_path: Path, chat: bool, batch_tokens: int) -> None:
+    path = make_model("sequence", tmp_path)
+    reward = ready(SequenceReward(model=str(path), label=1, dtype="float32", batch_tokens=batch_tokens))
+    texts = ("4", "it is four, I think", "no")
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    expected = []
+    for text in texts:
+        whole = f"<|user|>2+2?<|end|><|assistant|>{text}<|end|>" if chat else f"2+2={text}"
+        with torch.no_grad():
+            expected.append(float(model(**TOKENIZER(whole, return_tensors="pt")).logits[0, 1]))
+    assert len(set(expected)) == 3
+    assert reward.score(make_group(*texts, chat=chat)) == pytest.approx(expected, abs=1e-5)
+    squashed = ready(SequenceReward(model=str(path), label=1, dtype="float32", sigmoid=True))
+    got = squashed.score_groups([make_group(text, chat=chat) for text in texts])
+    assert [value for (value,) in got] == pytest.approx([1 / (1 + np.exp(-value)) for value in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("step_token", [None, "<|tool|>"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_steps_are_read_where_they_end(tmp_path: Path, chat: bool, step_token: str | None) -> None:
+    path = make_model("token", tmp_path)
+    model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
+    steps, mark = ("2+2 is 3+1", "that is 4", "so 4"), step_token or "\n"
+    text, ends = "<|user|>2+2?<|end|><|assistant|>" if chat else "2+2=", []
+    for step in steps:
+        text += step + mark
+        ends.append(len(TOKENIZER(text)["input_ids"]) - 1)
+    with torch.no_grad():
+        values = model(**TOKENIZER(text, return_tensors="pt")).logits[0, ends].softmax(1)[:, 1].numpy()
+    expected = {"minimum": values.min(), "mean": values.mean(), "last": values[-1]}
+    for combine, value in expected.items():
+        reward = StepReward(
+            model=str(path), dtype="float32", separator="\n", step_token=step_token, combine=combine, batch_tokens=64
+        )
+        got = ready(reward).score(make_group("\n".join(steps), "\n \n", "\n\n".join(steps), chat=chat))
+        assert got == [pytest.approx(value, abs=1e-5), None, pytest.approx(value, abs=1e-5)]
+
+
+def test_no_keys_and_values_are_kept(any_model: Path) -> None:
+    kind = SequenceReward if any_model.name == "sequence" else StepReward
+    reward = ready(kind(model=str(any_model), dtype="float32"))
+    outputs: list[Any] = []
+    reward._model.base_model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    reward.score(make_group("4"))
+    assert [output.past_key_values for output in outputs] == [None]
+
+
+def test_a_sequence_that_is_too_long_is_an_error(any_model: Path) -> None:
+    kind = SequenceReward if any_model.name == "sequence" else StepReward
+    reward = ready(kind(model=str(any_model), dtype="float32", max_tokens=20))
+    with pytest.raises(ValueError, match="tokens, more than max_tokens=20"):
+        reward.score(make_group("a" * 30))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (SequenceReward, {"dtype": "int8"}, "dtype 'int8' is none of auto, float32, bfloat16, float16"),
+        (StepReward, {"combine": "sum"}, "combine 'sum' is none of minimum, mean, last"),
+        (StepReward, {"separator": ""}, "separator is empty"),
+    ],
+)
+def test_wrong_options_are_refused(kind: type, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(model="m", **options)

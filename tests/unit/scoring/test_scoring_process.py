@@ -1,0 +1,67 @@
+"""A scoring process's memory limit, and the end of all that it started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import isolation_cases
+import pytest
+
+from rlpipe.scoring.processes import list_processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are those of Linux")
+
+DEATHS_S = 20.0
+SCORER = """
+import sys
+from test_scorer import CharacterTokenizer, RewardConfig, Scorer, make_group
+from rlpipe.scoring.process_reaper import start_keeper
+from rlpipe.scoring.memory import MemoryLimit
+
+start_keeper()
+scorer = Scorer({"mine": RewardConfig(path=sys.argv[1] + ":behave")}, CharacterTokenizer())
+scorer.limit_memory(MemoryLimit(option="scoring.memory_gb", gb=0.5))
+for how in sys.argv[3:]:
+    result = scorer.score([make_group("4", how=how, argument=sys.argv[2])])[0]
+    print(how, result.scores.get("mine"), result.failures.get("mine"), flush=True)
+"""
+
+
+def run_scorer(folder: Path, *hows: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(Path(isolation_cases.__file__).parent), str(Path(__file__).parent), *sys.path]
+    program = f"import sys; sys.path[:0] = {paths!r}\n{SCORER}"
+    command = [sys.executable, "-c", program, isolation_cases.__file__, str(folder), *hows]
+    # Files, because what outlives the process would keep pipes open.
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        code = subprocess.run(command, stdout=out, stderr=err, check=False, timeout=120).returncode
+    return subprocess.CompletedProcess(command, code, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+def all_dead(folder: Path) -> bool:
+    pids = {int(pid) for pid in (folder / "pids").read_text().split()}
+    deadline = time.monotonic() + DEATHS_S
+    while (living := list_processes().keys() & pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not living
+
+
+def test_a_reward_that_allocates_without_end_fails_and_the_next_works(tmp_path: Path) -> None:
+    lines = run_scorer(tmp_path, "grow", "well").stdout.splitlines()
+    assert lines[0].startswith("grow None MemoryError (isolation_cases.py:")
+    assert lines[0].endswith("its process may take scoring.memory_gb=0.5")
+    assert lines[1] == "well [1.0] None"
+
+
+def test_a_process_that_memory_does_not_come_back_to_is_given_up(tmp_path: Path) -> None:
+    done = run_scorer(tmp_path, "well", "hoard", "well")
+    assert done.stdout == "well [1.0] None\n"
+    assert "MemoryError: what reward 'mine' took does not come free" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["start_children_and_die", "start_children_and_fail"])
+def test_children_of_a_scoring_process_end_with_it_or_with_the_failure(tmp_path: Path, how: str) -> None:
+    run_scorer(tmp_path, how)
+    assert all_dead(tmp_path)
