@@ -174,7 +174,9 @@ def test_a_rank_that_holds_a_part_writes_no_more_than_that(tiny: Path, groups: d
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_ranks_that_torchrun_starts_train_as_plain_pytorch(tiny: Path, tmp_path: Path, strategy: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = [str(folder) for folder in (ROOT, ROOT / "tests" / "helpers", *filter(None, [os.environ.get("PYTHONPATH")]))]
+    paths = [
+        str(folder) for folder in (ROOT, ROOT / "tests" / "helpers", *filter(None, [os.environ.get("PYTHONPATH")]))
+    ]
     subprocess.run(
         [*command, str(CASE), str(tiny), strategy, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

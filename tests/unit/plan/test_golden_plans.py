@@ -1,0 +1,28 @@
+"""Plans of twenty configs are as they were when their files were written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from golden_plans import PLANS, golden_file, make_plan
+
+QUICK = ("gsm8k", "gsm8k_8gpu_zero3", "chunked", "judge", "ebft_strided")
+
+
+def differences(found: Any, kept: Any, path: str = "plan") -> list[str]:
+    """Where two JSON values differ; numbers may by the last digits of a sum in another order."""
+    if isinstance(kept, dict) and isinstance(found, dict) and found.keys() == kept.keys():
+        return [line for key in kept for line in differences(found[key], kept[key], f"{path}.{key}")]
+    if isinstance(kept, list) and isinstance(found, list) and len(found) == len(kept):
+        pairs = enumerate(zip(found, kept, strict=True))
+        return [line for index, pair in pairs for line in differences(*pair, f"{path}[{index}]")]
+    if isinstance(kept, float) and isinstance(found, float):
+        kept = pytest.approx(kept, rel=1e-9)
+    return [] if found == kept else [f"{path}: {found!r} instead of {kept!r}"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PLANS])
+def test_a_plan_is_what_it_was(name: str) -> None:
+    assert not differences(make_plan(name), json.loads(golden_file(name).read_text()))
