@@ -226,7 +226,7 @@ def ask(chat: ScriptedChat, *, temperature: float = 1.0, retries: int = 2) -> in
 def test_an_answer_that_can_not_be_used_is_asked_for_again_with_another_seed() -> None:
     chat = ScriptedChat("hm", TimeoutError("late"), "7")
     assert ask(chat) == 7
-    assert engine_chat.seeds == [41, 42, 43]
+    assert chat.seeds == [41, 42, 43]
 
 
 def test_the_last_reason_is_said() -> None:
@@ -238,5 +238,5 @@ def test_a_greedy_answer_that_can_not_be_used_would_stay_the_same() -> None:
     chat = ScriptedChat("hm", "7")
     with pytest.raises(RequestFailed, match=r"^'hm' is no number$"):
         ask(chat, temperature=0.0)
-    assert len(engine_chat.seeds) == 1
+    assert len(chat.seeds) == 1
     assert ask(ScriptedChat(TimeoutError("late"), "7"), temperature=0.0) == 7
