@@ -15,7 +15,7 @@ from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
 from rlpipe.plan.learner_case import LearnerCase
 from rlpipe.plan.learner_changes import MOST_DOUBLED, with_options
 from rlpipe.plan.scorer_plan import ScorerPlan
-from rlpipe.plan.scorer_setup import num_copies, scoring_pools
+from rlpipe.scoring.pools import resolve_pools
 
 RUN_BYTES = 3 * 2**30
 """Of the driver, of the actors for replay and weights, and of Ray with its object store; an assumption."""
@@ -105,13 +105,12 @@ def _run_kind() -> ActorKind:
 def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[ActorKind]:
     """Processes of functions, and of rewards of which a plan knows no more."""
     known = {scorer.name for scorer in planned}
-    for pool, members in scoring_pools(config).items():
-        reward = next(iter(members.values()))
-        if pool not in known and not known & {*members}:
+    for pool in resolve_pools(config).values():
+        if pool.name not in known and not known & {*pool.members}:
             yield ActorKind(
                 name="reward worker",
-                count=num_copies(config, members),
-                num_gpus=reward.num_gpus,
+                count=pool.max_size,
+                num_gpus=pool.num_gpus,
                 gpu_bytes=0,
                 host_bytes=REWARD_BYTES,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
@@ -16,7 +16,8 @@ from rlpipe.plan.actors import ActorKind, Placed
 from rlpipe.plan.scorer_case import ScorerCase, ScorerMemory
 from rlpipe.plan.scorer_changes import ScorerChange, remedies
 from rlpipe.plan.scorer_model import outline_scorer
-from rlpipe.plan.scorer_setup import ScorerSetup, has_model, num_copies, read_scorer_setups, scoring_pools
+from rlpipe.plan.scorer_setup import ScorerSetup, has_model, read_scorer_setups
+from rlpipe.scoring.pools import RewardPool, resolve_pools
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -114,13 +115,12 @@ def _plan(case: ScorerCase, full_tokens: int) -> ScorerPlan:
 def _unknown(config: Config) -> Iterator[UnplannedScorer]:
     if config.algorithm.kind == "rl" and reads_features(config.algorithm):
         yield UnplannedScorer(name="features", reason="the learner's ranks read them, in the learner's time")
-    for members in scoring_pools(config).values():
-        name, reward = next(iter(members.items()))
-        if reward.num_gpus > 0 and not has_model(members):
-            yield UnplannedScorer(name=name, reason=_describe_unknown(config, members, reward))
+    for pool in resolve_pools(config).values():
+        name, reward = next(iter(pool.members.items()))
+        if reward.num_gpus > 0 and not has_model(pool.members):
+            yield UnplannedScorer(name=name, reason=_describe_unknown(pool, reward))
 
 
-def _describe_unknown(config: Config, members: Mapping[str, RewardConfig], reward: RewardConfig) -> str:
-    copies = num_copies(config, members)
-    asks = f"{copies} processes, each asking for" if copies > 1 else "1 process, asking for"
+def _describe_unknown(pool: RewardPool, reward: RewardConfig) -> str:
+    asks = f"{pool.max_size} processes, each asking for" if pool.max_size > 1 else "1 process, asking for"
     return f"{asks} {reward.num_gpus:g} of a GPU; what {reward.path} loads is not known"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlpipe.common.imports import import_object
 from rlpipe.configs.schema.root_config import Config
@@ -13,13 +13,8 @@ from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.plan.dtype_work import dtype_on, scorer_products
-from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, feature_configs, split_rewards, split_served
+from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, REWARD_MODELS, resolve_pools
 from rlpipe.scoring.reward_model import ClassifierReward
-
-REWARD_MODELS = "rlpipe.scoring.reward_model:"
-"""In the paths of rewards whose models a plan knows."""
-CLASSES = (REWARD_MODELS, "rlpipe.scoring.judge:")
-"""Those that are known to run in processes of their own."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -62,22 +57,6 @@ class ScorerSetup:
         return max(1.0, self.groups_per_copy * self.sequences_per_group / self.batch)
 
 
-def scoring_pools(config: Config) -> dict[str, Mapping[str, RewardConfig]]:
-    """The rewards of each deployment and pool of processes, as a run makes them; the learner's ranks are none."""
-    rewards = {name: _completed(reward) for name, reward in config.scoring.rewards.items()}
-    if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
-        rewards |= feature_configs(config.algorithm.ebft.features)
-    return {**split_served(rewards), **split_rewards(rewards)}
-
-
-def num_copies(config: Config, members: Mapping[str, RewardConfig]) -> int:
-    """Processes of a pool, or replicas under load."""
-    reward = next(iter(members.values()))
-    if reward.is_served:
-        return reward.serve.max_replicas or reward.serve.replicas
-    return reward.num_processes or config.scoring.num_processes
-
-
 def has_model(members: Mapping[str, RewardConfig]) -> bool:
     """Whether each process of a pool loads a model that a plan knows."""
     return next(iter(members.values())).path.startswith((FEATURE_PATH, REWARD_MODELS))
@@ -85,10 +64,10 @@ def has_model(members: Mapping[str, RewardConfig]) -> bool:
 
 def read_scorer_setups(config: Config, device: Device) -> Iterator[ScorerSetup]:
     """Raises ``ConfigError`` for scorers that run elsewhere than on such a device, or that can't be made."""
-    for members in scoring_pools(config).values():
-        name, reward = next(iter(members.items()))
-        if has_model(members):
-            setup = _read_setup(config, name, reward, num_copies(config, members), device)
+    for pool in resolve_pools(config).values():
+        name, reward = next(iter(pool.members.items()))
+        if has_model(pool.members):
+            setup = _read_setup(config, name, reward, pool.max_size, device)
             if device.kind == "cpu" and reward.num_gpus > 0:
                 asked = f"{setup.option}.num_gpus={reward.num_gpus:g}"
                 raise ConfigError(f"{asked}: {device.name} has no GPU; give the GPU's --device, or set 0")
@@ -133,9 +112,3 @@ def _batch_option(option: str, reward: RewardConfig) -> str:
     if reward.path == FEATURE_PATH:
         return f"{option}.micro_batch_tokens"
     return f"{'' if 'batch_tokens' in reward.kwargs else '+'}{option}.kwargs.batch_tokens"
-
-
-def _completed(reward: RewardConfig) -> RewardConfig:
-    """With processes of its own, as what asks for GPUs and what is a class has them."""
-    alone = reward.num_gpus > 0 or reward.path.startswith(CLASSES)
-    return replace(reward, num_processes=reward.num_processes or 1) if alone and not reward.is_served else reward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ from rlpipe.run.prepare import ResumePoint, RewardLike, Run
 from rlpipe.run.scorer_pool import ScorerPool, ScoringPool, Spawn
 from rlpipe.run.workers import Parts
 from rlpipe.scoring.memory import MemoryLimit
-from rlpipe.scoring.pools import FEATURE_PATH, SHARED_POOL, pool_size, split_learner, split_rewards, split_served
+from rlpipe.scoring.pools import FEATURE_PATH, RewardPool, resolve_pools, split_learner
 
 if TYPE_CHECKING:
     from rlpipe.actors.served import GroupScorer
@@ -87,43 +87,26 @@ def learner_needs(config: Config) -> list[Need]:
     ]
 
 
-def pools_of(config: Config, rewards: Mapping[str, RewardConfig]) -> dict[str, tuple[dict[str, RewardConfig], Need]]:
-    """The rewards of each scoring pool and what one of its processes needs."""
-    remedy = "lower scoring.num_processes or the rewards' num_processes, num_cpus or num_gpus"
-    pools = {}
-    for pool, members in split_rewards(rewards).items():
-        own = next(iter(members.values()))
-        cpus, gpus = (config.scoring.num_cpus, 0.0) if pool == SHARED_POOL else (own.num_cpus, own.num_gpus)
-        pools[pool] = (members, Need(name=pool, num_cpus=cpus, num_gpus=gpus, remedy=remedy))
-    return pools
+def pool_need(pool: RewardPool) -> Need:
+    """Return what one process of a pool asks for."""
+    if pool.is_served:
+        name, remedy = f"replica-{pool.name}", "lower serve.replicas, num_cpus or num_gpus of what Ray Serve serves"
+    else:
+        name = pool.name
+        remedy = "lower scoring.num_processes or the rewards' num_processes, num_cpus or num_gpus"
+    return Need(name=name, num_cpus=pool.num_cpus, num_gpus=pool.num_gpus, remedy=remedy)
 
 
-def scorer_needs(config: Config, rewards: Mapping[str, RewardConfig]) -> list[Need]:
-    return [
-        replace(need, name=f"{need.name}-{index}")
-        for members, need in pools_of(config, rewards).values()
-        for index in range(pool_size(config.scoring, members))
-    ]
-
-
-def served_needs(rewards: Mapping[str, RewardConfig]) -> list[Need]:
-    """What the replicas ask for, which Ray Serve places itself; as many as there are without load."""
-    needs = []
-    for name, members in split_served(rewards).items():
-        reward = next(iter(members.values()))
-        need = Need(
-            name=f"replica-{name}",
-            num_cpus=reward.num_cpus,
-            num_gpus=reward.num_gpus,
-            remedy="lower serve.replicas, num_cpus or num_gpus of what Ray Serve serves",
-        )
-        needs += [replace(need, name=f"{need.name}-{index}") for index in range(reward.serve.replicas)]
-    return needs
+def pool_needs(pools: Iterable[RewardPool], *, served: bool) -> list[Need]:
+    """Return what each process asks for: those that this run starts, or the replicas that Ray Serve places itself."""
+    needs = [(pool_need(pool), pool.size) for pool in pools if pool.is_served == served]
+    return [replace(need, name=f"{need.name}-{index}") for need, size in needs for index in range(size)]
 
 
 def generation_needs(run: Run) -> list[Need]:
     """Those of all that makes and scores groups."""
-    return [*engine_needs(run.config), *scorer_needs(run.config, run.rewards), *served_needs(run.rewards)]
+    pools = resolve_pools(run.config, run.rewards).values()
+    return [*engine_needs(run.config), *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
 
 
 def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
@@ -139,7 +122,7 @@ def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryL
 def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Iterator[list[ServedPool]]:
     """The pools of rewards that Ray Serve serves; nothing is deployed yet. Their applications end with the context, or
     with the cluster."""
-    served = split_served(run.rewards)
+    served = [pool for pool in resolve_pools(run.config, run.rewards).values() if pool.is_served]
     if not served:
         yield []
         return
@@ -147,9 +130,9 @@ def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Itera
 
     lease = start_actor(Lease, Need(name="lease"), beside_driver=True)
     started = start_serve()
-    pools = {f"{run.config.name}-{name}-{uuid4().hex[:8]}": (name, members) for name, members in served.items()}
+    pools = {f"{run.config.name}-{pool.name}-{uuid4().hex[:8]}": pool for pool in served}
     try:
-        yield [_served_pool(run, name, members, app, lease, engines) for app, (name, members) in pools.items()]
+        yield [_served_pool(run, pool.name, pool.members, app, lease, engines) for app, pool in pools.items()]
     finally:
         if not cluster_is_own:
             end_apps(list(pools), whole=started)
@@ -202,7 +185,8 @@ def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: b
     needs = {need.name: need for need in engine_needs(config)}
     actors_before = set(ray.util.list_named_actors())
     with ExitStack() as stack:
-        places = Reservation([*needs.values(), *scorer_needs(config, run.rewards)], cluster.schedule_timeout_s)
+        scorer_needs = pool_needs(resolve_pools(config, run.rewards).values(), served=False)
+        places = Reservation([*needs.values(), *scorer_needs], cluster.schedule_timeout_s)
         stack.callback(places.release)
         stack.callback(end_actors, actors_before)
         engines = {
@@ -238,14 +222,15 @@ def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerP
     """Starts the scoring actors; they are not ready yet."""
     return [
         ScorerPool(
-            name,
-            members,
-            size=pool_size(run.config.scoring, members),
-            spawn=_spawner(run, members, need, places, engines),
+            pool.name,
+            pool.members,
+            size=pool.size,
+            spawn=_spawner(run, pool.members, pool_need(pool), places, engines),
             start_timeout_s=run.config.cluster.start_timeout_s,
-            memory=memory_limit(run.config, members),
+            memory=memory_limit(run.config, pool.members),
         )
-        for name, (members, need) in pools_of(run.config, run.rewards).items()
+        for pool in resolve_pools(run.config, run.rewards).values()
+        if not pool.is_served
     ]
 
 

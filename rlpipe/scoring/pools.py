@@ -1,12 +1,14 @@
-"""Which rewards share a pool of scoring processes, how many it has, and how groups are spread over them."""
+"""The scoring pools of a run: which rewards share one, how many processes it has, and how groups are spread over it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rlpipe.configs.schema.ebft_config import FeatureConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig, ServeConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
 from rlpipe.types import ALIGNMENT, DIVERSITY
 
 SHARED_POOL = "scorer"
@@ -16,7 +18,81 @@ MAX_GROUPS_PER_CALL = 32
 FEATURE_PATH = "rlpipe.scoring.feature_scorer:make_feature_scorer"
 """Of EBFT's rewards, which one deployment scores."""
 
+REWARD_MODELS = "rlpipe.scoring.reward_model:"
+"""The paths of rewards that load a model begin so."""
+REWARD_CLASSES = (REWARD_MODELS, "rlpipe.scoring.judge:")
+"""The paths of rewards that are known to be classes, which have processes of their own, begin so."""
+
 Group = TypeVar("Group")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RewardPool:
+    """Rewards that the same processes, or the same replicas of Ray Serve, compute."""
+
+    name: str
+    members: Mapping[str, RewardConfig]
+    size: int
+    """Processes, or replicas without load."""
+    max_size: int
+    """Processes, or replicas under load."""
+    num_cpus: float
+    """CPUs of one process."""
+    num_gpus: float
+    """GPUs of one process."""
+    is_served: bool
+
+
+def resolve_pools(config: Config, rewards: Mapping[str, RewardConfig] | None = None) -> dict[str, RewardPool]:
+    """Return the pools of a run by name, deployments of Ray Serve first; the learner's ranks are none.
+
+    ``rewards`` are those of a prepared run. Without them they are what the config is expected to make: rewards are not
+    imported, and those handed over in Python are not known.
+    """
+    rewards = expected_rewards(config) if rewards is None else rewards
+    return {
+        **{name: _served_pool(name, members) for name, members in split_served(rewards).items()},
+        **{name: _process_pool(config, name, members) for name, members in split_rewards(rewards).items()},
+    }
+
+
+def expected_rewards(config: Config) -> dict[str, RewardConfig]:
+    """Return the rewards of a config as preparing the run will complete them, by their paths alone."""
+    rewards = dict(config.scoring.rewards)
+    for name, reward in rewards.items():
+        alone = reward.num_gpus > 0 or reward.path.startswith(REWARD_CLASSES)
+        if alone and not reward.is_served:
+            rewards[name] = replace(reward, num_processes=reward.num_processes or 1)
+    if config.algorithm.kind == "rl" and config.algorithm.ebft.reward:
+        rewards |= feature_configs(config.algorithm.ebft.features)
+    return rewards
+
+
+def _served_pool(name: str, members: Mapping[str, RewardConfig]) -> RewardPool:
+    reward = next(iter(members.values()))
+    return RewardPool(
+        name=name,
+        members=members,
+        size=reward.serve.replicas,
+        max_size=reward.serve.max_replicas or reward.serve.replicas,
+        num_cpus=reward.num_cpus,
+        num_gpus=reward.num_gpus,
+        is_served=True,
+    )
+
+
+def _process_pool(config: Config, name: str, members: Mapping[str, RewardConfig]) -> RewardPool:
+    reward, is_shared = next(iter(members.values())), name == SHARED_POOL
+    size = reward.num_processes or config.scoring.num_processes
+    return RewardPool(
+        name=name,
+        members=members,
+        size=size,
+        max_size=size,
+        num_cpus=config.scoring.num_cpus if is_shared else reward.num_cpus,
+        num_gpus=0.0 if is_shared else reward.num_gpus,
+        is_served=False,
+    )
 
 
 def feature_configs(features: FeatureConfig) -> dict[str, RewardConfig]:
@@ -56,12 +132,6 @@ def split_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, Re
     pools = {SHARED_POOL: shared} if shared else {}
     own = {name: reward for name, reward in local.items() if reward.num_processes is not None}
     return pools | {f"reward-{name}": {name: reward} for name, reward in own.items()}
-
-
-def pool_size(scoring: ScoringConfig, members: Mapping[str, RewardConfig]) -> int:
-    """Processes of the pool that scores ``members``."""
-    own = next(iter(members.values())).num_processes
-    return scoring.num_processes if own is None else own
 
 
 def split_calls(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:

@@ -10,7 +10,7 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import default_sequences
-from rlpipe.scoring.pools import SHARED_POOL, pool_size, split_rewards
+from rlpipe.scoring.pools import SHARED_POOL, resolve_pools
 from rlpipe.simulation.distributions import Distribution
 
 
@@ -85,7 +85,5 @@ def holds_groups(config: Config) -> bool:
 
 def pool_sizes(config: Config) -> dict[str, int]:
     """Processes of each scoring pool. Rewards that are only handed over in Python share one, as others do."""
-    pools = split_rewards(config.scoring.rewards)
-    if not pools:
-        return {SHARED_POOL: config.scoring.num_processes}
-    return {name: pool_size(config.scoring, members) for name, members in pools.items()}
+    sizes = {name: pool.max_size for name, pool in resolve_pools(config).items()}
+    return sizes or {SHARED_POOL: config.scoring.num_processes}

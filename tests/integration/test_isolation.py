@@ -18,9 +18,10 @@ from run_cases import make_config
 
 from rlpipe.actors.engine_handles import Engines
 from rlpipe.run.cluster import Reservation, end_actors
-from rlpipe.run.launch import scorer_needs, start_pools
+from rlpipe.run.launch import pool_needs, start_pools
 from rlpipe.run.prepare import Run, prepare_run
 from rlpipe.run.scorer_pool import ScorerPool
+from rlpipe.scoring.pools import resolve_pools
 from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.sandbox.seccomp import unsupported
 from rlpipe.scoring.scorer import GroupScores
@@ -63,7 +64,7 @@ def start_pool(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path:
         overrides = ["~scoring.rewards.digits", f"+scoring.rewards.behave={{{text}}}", "scoring.memory_gb=1"]
         run: Run = prepare_run(make_config(tiny_policy, prompts_file, tmp_path / "run", *overrides))
         before = set(ray.util.list_named_actors())
-        places = Reservation(scorer_needs(run.config, run.rewards), START_S)
+        places = Reservation(pool_needs(resolve_pools(run.config, run.rewards).values(), served=False), START_S)
         try:
             (pool,) = start_pools(run, places, Engines(actors={}, chat_template_kwargs={}))
             asyncio.run(pool.start())

@@ -6,8 +6,8 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig
 from rlpipe.errors import ConfigError
 from rlpipe.run.cluster import Need, check_fit, shares_gpus
-from rlpipe.run.launch import memory_limit, pools_of
-from rlpipe.scoring.pools import pool_size
+from rlpipe.run.launch import memory_limit, pool_needs
+from rlpipe.scoring.pools import resolve_pools
 
 
 def test_a_run_that_fits_passes() -> None:
@@ -42,13 +42,16 @@ def test_rewards_share_a_pool_unless_they_ask_for_processes() -> None:
         "judge": RewardConfig(path="m:Judge", num_processes=3, num_gpus=0.5),
     }
     config = Config(scoring=ScoringConfig(rewards=rewards, num_processes=2))
-    pools = pools_of(config, rewards)
-    assert {name: sorted(members) for name, (members, _) in pools.items()} == {
+    pools = resolve_pools(config, rewards)
+    assert {name: sorted(pool.members) for name, pool in pools.items()} == {
         "scorer": ["right", "short"],
         "reward-judge": ["judge"],
     }
-    assert [pool_size(config.scoring, members) for members, _ in pools.values()] == [2, 3]
-    assert [str(memory_limit(config, members)) for members, _ in pools.values()] == ["scoring.memory_gb=4", "None"]
+    assert [pool.size for pool in pools.values()] == [2, 3]
+    assert [str(memory_limit(config, pool.members)) for pool in pools.values()] == ["scoring.memory_gb=4", "None"]
     judge = {"judge": RewardConfig(path="m:Judge", num_processes=3, memory_gb=9)}
     assert str(memory_limit(config, judge)) == "scoring.rewards.judge.memory_gb=9"
-    assert pools["reward-judge"][1].num_gpus == 0.5
+    needs = pool_needs(pools.values(), served=False)
+    assert [need.name for need in needs] == ["scorer-0", "scorer-1", *(f"reward-judge-{index}" for index in range(3))]
+    assert [need.num_gpus for need in needs] == [0, 0, 0.5, 0.5, 0.5]
+    assert not pool_needs(pools.values(), served=True)

@@ -3,11 +3,14 @@ in calls that do not grow too large."""
 
 import pytest
 
-from rlpipe.configs.schema.ebft_config import FeatureConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig, ServeConfig
 from rlpipe.scoring.pools import (
     MAX_GROUPS_PER_CALL,
     feature_configs,
+    resolve_pools,
     split_calls,
     split_learner,
     split_rewards,
@@ -44,3 +47,27 @@ def test_every_reward_is_scored_in_one_place(weights: str, served: set[str]) -> 
     pools = [*split_served(rewards).values(), *split_rewards(rewards).values(), split_learner(rewards)]
     assert sorted(name for pool in pools for name in pool) == sorted(rewards)
     assert split_learner(rewards).keys() == (features.keys() if weights == "learner" else set())
+
+
+def test_a_config_has_the_pools_that_its_run_will_have() -> None:
+    """Classes, and what asks for GPUs, get processes of their own before they are imported, EBFT's rewards replicas."""
+    rewards = {
+        "right": RewardConfig(path="m:right"),
+        "judge": RewardConfig(path="rlpipe.scoring.judge:ScoreJudge"),
+        "large": RewardConfig(path="m:large", num_gpus=0.5),
+        "model": RewardConfig(path="m:h", num_gpus=1, serve=ServeConfig(replicas=2, max_replicas=4)),
+    }
+    config = Config(
+        scoring=ScoringConfig(rewards=rewards, num_processes=3, num_cpus=0.5),
+        algorithm=AlgorithmConfig(ebft=EbftConfig(reward=True, features=FeatureConfig(serve=ServeConfig(replicas=1)))),
+    )
+    pools = resolve_pools(config)
+    assert {name: (pool.size, pool.max_size, pool.is_served) for name, pool in pools.items()} == {
+        "model": (2, 4, True),
+        "features": (1, 1, True),
+        "scorer": (3, 3, False),
+        "reward-judge": (1, 1, False),
+        "reward-large": (1, 1, False),
+    }
+    assert (pools["scorer"].num_cpus, pools["reward-large"].num_cpus, pools["model"].num_gpus) == (0.5, 1, 1)
+    assert [*pools["features"].members] == [*feature_configs(config.algorithm.ebft.features)]
