@@ -1,8 +1,8 @@
-"""Transforms that make rows with a prompt and a ground truth: of pairs, conversations, and reasoning.
+"""Transforms to rows with a prompt and a ground truth, from pairs, conversations, and reasoning.
 
 Each is a ``data.transform``, such as ``rlpipe.data.ebft_rows:first_turn``. The prompt goes to ``data.prompt_column``,
-the ground truth to ``ground_truth`` or what ``data.transform_args.truth_column`` says. The columns that they are made
-of are removed, the others kept.
+the ground truth to ``ground_truth`` or the column that ``data.transform_args.truth_column`` names. The columns that
+they are made from are removed, the others kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Transform = tuple[Callable[[dict[str, Any]], Columns], dict[str, Any]]
 
 
 def input_output(cfg: Mapping[str, Any]) -> Transform:
-    """Of ``{input, output}`` pairs (``input_column``, ``output_column``), each a text or messages."""
+    """Make rows of ``{input, output}`` pairs (``input_column``, ``output_column``), each a text or messages."""
     arguments = _arguments(cfg, input_column="input", output_column="output")
     source, target = arguments["input_column"], arguments["output_column"]
     names = _Names.of(cfg, arguments)
@@ -45,7 +45,10 @@ def input_output(cfg: Mapping[str, Any]) -> Transform:
 
 
 def first_turn(cfg: Mapping[str, Any]) -> Transform:
-    """Of a conversation, its first assistant turn, and as ``remaining_turns`` what follows, up to the last one."""
+    """Make a conversation's first assistant turn the ground truth.
+
+    ``remaining_turns`` holds the messages after it, up to the last assistant turn.
+    """
     names = _Names.of(cfg, _arguments(cfg))
 
     def split(messages: ChatMessages, turns: list[int]) -> Columns:
@@ -55,13 +58,13 @@ def first_turn(cfg: Mapping[str, Any]) -> Transform:
 
 
 def last_turn(cfg: Mapping[str, Any]) -> Transform:
-    """Of a conversation, its last assistant turn; the prompt is all that stands before it."""
+    """Make a conversation's last assistant turn the ground truth, and all messages before it the prompt."""
     names = _Names.of(cfg, _arguments(cfg))
     return _of_conversations(names, lambda messages, turns: names.columns(messages, turns[-1]))
 
 
 def all_turns(cfg: Mapping[str, Any]) -> Transform:
-    """Of a conversation, a row for each assistant turn; the prompt is all that stands before it."""
+    """Make a row of each assistant turn of a conversation, with all messages before it as the prompt."""
     names = _Names.of(cfg, _arguments(cfg))
 
     def map_batch(batch: Row) -> Columns:
@@ -75,11 +78,12 @@ def all_turns(cfg: Mapping[str, Any]) -> Transform:
 
 
 def reasoning(cfg: Mapping[str, Any]) -> Transform:
-    """Of a conversation, its last assistant turn, with its ``<think>...</think>`` span if ``thinking`` is ``keep``.
+    """Make a conversation's last assistant turn the ground truth, with its ``<think>...</think>`` span if kept.
 
-    With ``keep``, a turn without a complete span is unusable: as ground truth, it would teach not to reason. With
-    ``strip``, the answer alone is the ground truth, and the turn may be without a span. Earlier turns lose theirs, as
-    in the chat templates of reasoning models. A turn's ``reasoning_content`` counts as its span.
+    With ``thinking`` set to ``keep``, a turn without a complete span is unusable, because as ground truth it would
+    teach the policy not to reason. With ``strip``, the answer alone is the ground truth, and the turn needs no span.
+    Spans of earlier turns are removed, as in the chat templates of reasoning models. A turn's ``reasoning_content``
+    counts as its span.
     """
     arguments = _arguments(cfg, thinking="keep")
     if arguments["thinking"] not in ("keep", "strip"):
@@ -101,7 +105,7 @@ def reasoning(cfg: Mapping[str, Any]) -> Transform:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The columns that conversations are read from, and that rows are made of."""
+    """Names of the columns that conversations are read from, and that prompts and ground truths are written to."""
 
     messages: str
     prompt: str
@@ -116,9 +120,9 @@ class _Names:
         return list(conversation_columns(self.messages))
 
     def conversation(self, row: Row) -> tuple[ChatMessages, list[int]]:
-        """The messages, and which are the assistant's.
+        """Return the messages, and the indices of the assistant's.
 
-        Raises ``UnusableRow`` if one of these could be no ground truth, ``DataError`` if there is no such column.
+        Raises ``UnusableRow`` if one of these can't be a ground truth, ``DataError`` if there is no column of messages.
         """
         column = conversation_column(row, self.messages)
         if column is None and CONVERSATIONS not in row:
@@ -137,14 +141,14 @@ class _Names:
         return messages, turns
 
     def columns(self, messages: ChatMessages, turn: int) -> Columns:
-        """The messages before a turn, and the turn: its text, or the message where it is more, such as a tool call."""
+        """Return the messages before a turn, and its text, or the message if it holds more, such as a tool call."""
         message = messages[turn]
         is_text = isinstance(message.get("content"), str) and message.keys() == {"role", "content"}
         return {self.prompt: messages[:turn], self.truth: message["content"] if is_text else [message]}
 
 
 def _arguments(cfg: Mapping[str, Any], **defaults: str) -> dict[str, str]:
-    """``data.transform_args`` over the defaults; raises ``DataError`` for one that is unknown."""
+    """Return the defaults updated by ``data.transform_args``; raise ``DataError`` for an unknown argument."""
     known = {**defaults, "truth_column": "ground_truth"}
     given: Mapping[str, str] = cfg["transform_args"]
     for name in given.keys() - known.keys():
@@ -155,7 +159,7 @@ def _arguments(cfg: Mapping[str, Any], **defaults: str) -> dict[str, str]:
 
 
 def _of_conversations(names: _Names, split: Callable[[ChatMessages, list[int]], Columns]) -> Transform:
-    """``split`` takes the messages, and which of them are the assistant's."""
+    """Return the transform by ``split``, which takes the messages and the indices of the assistant's."""
 
     def map_row(row: Row) -> Columns:
         return split(*names.conversation(row))

@@ -1,4 +1,4 @@
-"""Hands on what is said of rows while they are opened and rendered, for a run's user, who does not see every log."""
+"""Forwarding of log messages about opening and rendering rows to a run's user, who does not see every log."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 MASKS = "rlpipe.data.masks"
 SPOKEN = (MASKS, "rlpipe.data.cache")
-"""Loggers whose lines at level INFO are for users, too."""
+"""Loggers whose INFO messages are for users, too."""
 
 
 class _Relay(logging.Handler):
-    """Each message once."""
+    """A log handler that passes each message on once."""
 
     def __init__(self, tell: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Relay(logging.Handler):
 
 @contextmanager
 def told(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] = SPOKEN) -> Iterator[None]:
-    """Calls ``tell`` with the ``spoken`` loggers' lines at level INFO, and with ``warnings`` of all that read rows."""
+    """Call ``tell`` with INFO messages of the ``spoken`` loggers and, if ``warnings``, warnings of ``rlpipe.data``."""
     relays = [(name, _Relay(tell, lambda level: level == logging.INFO)) for name in spoken]
     if warnings:
         relays.append(("rlpipe.data", _Relay(tell, lambda level: level >= logging.WARNING)))
@@ -48,7 +48,7 @@ def told(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] =
 
 @contextmanager
 def mask_notes() -> Iterator[list[str]]:
-    """What is said meanwhile of how the loss mask is made."""
+    """Collect the messages on how the loss mask is made while the context is open."""
     notes: list[str] = []
     with told(notes.append, warnings=False, spoken=[MASKS]):
         yield notes

@@ -1,6 +1,6 @@
-"""Opens the rows of a data config, and holds some of them out of training.
+"""The split of a data config's rows into training rows and held-out rows.
 
-A source's rows are rendered by one set of renderers, whether they are trained or held out.
+The same renderers render a source's training and held-out rows.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 KeepOut = Callable[[Prompt], None]
-"""Raises ``UnusableRow`` if the prompt is a held-out one."""
+"""A function that raises ``UnusableRow`` if the prompt is a held-out one."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Renderers(Generic[Item]):
-    """How the rows of one source are rendered."""
+    """The functions that check and render the rows of one source."""
 
     check: CheckColumns
     prompt: Render[Prompt]
     trained: Callable[[Row, RowLocation, KeepOut | None], Item]
-    """What is trained of a row, whose prompt is first shown to ``KeepOut``, if there is one."""
+    """Render a row for training, after passing its prompt to ``KeepOut`` if there is one."""
 
     def keeping_out(self, keep_out: KeepOut | None) -> Render[Item]:
         return lambda row, place: self.trained(row, place, keep_out)
 
 
 class Split(Generic[Item]):
-    """The rows of a data config, and its held-out ones.
+    """The training rows and the held-out rows of a data config.
 
-    If it is ``tried``, data of which no row can be used fails at once.
+    If ``tried``, data without a usable row fails at once.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Split(Generic[Item]):
         self._keys = {_key(prompt) for prompt in self.held_out}
 
     def source(self) -> RowSource[Item]:
-        """The training rows."""
+        """Return the source of training rows."""
         keep_out = self._keep_out if self.held_out else None
         source = RowSource([one.part(one.renderers.keeping_out(keep_out), self._seed) for one in self._sources])
         if self._tried:
@@ -96,7 +96,7 @@ class Split(Generic[Item]):
         return source
 
     def render_held_out(self) -> list[Item]:
-        """The held-out rows, rendered as those that are trained."""
+        """Render the held-out rows as training rows are rendered."""
         return [
             item
             for source, rows in self._held
@@ -108,11 +108,11 @@ class Split(Generic[Item]):
             raise UnusableRow("its prompt is held out for evaluation", SkipKind.HELD_OUT)
 
     def _split_off(self, size: int) -> None:
-        """Of several sources, as many rows of each as the first ``size`` places of the mix have."""
+        """Split off ``size`` rows; from each source of a mix, as many as it has in the mix's first ``size`` places."""
         shares = Mixture([source.weight for source in self._sources]).counts(size)
         for source, share in zip(self._sources, shares, strict=True):
             order = np.random.default_rng([*source.seeds(self._seed), 1]).permutation(source.indices).tolist()
-            # Its other rows stay in the training source, which tells about them.
+            # Unusable rows stay in the training source, which warns about them.
             rows = self._hold_out(source, order, share, level=logging.INFO) if share else []
             source.indices = np.setdiff1d(source.indices, rows)
             source.num_split_off = len(rows)
@@ -142,7 +142,7 @@ class Split(Generic[Item]):
         render: Render[Found],
         level: int = logging.WARNING,
     ) -> list[tuple[Found, int]]:
-        """The first ``count`` rows of ``order`` that can be rendered, with their numbers; the others are logged."""
+        """Return the first ``count`` rows of ``order`` that can be rendered, with their numbers; log the others."""
         found: list[tuple[Found, int]] = []
         part, reason = source.part(render, 0), ""
         for row in order:
@@ -161,22 +161,22 @@ class Split(Generic[Item]):
 
 @dataclass(kw_only=True, slots=True)
 class _Source(Generic[Item]):
-    """The rows of a config, or of one of the sources of a mix."""
+    """The rows of a config, or of one source of a mix."""
 
     name: str
-    """Empty where there is no mix."""
+    """The source's name in a mix; empty without a mix."""
     weight: float
     data: DataConfig
     renderers: Renderers[Item]
     rows: AnyRows
     has: Callable[[int], bool]
-    """Whether there is a row of this number."""
+    """Test whether a row number exists."""
     indices: NDArray[np.int64]
-    """Of the rows that are trained on, unless they are a stream's."""
+    """Numbers of the training rows; empty for a stream."""
     stream: StreamRows | None = None
     number: int = 0
     num_split_off: int = 0
-    """Rows that ``data.held_out.size`` took out of ``indices``."""
+    """Rows removed from ``indices`` by ``data.held_out.size``."""
 
     @classmethod
     def open(
@@ -210,7 +210,7 @@ class _Source(Generic[Item]):
         )
 
     def seeds(self, seed: int) -> list[int]:
-        """Another order for each source of a mix, so that parallel ones do not go hand in hand."""
+        """Return the seeds of the order; each source of a mix has its own, so that parallel sources differ in order."""
         return [seed, self.number] if self.name else [seed]
 
     def part(self, render: Render[Found], seed: int) -> Part[Found]:

@@ -1,4 +1,4 @@
-"""Opens the rows of a config as its run does: prompts for RL, sequences for what trains on rows."""
+"""The rows of a config as its run opens them: prompts for RL, sequences for algorithms that train on rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | SequenceSource:
-    """The rows to train on, of which none need be usable, to look at; raises ``DataError`` as ``open_prompts`` does."""
+    """Open the training rows to look at them, even if none is usable; raise ``DataError`` as ``open_prompts`` does."""
     if config.algorithm.kind == "rl":
         return open_run_prompts(config, config.model, tokenizer, tried=False)[0]
     return open_run_sequences(
@@ -37,7 +37,7 @@ def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSou
 def open_run_prompts(
     config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, tried: bool = True
 ) -> tuple[PromptSource, list[Prompt]]:
-    """``open_prompts`` of a run of RL, whose model may have been prepared."""
+    """Open the prompts of an RL run with ``open_prompts``; ``model`` may be a prepared form of the config's model."""
     return open_prompts(
         config.data,
         tokenizer,
@@ -58,7 +58,7 @@ def open_run_sequences(
     seed: int,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
-    """``open_sft_rows`` of a run that trains on rows."""
+    """Open the sequences of a run that trains on rows with ``open_sft_rows``."""
     return open_sft_rows(
         data,
         tokenizer,
@@ -70,18 +70,18 @@ def open_run_sequences(
 
 
 def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:
-    """What rows with images go through; None where the algorithm takes none."""
+    """Return the processor for rows with images, or None if the algorithm takes no images."""
     takes_images = algorithm.kind != "ebft_strided" and compared(algorithm) is None
     return ImageProcessor(model) if takes_images else None
 
 
 def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:
-    """Tokens of the longest row that is trained whole."""
+    """Return the number of tokens of the longest row that is trained on whole."""
     if algorithm.kind != "ebft_strided":
         return learner.max_tokens_per_microbatch
     return document_budget(learner.max_tokens_per_microbatch, algorithm.ebft.strided, algorithm.group_size)
 
 
 def compared(algorithm: AlgorithmConfig) -> EbftConfig | None:
-    """Where rewards compare with a ground truth, the options of that."""
+    """Return the EBFT options if rewards compare completions with a ground truth, else None."""
     return algorithm.ebft if algorithm.ebft.reward else None

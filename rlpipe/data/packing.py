@@ -1,4 +1,4 @@
-"""Packs the rollouts of a step without padding into micro batches, balanced over the learner ranks.
+"""Packing of a step's rollouts without padding into micro batches that are balanced over the learner ranks.
 
 Shapes: N packed tokens of a micro batch, S sequences in it.
 """
@@ -18,15 +18,15 @@ from rlpipe.errors import ConfigError
 from rlpipe.types import NO_GROUP, NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
 
 EVEN_LENGTH = 16384
-"""Tokens at which a sequence's attention costs as much as all else: 12 times the hidden size, here taken as 1,365."""
+"""Sequence length at which attention costs as much as all else: 12 times the hidden size, here taken as 1,365."""
 
 UNITS_PER_SHARE = 4
-"""Siblings stay together in units of at most this part of a micro batch and of a rank's share of the cost."""
+"""Siblings stay together in units of at most 1/4 of a micro batch's tokens, and of a rank's share of the cost."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Unit:
-    """Sibling rollouts that stay together, so that a micro batch can run their common prompt once."""
+    """Sibling rollouts that stay together, so that a micro batch can process their common prompt once."""
 
     members: list[int]  # places in the mini batch
     num_tokens: int
@@ -44,15 +44,15 @@ def pack_step(
     seed: int = 0,
     skip_zero_advantage: bool = False,
 ) -> list[TrainBatch]:
-    """One ``TrainBatch`` for every rank; the rollouts' ``advantages`` must be set.
+    """Pack the rollouts of a step into one ``TrainBatch`` per rank; their ``advantages`` must be set.
 
-    Every epoch deals all rollouts to ``num_minibatches`` mini batches of equal size (to one sequence), in an order that
-    ``seed``, step and epoch determine; with fewer rollouts than that, there is a mini batch for each. A single mini
+    Every epoch splits all rollouts into ``num_minibatches`` mini batches of equal size (within one sequence), in an
+    order that ``seed``, step and epoch determine; with fewer rollouts than that, each is a mini batch. A single mini
     batch and epoch keeps the order. Within a mini batch all ranks have the same number of micro batches of at most
-    ``max_tokens`` tokens, filled up with ones without loss tokens.
+    ``max_tokens`` tokens; missing ones are filled up with micro batches without loss tokens.
 
-    The denominators of a mini batch are over all ranks. As in TRL, ``num_sequences`` counts a rollout without loss
-    tokens as well: it adds nothing to the sum, but to the number that the mean over sequences (GRPO) and the constant
+    The denominators of a mini batch are over all ranks. As in TRL, ``num_sequences`` also counts rollouts without loss
+    tokens: they add nothing to the sum, but do count in the number that the mean over sequences (GRPO) and the constant
     (Dr.GRPO) divide by.
 
     Raises ``ConfigError``, a ``ValueError``, for a rollout of more than ``max_tokens`` tokens, and ``ValueError`` if
@@ -69,7 +69,10 @@ def pack_step(
 def pack_fullest(
     rollouts: Sequence[Rollout], *, num_ranks: int, max_tokens: int, num_minibatches: int = 1, num_epochs: int = 1
 ) -> tuple[int, MicroBatch]:
-    """Of ``pack_step``, alone the costliest micro batch of the mini batch that has the most, and how many it has."""
+    """Return the largest number of micro batches per rank in any mini batch, and the costliest one of its rank 0.
+
+    The rollouts are split and packed as in ``pack_step``.
+    """
     _check(rollouts, 0, max_tokens)
     most, found = 0, None
     for share in _deal(rollouts, [0, 0], num_minibatches, num_epochs):
@@ -83,7 +86,7 @@ def pack_fullest(
 def _deal(
     rollouts: Sequence[Rollout], seed: Sequence[int], num_minibatches: int, num_epochs: int
 ) -> Iterator[list[Rollout]]:
-    """The mini batches of all epochs."""
+    """Yield the mini batches of all epochs."""
     for epoch in range(num_epochs):
         order = np.arange(len(rollouts))
         if num_epochs > 1 or num_minibatches > 1:
@@ -116,7 +119,7 @@ def _check(rollouts: Sequence[Rollout], step: int, max_tokens: int) -> None:
 def _pack_minibatch(
     rollouts: list[Rollout], num_ranks: int, max_tokens: int, skip_zero_advantage: bool
 ) -> list[MiniBatch]:
-    """One part for every rank."""
+    """Return each rank's part of a mini batch."""
     num_sequences = len(rollouts)
     num_loss_tokens = sum(rollout.num_loss_tokens for rollout in rollouts)
     with_reference = rollouts[0].ref_logprobs is not None
@@ -137,7 +140,7 @@ def _pack_minibatch(
 
 
 def _fill_ranks(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """For every rank the members of its micro batches, the costliest first."""
+    """Return, for every rank, the members of its micro batches, costliest micro batch first."""
     units = _make_units(rollouts, num_ranks, max_tokens)
     return [_fill_bins(share, max_tokens) for share in _share_out(units, num_ranks)]
 
@@ -147,7 +150,7 @@ def _has_gradient(rollout: Rollout) -> bool:
 
 
 def sequence_cost(num_tokens: int) -> float:
-    """Compute of one sequence, in units of a short sequence's token: linear layers plus attention."""
+    """Return the compute of one sequence, linear layers plus attention, in units of one token of a short sequence."""
     return num_tokens + num_tokens**2 / EVEN_LENGTH
 
 
@@ -174,7 +177,7 @@ def _make_units(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> lis
 
 
 def _share_out(units: list[_Unit], num_ranks: int) -> list[list[_Unit]]:
-    """Each unit, costliest first, to the rank with the least cost so far (longest processing time first)."""
+    """Assign each unit, costliest first, to the rank with the least cost so far (longest processing time first)."""
     shares: list[list[_Unit]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     heapify(loads)
@@ -186,10 +189,10 @@ def _share_out(units: list[_Unit], num_ranks: int) -> list[list[_Unit]]:
 
 
 def _fill_bins(units: list[_Unit], max_tokens: int) -> list[list[int]]:
-    """Packs the units into micro batches, longest first, each into the fullest one that has room (best fit).
+    """Pack the units into micro batches, longest first, each into the fullest one that has room (best fit).
 
-    Returns the members of each micro batch, in their order; the costliest micro batch comes first, so that those which
-    the ranks run at the same time are alike.
+    Returns the members of each micro batch, in their order. The costliest micro batch comes first, so that the micro
+    batches that ranks run at the same time have similar cost.
     """
     bins: list[list[_Unit]] = []
     rooms: list[int] = []
@@ -230,18 +233,18 @@ def _join(rollouts: list[Rollout]) -> MicroBatch:
 
 
 def split_padded(micro_batch: MicroBatch, max_tokens: int) -> list[MicroBatch]:
-    """Parts that have at most ``max_tokens`` tokens each once all their sequences are filled up to the longest.
+    """Split a micro batch into parts of at most ``max_tokens`` tokens each, padding included.
 
-    Sequences of similar length come together; within a part they keep their order.
+    Every sequence is padded to the longest of its part. Sequences of similar length share a part, in their old order.
     """
     parts = padded_parts(np.diff(micro_batch.sequence_starts).tolist(), max_tokens)
     return [micro_batch] if len(parts) == 1 else [_take(micro_batch, sorted(part)) for part in parts]
 
 
 def padded_parts(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Sequences of similar length together, longest first, in parts of at most ``max_tokens`` once filled up.
+    """Return the sequences of each part of at most ``max_tokens`` tokens, padding included, longest first.
 
-    A sequence that is longer has a part of its own.
+    Sequences of similar length share a part; a sequence of more than ``max_tokens`` tokens has a part of its own.
     """
     parts: list[list[int]] = []
     room = 0
@@ -280,7 +283,7 @@ def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
 
 
 def empty_micro_batch(*, with_reference: bool) -> MicroBatch:
-    """Two tokens without loss, for a rank that has nothing to do while others have."""
+    """Return a micro batch of two tokens without loss, for a rank that has fewer micro batches than others."""
     return MicroBatch(
         token_ids=np.zeros(2, np.int64),
         position_ids=np.arange(2, dtype=np.int64),
@@ -295,7 +298,7 @@ def empty_micro_batch(*, with_reference: bool) -> MicroBatch:
 
 
 def with_blank(micro_batch: MicroBatch, blank: Encoded) -> MicroBatch:
-    """The micro batch with one sequence more, an image without loss."""
+    """Return the micro batch with one more sequence, an image without loss."""
     length = len(blank.token_ids)
     none = np.zeros(length, np.float32)
 

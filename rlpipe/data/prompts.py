@@ -1,4 +1,4 @@
-"""Opens the sources of prompts and SFT sequences, and the held-out prompts that neither ever yields."""
+"""The sources of training prompts and SFT sequences, and the held-out rows that these never yield."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def open_prompts(
     processor: ImageProcessor | None = None,
     tried: bool = True,
 ) -> tuple[PromptSource, list[Prompt]]:
-    """The source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
+    """Open the source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
 
-    Held-out are the rows of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows that
-    ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises ``DataError`` if
-    the data can't be read, lacks a column, or, where its rows are ``tried``, yields no prompt.
+    The held-out rows are those of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows
+    that ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises
+    ``DataError`` if the data can't be read, lacks a column, or, if ``tried``, yields no prompt.
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Prompt]:
@@ -71,11 +71,11 @@ def open_sft_rows(
     processor: ImageProcessor | None = None,
     tried: bool = True,
 ) -> tuple[SequenceSource, list[Rollout]]:
-    """The source of SFT sequences of at most ``max_tokens`` tokens, and the held-out ones.
+    """Open the source of SFT sequences of at most ``max_tokens`` tokens, and the held-out sequences.
 
-    With the same ``data`` and ``seed`` the held-out rows are those of ``open_prompts``. A conversation's prompt is what
-    stands before its first assistant turn, a text's all of it; a row that makes no prompt can't be held out, and is
-    trained if it makes a sequence. Raises ``DataError`` as ``open_prompts`` does.
+    With the same ``data`` and ``seed`` the held-out rows are those of ``open_prompts``. A conversation's prompt is all
+    before its first assistant turn, a text's prompt all of it. A row without a renderable prompt can't be held out, and
+    is trained on if its sequence can be rendered. Raises ``DataError`` as ``open_prompts`` does.
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Rollout]:
@@ -89,7 +89,7 @@ def open_sft_rows(
                 try:
                     prompt = render(row, place)
                 except UnusableRow:
-                    pass  # what makes no prompt equals none, and may be a sequence nevertheless
+                    pass  # a row without a prompt equals no held-out one, and may still make a sequence
                 else:
                     keep_out(prompt)
             encoded, loss_mask, task = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, place)

@@ -1,4 +1,4 @@
-"""What a row of a data source is, and why one may be skipped."""
+"""Rows of a data source, and the reasons to skip one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Row = Mapping[str, Any]
 
 
 class AnyRows(Protocol):
-    """Rows by number."""
+    """Rows that are read by number."""
 
     name: str
-    """What messages call the source, such as its file."""
+    """The source's name in messages, such as its file."""
 
     def __getitem__(self, index: int) -> Row: ...
 
     def location(self, index: int) -> str:
-        """Where a user finds the row."""
+        """Return where a user finds the row."""
 
 
 class Rows(AnyRows, Protocol):
@@ -32,17 +32,17 @@ class Rows(AnyRows, Protocol):
 
 
 class CheckColumns(Protocol):
-    """Raises ``DataError`` if the columns, found at the location, lack one that is needed; ``nulls`` are null there."""
+    """A check that raises ``DataError`` if the columns at a location lack a needed one; ``nulls`` are null there."""
 
     def __call__(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
 class RowLocation:
-    """Which row it is."""
+    """The number, epoch and location of a row."""
 
     row: int
-    """From 0; stays the same in every epoch."""
+    """The row's number, from 0, which is the same in every epoch."""
     epoch: int
     location: str
 
@@ -51,7 +51,7 @@ class SkipKind(StrEnum):
     UNRENDERABLE = "unrenderable"
     TOO_LONG = "too_long"
     HELD_OUT = "held_out"
-    """Its prompt equals one that is kept for evaluation."""
+    """The row's prompt equals a held-out one."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,7 +72,7 @@ class UnusableRow(Exception):
 
 
 def require_columns(columns: Collection[str], needed: Sequence[str], location: str, options: str) -> None:
-    """Raises ``DataError`` if one of the ``needed`` columns is not there; ``options`` say how to name others."""
+    """Raise ``DataError`` if one of the ``needed`` columns is missing; it suggests ``options`` to name others."""
     missing = [repr(name) for name in needed if name not in columns]
     if missing:
         there = ", ".join(columns) or "none"
@@ -81,7 +81,7 @@ def require_columns(columns: Collection[str], needed: Sequence[str], location: s
 
 
 def parse_object(line: bytes, location: str) -> dict[str, Any]:
-    """The row in a line of JSON; raises ``DataError``."""
+    """Parse the row in a line of JSON; raise ``DataError`` if it is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

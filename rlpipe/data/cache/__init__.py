@@ -1,1 +1,1 @@
-"""Rows that are rendered once, and found again by the runs that would render them alike."""
+"""A cache of rendered rows, for all runs that would render them in the same way."""

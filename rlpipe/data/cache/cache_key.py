@@ -1,7 +1,7 @@
-"""Names the file of prepared rows by all that they are made from, so that a change of any of it is another file.
+"""File names for prepared rows: digests of everything the rows depend on, so that any change leads to another file.
 
-The folder's name is a digest of how rows are rendered, the file's of their source. A run without prepared rows finds no
-such folder, and does not read its data a second time.
+The folder's name is a digest of how rows are rendered, the file's name a digest of their source. A run without prepared
+rows finds no such folder, and so does not read its data a second time.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-"""Of the files."""
+"""Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
-"""Options of ``data`` that say which rows are taken when, and not what they are."""
+"""Options of ``data`` that determine the choice and order of rows, not their contents."""
 LOADING_KEYS = ("is_local", "local_files_only", "name_or_path")
-"""Of a tokenizer's config: where it was found."""
+"""Keys of a tokenizer's config that record where it was loaded from."""
 CHUNK = 2**20
 
 Settings = Mapping[str, Any]
-"""What is made of a row, as far as ``data`` does not say it."""
+"""Settings outside of ``data`` that determine what a row is rendered to."""
 
 
 def cache_root(data: DataConfig) -> Path:
-    """The folder of all prepared rows; raises ``ConfigError`` if ``data.cache`` can be none."""
+    """Return the folder of all prepared rows; raise ``ConfigError`` if ``data.cache`` can't be a folder."""
     return user_cache() / "rows" if data.cache is None else cache_folder(data.cache)
 
 
 @dataclass(kw_only=True, frozen=True)
 class Rendering:
-    """What renders the rows of a run, beside ``data``."""
+    """Everything that determines how a run's rows are rendered, beside ``data``."""
 
     tokenizer: PreTrainedTokenizerBase
     processor: ImageProcessor | None
@@ -58,12 +58,12 @@ class Rendering:
 
     @cached_property
     def digests(self) -> Any:
-        """Of the files that it is read from; raises ``DataError`` for a tokenizer that can't be stored."""
+        """Digests of tokenizer and processor files; raises ``DataError`` for a tokenizer that can't be stored."""
         return [_tokenizer_digest(self.tokenizer), None if self.processor is None else _images_digest(self.processor)]
 
 
 def rendering_digest(data: DataConfig, rendering: Rendering, name: str) -> str:
-    """Of all that makes a rendered row of a row of the source, which a mix calls ``name``."""
+    """Return a digest of everything that determines how a source's rows are rendered; ``name`` is its name in a mix."""
     left_out = {"cache"} if data.transform is not None else {"cache", *ORDER_OPTIONS}
     options = {option: value for option, value in dataclasses.asdict(data).items() if option not in left_out}
     parts = {
@@ -81,7 +81,7 @@ def rendering_digest(data: DataConfig, rendering: Rendering, name: str) -> str:
 
 
 def source_digest(data: DataConfig, seed: int) -> str:
-    """Of the rows that ``data`` names; raises ``DataError`` if they can't be read."""
+    """Return a digest of the rows that ``data`` names; raise ``DataError`` if they can't be read."""
     parts: dict[str, Any] = {"source": data.source, "path": data.path}
     match data.source:
         case "jsonl" | "parquet":
@@ -113,7 +113,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _data_set_content(data: DataConfig) -> Any:
-    """Digests of the files of a folder, or the fingerprint of a data set of the hub."""
+    """Return digests of the files of a folder, or the fingerprint of a hub data set."""
     folder = Path(str(data.path)).expanduser()
     if folder.exists():
         files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
@@ -122,7 +122,7 @@ def _data_set_content(data: DataConfig) -> Any:
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Of the files that it would be stored in, and of its class's code where that is not of transformers."""
+    """Return digests of the files that the tokenizer is saved to, and of its class's code if not from transformers."""
     with TemporaryDirectory() as folder:
         try:
             tokenizer.save_pretrained(folder)
@@ -145,7 +145,7 @@ def _images_digest(processor: ImageProcessor) -> Any:
 
 
 def _transform_digests(path: str) -> Iterator[str]:
-    """Of the file that the config names, and of the one that defines the function, where it is another."""
+    """Yield digests of the file that the config names, and of the file that defines the function."""
     function = inspect.unwrap(import_object(path, what="data.transform", error=DataError))
     module = path.rpartition(":")[0]
     yield _file_digest(Path(module).expanduser()) if module.endswith(".py") else _module_digest(module)
@@ -158,7 +158,7 @@ def _module_digest(name: str) -> str:
 
 
 def _imported_digests(name: str) -> Iterator[str]:
-    """Of the files beside a module that it imports, as a model's own code does."""
+    """Yield digests of the files that a module imports by relative imports, as a model's own code does."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -167,7 +167,7 @@ def _imported_digests(name: str) -> Iterator[str]:
 
 
 def _shows_date(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
-    """Whether the chat template may write today's date, as that of Llama 3 does without ``date_string``."""
+    """Return whether the chat template may write today's date, as Llama 3's does without ``date_string``."""
     template = str(tokenizer.chat_template)
     pinned = "date_string" in template and "date_string" in data.chat_template_kwargs
     return "strftime_now" in template and not pinned
@@ -175,6 +175,6 @@ def _shows_date(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 
 @cache
 def _own_code() -> str:
-    """Of what renders rows, and of all else that is rlpipe's."""
+    """Return a digest of all of rlpipe's code."""
     folder = Path(__file__).parents[2]
     return _digest({name: _file_digest(folder / name) for name in python_files(folder)})

@@ -1,4 +1,4 @@
-"""Finds prepared rows, and reads them by memory map."""
+"""Lookup of prepared rows, which are read through a memory map."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlpipe.types import BoolArray, Prompt
 
 logger = logging.getLogger(__name__)
 mask_logger = logging.getLogger("rlpipe.data.masks")
-"""Says how the loss mask was made, which is not made again."""
+"""Logger that repeats the messages on how the loss mask was made when the rows were prepared."""
 
 SCHEMA = pa.schema(
     {
@@ -39,28 +39,34 @@ SCHEMA = pa.schema(
         "files": pa.list_(pa.struct({"path": pa.string(), "size": pa.int64(), "changed": pa.int64()})),
     }
 )
-"""What a row was rendered to, and for sequences also its prompt; where it was skipped, why; what its images are of."""
+"""Columns of a prepared row: its rendering (for sequences also its prompt's) or why it is skipped, and image files."""
 READ = [name for name in SCHEMA.names if name not in ("location", "files")]
 NAME, NOTES = b"name", b"notes"
-"""Metadata: what messages call the source; of each batch, lines that say how the loss mask was made."""
+"""Metadata keys: the source's name in messages, and each batch's messages on how the loss mask was made."""
 
 
 class PreparedRow(dict[str, Any]):
-    """A row with the columns of ``SCHEMA``."""
+    """A prepared row with the columns of ``SCHEMA``."""
 
     def prompt(self, place: RowLocation) -> Prompt:
-        """Of a run of RL; raises ``UnusableRow``."""
+        """Return the prompt for an RL run; raise ``UnusableRow`` if the row was skipped."""
         _raise_if_skipped(self["kind"], self["reason"])
         return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=self["token_ids"], **self._values)
 
     def sequence(self) -> tuple[Encoded, BoolArray, Any]:
-        """Its T tokens, which of them count ``[T]``, and the task's columns, before the row is cut; raises alike."""
+        """Return the T tokens before the row is cut, its loss mask ``[T]``, and the task's columns.
+
+        Raises ``UnusableRow`` if the row was skipped.
+        """
         _raise_if_skipped(self["kind"], self["reason"])
         encoded = Encoded(token_ids=self["token_ids"], images=self._values["images"])
         return encoded, self["loss_mask"], self._values["task"]
 
     def sequence_prompt(self, place: RowLocation) -> Prompt:
-        """Of a sequence, to be compared with held-out ones: its tokens and images alone. Raises alike."""
+        """Return the prompt of a sequence, only its tokens and images, to compare with held-out prompts.
+
+        Raises ``UnusableRow`` if the prompt could not be rendered.
+        """
         _raise_if_skipped(self["prompt_kind"], self["prompt_reason"])
         images = self._values["prompt_images"]
         return Prompt(
@@ -100,7 +106,7 @@ class PreparedRows:
         return str(batch.column("location")[row])
 
     def changed_file(self) -> str | None:
-        """One that images were read from, and that is another now, by its size or its time; None without."""
+        """Return an image file whose size or modification time has changed since it was read, or None."""
         files = (file for batch in self._batches for file in batch.column("files").flatten().to_pylist())
         return next((file["path"] for file in files if file != file_state(file["path"])), None)
 
@@ -111,13 +117,13 @@ class PreparedRows:
 
 
 def prompt_settings(ebft: EbftConfig | None) -> Settings:
-    """What a run of RL makes of a row."""
+    """Return the settings by which an RL run renders rows."""
     names = ("truth_column", "adaptive_max_tokens", "gt_length_multiplier")
     return {"kind": "prompts", "truth": None if ebft is None else [getattr(ebft, name) for name in names]}
 
 
 def sequence_settings(data: DataConfig) -> Settings:
-    """What a run that trains on rows makes of one; prompts tell which rows are held out."""
+    """Return the settings by which a run that trains on rows renders them; held-out rows are matched by prompt."""
     held_out = data.held_out
     holds_out = held_out.size > 0 or held_out.path is not None or held_out.split is not None
     return {"kind": "sequences", "prompts": holds_out}
@@ -126,9 +132,9 @@ def sequence_settings(data: DataConfig) -> Settings:
 def find_prepared(
     data: DataConfig, rows: DataConfig, rendering: Rendering, *, name: str, seed: int
 ) -> PreparedRows | None:
-    """The prepared rows of the source that ``rows`` names, rendered as ``data`` and ``rendering`` say; None without.
+    """Return the prepared rows of the source that ``rows`` names, rendered by ``data`` and ``rendering``, or None.
 
-    ``name`` is what a mix calls it. A stream's rows are not prepared.
+    ``name`` is the source's name in a mix. A stream's rows are not prepared.
     """
     root = cache_root(data)
     if data.streaming or not root.is_dir() or not any(root.iterdir()):
@@ -163,7 +169,7 @@ def _raise_if_skipped(kind: str | None, reason: str) -> None:
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """Arrays are copied: those of a memory map can't be written to."""
+    """Return the Python value of a scalar; lists become arrays, copied because a memory map's are read-only."""
     if not scalar.is_valid or not isinstance(scalar, pa.ListScalar):
         return scalar.as_py()
     return np.array(scalar.values.to_numpy(zero_copy_only=False))

@@ -1,7 +1,7 @@
-"""Renders all rows of a run once, in several processes, and writes them to a file that appears whole or not at all.
+"""Rendering of all rows of a run once, in several processes, to files that appear whole or not at all.
 
-A row travels through a worker process as its number, and back in a record batch; no more of these are under way than
-workers need, and the file grows as they come.
+A worker process gets row numbers, and returns a record batch. Only as many batches are in flight as workers need, and
+the file is written as they arrive.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 64
 BATCH_BYTES = 16 * 2**20
-"""Of a record batch of the file, at least."""
+"""Minimum size of a record batch of the file; the last one may be smaller."""
 
 PROMPT_VALUES = [entry.name for entry in fields(Prompt) if entry.name not in ("prompt_id", "epoch", "token_ids")]
-"""What a prompt has beside its place and its tokens."""
+"""Fields of a prompt beside its place and its tokens."""
 
 Record = dict[str, Any]
 Render = Callable[[Rows, int], Record]
@@ -66,21 +66,21 @@ Render = Callable[[Rows, int], Record]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prepared:
-    """A file of rows."""
+    """A file of prepared rows."""
 
     rows: PreparedRows
     file: Path
     is_new: bool
-    """Whether it was written now."""
+    """Whether the file has just been written."""
 
 
 def prepare_rows(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, workers: int, report: Callable[[int, int], None]
 ) -> Iterator[Prepared]:
-    """The files of the rows to train on, one for each source, and of the held-out ones, if they have a source.
+    """Yield a file of training rows for each source, and one of the held-out rows if these have a source of their own.
 
-    ``report`` takes the number of rows that are rendered, and of all. Raises ``DataError`` if the data can't be used,
-    or stored, or is a stream; a mix's streams are left out, with a warning.
+    ``report`` is called with the number of rows rendered so far, and of all rows. Raises ``DataError`` if the data
+    can't be used or stored, or is a stream; streams within a mix are skipped with a warning.
     """
     data = config.data
     sources = all_sources(data)
@@ -110,7 +110,7 @@ def prepare_rows(
 
 
 class _Prompts:
-    """Records of prompts."""
+    """The rendering of rows to records of prompts."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _Prompts:
 
 
 class _Sequences:
-    """Records of training sequences before they are cut, and of their prompts where rows are held out by these."""
+    """The rendering of rows to records of uncut training sequences, with prompts if rows are held out by these."""
 
     def __init__(
         self,
@@ -174,22 +174,22 @@ class _Sequences:
 
 
 def _shared(images: Images, others: Images) -> Images:
-    """``images`` with the very bytes of equal ``others``, so that these are stored once."""
+    """Return ``images`` with the bytes objects of equal ``others``, so that pickle stores them once."""
     known = {image.content: image.content for image in others}
     return tuple(replace(image, content=known.get(image.content, image.content)) for image in images)
 
 
 @dataclass(slots=True, frozen=True)
 class _Chunk:
-    """Some rows."""
+    """A few rendered rows."""
 
     batch: pa.RecordBatch
     notes: list[str]
-    """What was said of the loss mask while they were rendered: where one of them was the first to need it."""
+    """Messages on the loss mask while they were rendered; the first row that needs the mask causes them."""
 
 
 class _Writer:
-    """Writes the files of one way to render rows."""
+    """A writer of the files of one rendering."""
 
     def __init__(
         self,
@@ -213,8 +213,8 @@ class _Writer:
         *,
         name: str,
     ) -> Prepared:
-        """The file of a source's rows, which are opened if it is not there yet."""
-        digest = source_digest(source, self._seed)  # before the rows are opened, so that a change since is noticed
+        """Return the file of a source's rows; if it does not exist yet, open the rows and write it."""
+        digest = source_digest(source, self._seed)  # before the rows are opened, so that a later change is noticed
         folder = cache_root(data) / rendering_digest(data, self._rendering, name)
         file = folder / f"{digest}.arrow"
         if (there := _read(file)) is not None:
@@ -238,7 +238,7 @@ class _Writer:
 
     def _write(self, rows: Rows, render: Render, path: Path) -> None:
         chunks = [range(start, min(start + CHUNK_ROWS, len(rows))) for start in range(0, len(rows), CHUNK_ROWS)]
-        first = _render_chunk(render, rows, chunks[0])  # workers then have what it took to render it
+        first = _render_chunk(render, rows, chunks[0])  # in this process, so that workers inherit what it loads
         num_done = 0
         with path.open("wb") as file:
             with pa.ipc.new_file(file, SCHEMA.with_metadata({NAME: rows.name})) as writer:
@@ -256,12 +256,12 @@ class _Writer:
             os.fsync(file.fileno())
 
     def _rendered(self, rows: Rows, render: Render, chunks: Sequence[range]) -> Iterator[_Chunk]:
-        """In order; at most two chunks for each worker are under way."""
+        """Yield the rendered chunks in order, with at most two per worker in flight."""
         if self._workers == 1 or not chunks:
             yield from (_render_chunk(render, rows, chunk) for chunk in chunks)
             return
         under_way: deque[Future[_Chunk]] = deque()
-        # Forked processes have the rows as they are open here: nothing is read or counted once more.
+        # Forked processes inherit the opened rows, so that nothing is read or counted again.
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(self._workers, fork, initializer=_enter_worker, initargs=(render, rows)) as pool:
             try:
@@ -278,13 +278,13 @@ class _Writer:
 
 
 _of_worker: list[tuple[Render, Rows]] = []
-"""What a worker process renders, and with what."""
+"""The renderer of a worker process, and its rows."""
 
 
 def _enter_worker(render: Render, rows: Rows) -> None:
     import torch
 
-    torch.set_num_threads(1)  # threads of the first process are not in this one, and would be waited for
+    torch.set_num_threads(1)  # the parent's threads do not survive the fork, and torch would wait for them
     _of_worker.append((render, rows))
 
 
@@ -311,7 +311,7 @@ def _write_joined(writer: pa.ipc.RecordBatchFileWriter, chunks: Sequence[_Chunk]
 
 
 def _read(file: Path) -> PreparedRows | None:
-    """The rows of a file that is whole, and whose images are as they were."""
+    """Return the rows of a file, or None if it can't be read or one of its image files has changed."""
     try:
         rows = PreparedRows(file)
     except (OSError, pa.ArrowException, LookupError):

@@ -1,4 +1,4 @@
-"""Stores the columns of a row as bytes, and reads them back as they were; nothing else than values can come back."""
+"""Storage of a row's columns as bytes that are read back unchanged, by a pickle that allows plain values only."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ALLOWED = {
     *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
 }
-"""Classes and functions that values may be made of beside Python's own; none of them runs code."""
+"""Classes and functions that values may use beside Python's own; none of them runs code."""
 
 
 def dump(value: Any, location: str) -> bytes:
-    """Raises ``DataError`` if ``value`` is, or holds, something that could not be read back."""
+    """Store ``value`` as bytes; raise ``DataError`` if it is, or holds, something that could not be read back."""
     try:
         stored = pickle.dumps(value, protocol=5)
         load(stored)

@@ -1,1 +1,1 @@
-"""Which tokens of a conversation count in the loss."""
+"""Loss masks: the tokens of a conversation that count in the loss."""

@@ -1,4 +1,4 @@
-"""Finds the turns of a conversation in its tokens, by the markers that a chat template puts around them.
+"""Turns of a conversation in its tokens, found by the markers that a chat template puts around them.
 
 Shapes: T tokens of one sequence.
 """
@@ -17,18 +17,18 @@ from rlpipe.types import IntArray
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RoleBoundary:
-    """The markers around each turn of a role, as token ids. Raises ``ValueError`` if one has none."""
+    """The markers around each turn of a role, as token ids; raises ``ValueError`` for an empty role or marker."""
 
     role: str
     start: tuple[int, ...]
     end: tuple[int, ...] | None
-    """None: the turn goes to the end of the sequence."""
+    """End marker; None if turns go to the end of the sequence."""
     include_start: bool = False
     """Whether the start marker belongs to the turn."""
     include_end: bool = True
-    """Whether the end marker does. If not, it may also be the start of the next turn."""
+    """Whether the end marker belongs to the turn. If not, it may also be the start of the next turn."""
     interrupts: bool = False
-    """Whether its turns also stand within others, which go on behind them."""
+    """Whether turns of the role can also be within other turns, which continue after them."""
 
     def __post_init__(self) -> None:
         if not self.role or not self.start or self.end == ():
@@ -36,31 +36,31 @@ class RoleBoundary:
 
 
 class Turn(NamedTuple):
-    """One turn's places in its sequence; without an end marker its content goes up to T."""
+    """The places of one turn in its sequence; without an end marker its content goes up to T."""
 
     boundary: RoleBoundary
     marker: int
-    """The first token of its start marker; where a turn goes on that was interrupted, of its content."""
+    """First token of the start marker; for the continuation of an interrupted turn, of its content."""
     start: int
-    """The first token of its content."""
+    """First token of the content."""
     end: int
-    """The first token behind its content."""
+    """First token after the content."""
     stop: int
-    """The first token behind its end marker, which for an interrupted turn is the start marker that interrupts it."""
+    """First token after the end marker; for an interrupted turn, after the start marker that interrupts it."""
 
     @property
     def free(self) -> int:
-        """The first token that can start another turn."""
+        """First token that can start another turn."""
         return self.stop if self.boundary.include_end else self.end
 
 
 def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[Turn]:
-    """The turns of ``token_ids`` ``[T]``, from left to right.
+    """Return the turns of ``token_ids`` ``[T]``, from left to right.
 
-    Where several start markers match, the longest counts; a turn goes to the first end marker behind it. What stands
-    between its markers starts no other turn, but one that interrupts it: that goes to its own end marker or up to the
-    interrupted turn's, and right behind it another turn starts, or else the interrupted one goes on, as a turn of its
-    own. Of boundaries with the same start marker the last one counts.
+    If several start markers match, the longest counts; of boundaries with the same start marker, the last counts. A
+    turn goes to the first end marker after its start. Between its markers no other turn starts, except one that
+    interrupts it. The interrupting turn goes to its own end marker, or at most to that of the interrupted turn. If no
+    other turn starts right after it, the interrupted turn continues there, as a ``Turn`` of its own.
     """
     markers = _Markers(token_ids, boundaries)
     turns: list[Turn] = []
@@ -78,7 +78,7 @@ def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[
 
 
 class _Markers:
-    """Where the markers of boundaries stand in a sequence."""
+    """The places of boundaries' markers in a sequence."""
 
     def __init__(self, token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> None:
         boundaries = sorted(boundaries, key=lambda boundary: len(boundary.start))
@@ -93,12 +93,12 @@ class _Markers:
         self._length = len(token_ids)
 
     def turn(self, place: int) -> Turn:
-        """The one whose start marker stands there."""
+        """Return the turn whose start marker is at a place."""
         boundary = self.starts[place]
         return self._turn(boundary, place, place + len(boundary.start))
 
     def parts(self, turn: Turn) -> list[Turn]:
-        """The turn with those that interrupt it, in order, and what of it is before, between and behind them."""
+        """Return the turns that interrupt a turn, and its own parts before, between and after them, in order."""
         found: list[Turn] = []
         part = turn
         while (inner := self._interruption(part)) is not None:
@@ -125,13 +125,13 @@ class _Markers:
         return Turn(boundary, marker, start, end, stop)
 
     def _rest(self, part: Turn, place: int) -> Turn:
-        """Of the turn, from that place on."""
+        """Return the rest of a turn, from a place on."""
         if place <= part.end:
             return Turn(part.boundary, place, place, part.end, part.stop)
         return self._turn(part.boundary, place, place)
 
     def _interruption(self, part: Turn) -> Turn | None:
-        """The first turn that starts in the part."""
+        """Return the first turn that interrupts the part, or None."""
         following = bisect_left(self.interruptions, part.start)
         if following == len(self.interruptions) or self.interruptions[following] >= part.end:
             return None
@@ -139,7 +139,7 @@ class _Markers:
 
 
 def _places_of(marker: Sequence[int], token_ids: IntArray) -> list[int]:
-    """Where the marker begins, in order."""
+    """Return the places where the marker begins, in order."""
     last = len(token_ids) - len(marker)
     places = np.flatnonzero(token_ids[: max(last + 1, 0)] == marker[0])
     for offset, token_id in enumerate(marker[1:], start=1):

@@ -1,4 +1,4 @@
-"""Renders a conversation to tokens, and says which of them count in the loss."""
+"""The rendering of a conversation to tokens and their loss mask."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 class ConversationMask:
     """The loss mask of a run's conversations.
 
-    Where a template has ``{% generation %}`` blocks these say what the assistant writes, as long as the config asks for
-    that and no more; else the markers of turns do. Those of the config are encoded at once; others are looked for when
-    the first conversation comes.
+    If the template has ``{% generation %}`` blocks, and the config asks for exactly what the assistant writes, the
+    blocks make the mask; otherwise the markers of turns do. Markers of the config are encoded at once; others are
+    looked for when the first conversation comes.
     """
 
     def __init__(self, template: ChatTemplate, data: DataConfig) -> None:
-        """Raises ``ConfigError`` if the data config's markers are impossible."""
+        """Raise ``ConfigError`` if the data config's markers are impossible."""
         self._template = template
         self._data = data
         if data.role_boundaries and data.text_column is None:
@@ -54,7 +54,7 @@ class ConversationMask:
 
     @cached_property
     def rules(self) -> LossMask:
-        """Raises ``InputError`` if the data config's are impossible, or the template's markers unknown."""
+        """Rules of the mask; raises ``InputError`` if the config's markers are impossible or the template's unknown."""
         return resolve_mask(self._template, self._data)
 
     @cached_property
@@ -63,7 +63,7 @@ class ConversationMask:
 
     @cached_property
     def _never_counted(self) -> list[int]:
-        """Tokens of images, audio and videos, and of padding, unless a turn ends with that."""
+        """Tokens of images, audio and videos, and of padding unless that is the end token."""
         tokenizer = self._template.tokenizer
         pads = {tokenizer.pad_token_id} - {None, tokenizer.eos_token_id}
         return [*media_token_ids(tokenizer), *pads]
@@ -76,12 +76,12 @@ class ConversationMask:
         first_message: int = 0,
         tools: Sequence[Any] | None = None,
     ) -> tuple[Encoded, BoolArray]:
-        """The conversation's T tokens, and which of them count ``[T]``: by roles, none before ``first_message``.
+        """Return the conversation's T tokens, and its loss mask ``[T]``: by roles, False before ``first_message``.
 
-        ``tools``: the row's own, in place of the config's.
+        ``tools`` are the row's own, in place of the config's.
 
-        Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if one of the
-        assistant's turns can't be found again, as its markers merge with what stands beside them.
+        Raises ``UnusableRow`` if the template can't render these messages, if no token counts, or if an assistant turn
+        is not found in the tokens because its markers merge with the text beside them.
         """
         template = self._template.with_tools(tools)
         if self._by_generation:
@@ -124,11 +124,14 @@ class ConversationMask:
 def _num_prompt_tokens(
     encoded: Encoded, messages: ChatMessages, first_message: int, answers: Sequence[Turn], template: ChatTemplate
 ) -> int:
-    """Of the prompt as the policy gets it, which may open its reasoning; else up to the marker of its turn."""
+    """Return the length of the prompt as the policy gets it, which may open its reasoning.
+
+    If the tokens do not begin with that prompt, return the place of the start marker of the policy's turn.
+    """
     token_ids = encoded.token_ids
     earlier = len(assistant_turns(messages[:first_message]))
     if messages[first_message - 1]["role"] == ASSISTANT and earlier < len(answers):
-        return answers[earlier].marker  # the prompt's last turn has an end, which the resumed prompt has not
+        return answers[earlier].marker  # the prompt's last turn has an end here, but not in the resumed prompt
     images = [image.content for image in encoded.images[: count_images(messages[:first_message])]]
     prompt = template.encode(template.prompt_text(messages[:first_message]), images).token_ids
     if np.array_equal(token_ids[: len(prompt)], prompt):
@@ -137,5 +140,5 @@ def _num_prompt_tokens(
 
 
 def _num_blocks(messages: ChatMessages) -> int:
-    """Of the assistant's messages, those in a row counted once: some templates join them."""
+    """Count the assistant's messages, consecutive ones once, because some templates join them."""
     return sum(role == ASSISTANT for role, _ in groupby(message["role"] for message in messages))

@@ -1,8 +1,8 @@
-"""Finds the markers of roles from what a chat template writes around messages.
+"""Derivation of the markers of roles from the text that a chat template writes around messages.
 
-What stands between two messages is the end of one turn and the start of the next. How far the end goes shows where the
-first of them is the last message. A turn that has no end of its own is ended by the start of the next one; and where
-nothing is left for that start, it is the end before it, as Mistral's ``[/INST]``.
+The text between two messages is the end of one turn and the start of the next. A rendering in which the first of them
+is the last message shows how far the end goes. A turn without an end of its own is ended by the start of the next turn;
+and if nothing is left for that start, the end before it is the start, as with Mistral's ``[/INST]``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class NotDerivable(Exception):
-    """Says what about the template leaves its markers open."""
+    """Raised if a template's markers can't be derived, with the reason."""
 
 
 def derive_markers(probe: Probe) -> list[RoleMarkers]:
-    """Those of user and assistant, and of system and tool where they have turns of their own.
+    """Derive the markers of user and assistant, and of system and tool if these have turns of their own.
 
-    Raises ``NotDerivable`` if there is not just one reading of what the template writes.
+    Raises ``NotDerivable`` if the text that the template writes has no unique reading.
     """
     try:
         user, assistant, *others = _dialogue(probe)
@@ -39,7 +39,7 @@ def derive_markers(probe: Probe) -> list[RoleMarkers]:
 
 
 def _dialogue(probe: Probe) -> list[RoleMarkers]:
-    """Of user and assistant, and of both where the blanks behind their starts are tokens of their own."""
+    """Return the markers of user and assistant, and their variants that include blanks after the start."""
     cut = _Cutter(probe.template.tokenizer)
     before, first, between, second, last = probe.gaps(*DIALOGUE)
     asked, answered = probe.gaps(USER)[-1], probe.gaps(USER, ASSISTANT)[-1]
@@ -57,14 +57,17 @@ def _dialogue(probe: Probe) -> list[RoleMarkers]:
     assistant = _turn(ASSISTANT, assistant_start or user_end.strip(), assistant_end.strip(), following=user_start)
     if not assistant_start:
         user = replace(user, include_end=False)
-        written = user_end + written * is_prompted  # what a prompt does not end with is the answer's
+        written = user_end + written * is_prompted  # text that a prompt does not end with belongs to the answer
     if user.start == assistant.start:
         raise NotDerivable(f"turns of user and assistant start alike, with {user.start!r}")
     return [user, assistant, *_with_blanks(user, asks), *_with_blanks(assistant, written)]
 
 
 def _require_one_end(cut: _Cutter, end: str, answered: str, rest: str) -> None:
-    """Of the assistant's turns: ``answered`` is behind the last one, ``rest`` between ``end`` and a following start."""
+    """Raise ``NotDerivable`` unless all assistant turns end alike.
+
+    ``answered`` is the text after the last turn, ``rest`` the text between ``end`` and a following start.
+    """
     further = answered.removeprefix(end)
     is_whole = not further[:1].strip() or cut.special(further) or cut.special(end, from_right=True)
     if not is_whole or (not end.strip() and (answered.strip() or rest.strip())):
@@ -74,7 +77,10 @@ def _require_one_end(cut: _Cutter, end: str, answered: str, rest: str) -> None:
 
 
 def _with_blanks(markers: RoleMarkers, written: str) -> list[RoleMarkers]:
-    """With starts that go on with the white space of what is ``written``, which the text behind it may merge with."""
+    """Return variants of the markers whose starts include more of the white space that ``written`` ends with.
+
+    They match where the tokenizer does not merge that white space with the text after it.
+    """
     cut, full = _trailing(markers.start), _trailing(written)
     return [replace(markers, start=markers.start + full[len(cut) : end]) for end in range(len(cut) + 1, len(full) + 1)]
 
@@ -84,7 +90,7 @@ def _trailing(text: str) -> str:
 
 
 def _turn(role: str, start: str, end: str, *, following: str) -> RoleMarkers:
-    """One that has no end of its own goes to the ``following`` start."""
+    """Return the markers of a role; without an end of their own, turns go to the ``following`` start."""
     if not start:
         raise NotDerivable(f"nothing stands before turns of {role}")
     if not end and not following:
@@ -93,7 +99,10 @@ def _turn(role: str, start: str, end: str, *, following: str) -> RoleMarkers:
 
 
 def _system(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleMarkers]:
-    """None where the template has no system messages, or writes them into turns of the user or as the assistant's."""
+    """Return the markers of system turns.
+
+    The list is empty if the template has no system messages, or writes them into user turns or as assistant turns.
+    """
     try:
         before, between, _, _ = probe.gaps(SYSTEM, USER, ASSISTANT)
     except (UnexpectedText, UnusableRow):
@@ -106,7 +115,11 @@ def _system(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[Rol
 
 
 def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleMarkers]:
-    """Where the end of a result is what the answer to it starts with, also those of that, and of one more result."""
+    """Return the markers of tool turns, empty if these are written as turns of the assistant or the user.
+
+    If the end of a result is also the start of the answer to it, include the markers of that answer, and of a result
+    that follows another one.
+    """
     before = behind = None
     for gaps in (probe.result_gaps, lambda: probe.gaps(USER, ASSISTANT, TOOL, ASSISTANT)[1:]):
         with suppress(UnexpectedText, UnusableRow):
@@ -125,7 +138,7 @@ def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleM
         return []  # it is written as the assistant's, or is a part of the user's
     if assistant.start in behind:
         end = behind.partition(assistant.start)[0].strip()
-        known = str(user.end)  # what else is there belongs to the result, such as the quotes of JSON
+        known = str(user.end)  # any other text there, such as the quotes of JSON, belongs to the result
         return [
             _turn(TOOL, start, known if user.include_end and end.endswith(known) else end, following=assistant.start)
         ]
@@ -138,7 +151,10 @@ def _tool(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[RoleM
 
 
 def _interrupting(probe: Probe) -> list[RoleMarkers]:
-    """Of results within the assistant's turn, by what is between two: the end of one, and the start of the next."""
+    """Return the markers of results within an assistant turn.
+
+    The text between two results is the end of the first and the start of the second.
+    """
     cut = _Cutter(probe.template.tokenizer)
     try:
         _, _, between, behind, _ = probe.result_gaps(2)
@@ -152,7 +168,7 @@ def _interrupting(probe: Probe) -> list[RoleMarkers]:
 
 
 def _like(known: str, role: str, raw: str) -> str:
-    """A start that is built as the known one, but for the name of the role, of what ``raw`` begins with."""
+    """Return the start of ``raw`` that is like the known start except for the role's name, or else all of ``raw``."""
     left, _, right = known.partition(role)
     if not right or not raw.startswith(left):
         return raw
@@ -161,7 +177,7 @@ def _like(known: str, role: str, raw: str) -> str:
 
 
 class _Cutter:
-    """Cuts what a template writes, and no special token in it."""
+    """A cutter of the text that a template writes, which never cuts within a special token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -170,23 +186,23 @@ class _Cutter:
         self._begin = tokenizer.bos_token or ""
 
     def common(self, texts: Sequence[str], *, from_right: bool = False) -> str:
-        """What all begin with, or end with."""
+        """Return the longest common prefix, or suffix, of the texts."""
         step = -1 if from_right else 1
         pieces = [self._pieces.findall(text)[::step] for text in texts]
         shared = [own[0] for own in takewhile(lambda own: len(set(own)) == 1, zip(*pieces, strict=False))]
         return "".join(shared[::step])
 
     def special(self, text: str, *, from_right: bool = False) -> str:
-        """The special tokens that it begins or ends with."""
+        """Return the special tokens that the text begins or ends with."""
         step = -1 if from_right else 1
         pieces = takewhile(self._special.__contains__, self._pieces.findall(text)[::step])
         return "".join([*pieces][::step])
 
     def start(self, text: str) -> str:
-        """A start marker: without the begin of the sequence, and without what words are joined with."""
+        """Return the start marker in a text, without the begin-of-sequence token and without blanks at the ends."""
         return text.strip().removeprefix(self._begin).lstrip() + _line_end(text)
 
 
 def _line_end(text: str) -> str:
-    """Line breaks behind a marker are its own; blanks are merged with the word behind it."""
+    """Return the white space that belongs to a marker: line breaks do, but blanks merge with the word after it."""
     return _trailing(text).rstrip(" ") if text.strip() else ""

@@ -1,4 +1,4 @@
-"""The markers of families of chat templates that are known without a look at the template."""
+"""The built-in markers of known families of chat templates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rlpipe.configs.role_boundaries import RoleMarkers
 
 
 def _alike(names: Mapping[str, str], start: str, end: str) -> list[RoleMarkers]:
-    """Of roles whose turns differ in the name that stands in the start marker."""
+    """Return the markers of roles whose start markers differ only in a name."""
     return [RoleMarkers(role=role, start=start.format(name), end=end) for role, name in names.items()]
 
 
 MISTRAL = [
-    # The end of the user's turn is the start of the assistant's, as is that of a tool's result unless one follows.
+    # The end of a user turn is the start of the assistant's, as is the end of a tool result unless another one follows.
     RoleMarkers(role="user", start="[INST]", end="[/INST]", include_end=False),
     RoleMarkers(role="assistant", start="[/INST]", end="</s>"),
     RoleMarkers(role="tool", start="[TOOL_RESULTS]", end="[/TOOL_RESULTS]", include_end=False),
@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, Sequence[RoleMarkers]] = {
     "Gemma 2, 3, 3n": _alike({"user": "user", "assistant": "model"}, "<start_of_turn>{}\n", "<end_of_turn>"),
     "Gemma 4": [
         *_alike(SAME | {"assistant": "model"}, "<|turn>{}\n", "<turn|>"),
-        # The model asks for a tool's result with the start of it, and goes on behind it.
+        # The model asks for a tool result by writing its start marker, and continues after the result.
         RoleMarkers(role="tool", start="<|tool_response>", end="<tool_response|>", interrupts=True),
     ],
     "Llama 3": _alike(SAME | {"tool": "ipython"}, "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -39,4 +39,4 @@ FAMILIES: Mapping[str, Sequence[RoleMarkers]] = {
     ],
     "Pixtral, Mistral V3": MISTRAL,
 }
-"""The first one is taken whose markers are all in the tokenizer, and are found again in what the template renders."""
+"""Families by name; the first one is used whose markers the tokenizer has and the rendered template contains."""

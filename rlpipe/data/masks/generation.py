@@ -1,4 +1,4 @@
-"""Marks what a chat template says the assistant writes, with ``{% generation %}`` blocks."""
+"""Masks of what the assistant writes, from the ``{% generation %}`` blocks of a chat template."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlpipe.types import BoolArray, ChatMessages, IntArray
 def mark_generation(
     template: ChatTemplate, messages: ChatMessages, images: Sequence[bytes], first_message: int
 ) -> tuple[Encoded, BoolArray]:
-    """The conversation's T tokens, and which of them the assistant writes from ``first_message`` on ``[T]``.
+    """Return the conversation's T tokens, and a mask ``[T]`` of those the assistant writes from ``first_message`` on.
 
-    An end token right behind a block counts, too. Raises ``UnusableRow`` if the template can't render these messages.
+    An end token right after a block counts, too. Raises ``UnusableRow`` if the template can't render these messages.
     """
     text, spans = template.generation_spans(messages)
     num_turns = len(assistant_turns(messages))
@@ -37,13 +37,13 @@ def mark_generation(
 
 
 def _overlapping(offsets: IntArray, span: Span) -> BoolArray:
-    """Which tokens lie in the span; one without width (some tokenizers trim white space) lies where it ends."""
+    """Return which tokens lie in the span; a token of no width (some tokenizers trim white space) lies at its end."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     return (ends > span[0]) & ((starts < span[1]) | ((starts == ends) & (ends <= span[1])))
 
 
 def _with_end_tokens(token_ids: IntArray, mask: BoolArray, end_token_id: int | None) -> BoolArray:
-    """Adds an end token right behind a marked one: a turn's end is learned even if the block closes before it."""
+    """Mark end tokens right after marked tokens, so that a turn's end is learned even if the block closes before it."""
     if end_token_id is None:
         return mask
     follows = np.zeros_like(mask)

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation count in the loss: the content and the end markers of turns, by their roles.
+"""The rules of a loss mask: the content and the end markers of turns count, by the turns' roles.
 
 Shapes: T tokens of a sequence, B sequences of equal length.
 """
@@ -16,47 +16,47 @@ from rlpipe.types import BoolArray, IntArray
 
 
 class TrainedEnds(StrEnum):
-    """Which end markers count, of turns that include theirs."""
+    """The end markers that count, among turns that include theirs."""
 
     TURN = "turn"
-    """Those of turns that count."""
+    """End markers of the turns that count."""
     ALL = "all"
     NONE = "none"
     LAST = "last"
-    """That of the last turn that counts."""
+    """The end marker of the last turn that counts."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LossMask:
-    """The rules by which tokens count."""
+    """The rules by which tokens count in the loss."""
 
     boundaries: Sequence[RoleBoundary]
     roles: frozenset[str] = frozenset({"assistant"})
-    """Whose turns count."""
+    """Roles whose turns count."""
     ends: TrainedEnds = TrainedEnds.TURN
     counts_all: bool = False
-    """All tokens count, whatever their role."""
+    """Whether all tokens count, whatever their role."""
     media_ids: Sequence[int] = ()
     """Tokens that stand for parts of images, audio and videos, which never count."""
     pad_id: int | None = None
     end_id: int | None = None
-    """The tokenizer's end token. Where it also pads, only such as follow another one are taken for padding."""
+    """The tokenizer's end token. If it also pads, only one that follows another is taken for padding."""
 
     def mark(self, token_ids: IntArray) -> BoolArray:
-        """Which of ``token_ids`` ``[T]`` or ``[B, T]`` count; same shape."""
+        """Return the loss mask of ``token_ids`` ``[T]`` or ``[B, T]``, in the same shape."""
         if token_ids.ndim == 2:
             return np.stack([self.mark(row) for row in token_ids]) if len(token_ids) else token_ids.astype(np.bool_)
         return self.mark_turns(token_ids, find_turns(token_ids, self.boundaries))
 
     def mark_turns(self, token_ids: IntArray, turns: Sequence[Turn]) -> BoolArray:
-        """As ``mark``, of one sequence whose turns are found already."""
+        """Return the loss mask of one sequence whose turns are already known."""
         mask = np.ones(len(token_ids), np.bool_) if self.counts_all else _fill(self._spans(turns), len(token_ids))
         mask &= ~np.isin(token_ids, self.media_ids)
         mask &= ~self._padding(token_ids, turns)
         return mask
 
     def _spans(self, turns: Sequence[Turn]) -> list[tuple[int, int]]:
-        """In order, without overlap: the first token of each, and the one behind it."""
+        """Return the spans that count, in order and without overlap: first token, and the one after the last."""
         last = next((turn for turn in reversed(turns) if turn.boundary.role in self.roles), None)
         spans = []
         for turn in turns:
@@ -87,7 +87,7 @@ class LossMask:
 
 
 def _fill(spans: Sequence[tuple[int, int]], length: int) -> BoolArray:
-    """True within the spans ``[T]``."""
+    """Return a mask ``[T]`` that is True within the spans."""
     steps = np.zeros(length + 1, np.int32)
     if spans:
         starts, stops = np.array(spans).T

@@ -1,4 +1,4 @@
-"""Markers of roles as token ids."""
+"""The encoding of role markers to token ids."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def encode_markers(
     markers: Sequence[RoleMarkers], tokenizer: PreTrainedTokenizerBase, name: str = OPTION
 ) -> list[RoleBoundary]:
-    """Raises ``ConfigError`` if a marker has no tokens, or the unknown one, with its place among the ``markers``.
+    """Encode the ``markers``, which messages call ``name``, to token ids.
 
-    ``name`` is what messages call these.
+    Raises ``ConfigError`` with a marker's place in the list if it has no tokens, or an unknown one.
     """
     return [_encode(one, tokenizer, f"{name}[{index}]") for index, one in enumerate(markers)]
 

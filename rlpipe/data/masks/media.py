@@ -1,4 +1,4 @@
-"""Tokens that stand for parts of images, audio and videos, or around these."""
+"""Tokens that stand for parts of images, audio and videos, or that enclose these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTRIBUTES = tuple(
         *("boi", "eoi", "boa", "eoa", "bov", "eov", "start_image", "end_image", "start_of_image", "end_of_image"),
     )
 )
-"""Under which tokenizers name them; each may be missing."""
+"""Attributes under which tokenizers name media tokens; each may be missing."""
 KNOWN = (
     *("<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image|>", "<|video|>", "<|audio|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
@@ -23,11 +23,11 @@ KNOWN = (
     *("<end_of_image>", "<start_of_audio>", "<end_of_audio>", "<|image>", "<image|>", "<|audio>", "<audio|>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[AUDIO]", "[BEGIN_AUDIO]", "<fake_token_around_image>"),
 )
-"""Of tokenizers that have no names for them: Qwen, Llama, Gemma, LLaVA, Pixtral, Voxtral, Idefics."""
+"""Media tokens of tokenizers without such attributes: Qwen, Llama, Gemma, LLaVA, Pixtral, Voxtral, Idefics."""
 
 
 def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Those that the tokenizer has."""
+    """Return the ids of the media tokens that the tokenizer has."""
     named = (getattr(tokenizer, name, None) for name in ATTRIBUTES)
     vocabulary = tokenizer.get_vocab()
     return tuple(sorted({vocabulary[str(token)] for token in (*named, *KNOWN) if str(token) in vocabulary}))

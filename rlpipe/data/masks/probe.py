@@ -1,4 +1,4 @@
-"""Conversations that a chat template is tried on, to see what it writes around their messages."""
+"""Test conversations that show what a chat template writes around messages."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from rlpipe.data.row import UnusableRow
 from rlpipe.types import ChatMessages
 
 WORDS = ("Kestrel", "Juniper", "Marigold", "Obsidian", "Tamarind")
-"""The contents of messages, which no template has in itself."""
+"""Contents of the messages, words that no template contains."""
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 DIALOGUE = (USER, ASSISTANT, USER, ASSISTANT)
 CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
-"""Of nine letters and digits, as Mistral's templates ask for."""
+"""Ids of tool calls, of nine letters and digits as Mistral's templates require."""
 
 
 class UnexpectedText(Exception):
-    """A template rendered something else than each message once, in order."""
+    """Raised if a template does not render each message once, in order."""
 
 
 @dataclass(slots=True, frozen=True)
 class Probe:
-    """Renders messages of one word each."""
+    """A renderer of test conversations whose messages are one word each."""
 
     template: ChatTemplate
 
     def gaps(self, *roles: str, generation: bool = False) -> list[str]:
-        """What stands before the first word, between words, and behind the last one.
+        """Return the text before the first word, between words, and after the last one.
 
-        Raises ``UnusableRow`` if the template refuses these roles, and ``UnexpectedText``.
+        Raises ``UnusableRow`` if the template refuses these roles, and ``UnexpectedText`` if it does not render each
+        word once, in order.
         """
         return _split(self._text(roles, generation), len(roles))
 
     def result_gaps(self, num_results: int = 1) -> list[str]:
-        """As ``gaps`` of user, so many tools and assistant, where the assistant calls them before. Raises alike."""
+        """Return the gaps of a user message, tool results that the assistant has called for, and an answer.
+
+        Raises as ``gaps`` does.
+        """
         return _split(self._results(num_results), num_results + 2)
 
     def turns(self, boundaries: Sequence[RoleBoundary], *roles: str) -> list[tuple[str, str]]:
-        """Role and text of each turn that the boundaries find. Raises ``UnusableRow``."""
+        """Return role and text of each turn that the boundaries find; raise ``UnusableRow`` as ``gaps`` does."""
         return self._turns(boundaries, self._text(roles, False))
 
     def result_turns(self, boundaries: Sequence[RoleBoundary]) -> list[tuple[str, str]]:
-        """As ``turns``, of what ``result_gaps`` renders for one tool."""
+        """Return role and text of the turns found in the conversation of ``result_gaps`` with one result."""
         return self._turns(boundaries, self._results(1))
 
     def _turns(self, boundaries: Sequence[RoleBoundary], text: str) -> list[tuple[str, str]]:
@@ -98,5 +102,5 @@ def _plain(words: Iterable[tuple[str, str]]) -> ChatMessages:
 
 
 def _in_parts(words: Iterable[tuple[str, str]]) -> ChatMessages:
-    """As templates of models that see images may want it."""
+    """Return messages whose contents are lists of parts, as templates of models with images may need them."""
     return [{"role": role, "content": [{"type": "text", "text": word}]} for role, word in words]

@@ -1,4 +1,4 @@
-"""Chooses the rules of a run's loss mask: with the config's markers, those of a known family, or derived ones."""
+"""Choice of the rules of a run's loss mask, by the config's markers, those of a known family, or derived ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
-    """Says in the log what it is. Raises ``ConfigError`` for markers that can't be, and ``DataError`` if there are none
-    and ``data.loss_mask`` does not ask for all tokens."""
+    """Choose the rules of the loss mask, and log them.
+
+    Raises ``ConfigError`` for impossible markers, and ``DataError`` if no markers of a trained role are found and
+    ``data.loss_mask`` does not ask for all tokens.
+    """
     counts_all = data.train_on_inputs or data.loss_mask == "all"
     source, boundaries = ("", []) if counts_all else find_boundaries(template, data)
     roles = {boundary.role for boundary in boundaries}
@@ -48,7 +51,7 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
 
 
 def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list[RoleBoundary]]:
-    """Where they are from, and the boundaries. Raises as ``resolve_mask``."""
+    """Return the origin of the boundaries, and the boundaries; raise as ``resolve_mask`` does."""
     if data.role_boundaries is not None:
         if not data.role_boundaries:
             raise DataError(f"{OPTION}: empty, so that no token would count; add entries, or set data.loss_mask=all")
@@ -77,7 +80,7 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
 
 
 def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
-    """Whether a conversation's turns of user and assistant, and no others, are found by them."""
+    """Return whether the boundaries find exactly the user and assistant turns of a conversation."""
     try:
         turns = [(role, text) for role, text in probe.turns(boundaries, *DIALOGUE) if role in (USER, ASSISTANT)]
     except UnusableRow:
@@ -90,7 +93,7 @@ def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
 
 
 def taken_for_assistant(boundaries: Sequence[RoleBoundary], probe: Probe) -> set[str]:
-    """Other roles whose messages the boundaries take for the assistant's, as the template writes them alike."""
+    """Return other roles whose messages are taken for the assistant's, because the template writes them alike."""
     renderings = {
         SYSTEM: lambda: probe.turns(boundaries, SYSTEM, USER, ASSISTANT),
         TOOL: lambda: probe.result_turns(boundaries),
@@ -105,7 +108,7 @@ def taken_for_assistant(boundaries: Sequence[RoleBoundary], probe: Probe) -> set
 
 
 def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
-    """Whether every end marker is one token, which is quicker to see than what the template renders."""
+    """Return whether every end marker is one token, a quicker test than rendering the template."""
     vocabulary = template.tokenizer.get_vocab()
     return all(marker.end in vocabulary for marker in markers)
 

@@ -1,1 +1,1 @@
-"""Rows to tokens: chat templates, tokenizers, images, and the formats of other libraries."""
+"""Rendering of rows to tokens: chat templates, tokenizers, images, and the formats of other libraries."""

@@ -1,4 +1,4 @@
-"""Brings rows written for other libraries into one of two forms: a conversation, or a prompt and a completion."""
+"""Conversion of rows written for other libraries into a conversation, or a prompt and a completion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlpipe.errors import DataError
 from rlpipe.types import ChatMessages
 
 CONVERSATIONS = "conversations"
-"""ShareGPT's column, which is read where ``data.messages_column`` is not there or null."""
+"""ShareGPT's column, which is read if ``data.messages_column`` is missing or null."""
 SYSTEM = "system"
 """The column with the system turn of ShareGPT's and Alpaca's rows."""
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
-"""Alpaca's columns; the first and the third are always there."""
+"""Alpaca's columns, of which ``instruction`` and ``output`` are required."""
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -25,10 +25,11 @@ ALPACA_PROMPT = (
 
 
 class SupervisedForm:
-    """Tells what a row for SFT is made of, and brings it into that form.
+    """A converter of SFT rows, whose format it detects, into a conversation, or a prompt and a completion.
 
-    In order: a conversation in ``data.messages_column`` or ``conversations``, ``data.prompt_column`` with
-    ``completion_column``, Alpaca's columns. Null columns are passed over, as tables have the columns of all rows.
+    The formats are tried in this order: a conversation in ``data.messages_column`` or ``conversations``,
+    ``data.prompt_column`` with ``completion_column``, Alpaca's columns. Null columns are skipped, since in a table
+    every row has all columns.
     """
 
     def __init__(self, data: DataConfig, completion_column: str) -> None:
@@ -38,7 +39,7 @@ class SupervisedForm:
         self._needs_assistant = only_assistant and data.loss_mask == "roles" and not data.train_on_inputs
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
-        """Raises ``DataError`` if the columns, of which ``nulls`` are null, make up none of the forms."""
+        """Raise ``DataError`` if the columns, of which ``nulls`` are null, match none of the formats."""
         conversations = conversation_columns(self._messages)
         if any(name in columns and name not in nulls for name in conversations):
             return
@@ -50,9 +51,10 @@ class SupervisedForm:
         require_columns(columns, self._pair, location, options)
 
     def normal(self, row: Row) -> Row:
-        """The row with ``data.messages_column``, or with prompt and completion; raises ``UnusableRow``.
+        """Return the row with ``data.messages_column``, or with prompt and completion.
 
-        The columns that it was made of are gone, the others are as they were.
+        The columns that these are made from are removed, the others kept. Raises ``UnusableRow`` for a row that matches
+        no format.
         """
         if (name := conversation_column(row, self._messages)) is not None:
             messages = conversation(row, name)
@@ -97,17 +99,20 @@ class SupervisedForm:
 
 
 def conversation_columns(messages_column: str) -> tuple[str, ...]:
-    """The columns that may hold a conversation; the first that is not null does."""
+    """Return the columns that may hold a conversation; the first one that is not null does."""
     return tuple(dict.fromkeys((messages_column, CONVERSATIONS)))
 
 
 def conversation_column(row: Row, messages_column: str) -> str | None:
-    """The column that holds the row's conversation, or None."""
+    """Return the column that holds the row's conversation, or None."""
     return next((name for name in conversation_columns(messages_column) if row.get(name) is not None), None)
 
 
 def conversation(row: Row, column: str) -> ChatMessages:
-    """The messages in a column, ShareGPT's behind the row's ``system`` column; raises ``UnusableRow``."""
+    """Return the messages in a column, ShareGPT's after a system turn from the row's ``system`` column.
+
+    Raises ``UnusableRow`` if the column does not hold messages.
+    """
     messages = column_messages(row[column], column)
     system = row.get(SYSTEM) if column == CONVERSATIONS else None
     if system and messages[0]["role"] != SYSTEM:
@@ -116,7 +121,7 @@ def conversation(row: Row, column: str) -> ChatMessages:
 
 
 def no_conversation(columns: Collection[str], messages_column: str) -> str:
-    """Says that all columns are null that could hold a conversation."""
+    """Return the message that all columns that could hold a conversation are null or missing."""
     names = conversation_columns(messages_column)
     null = [repr(name) for name in names if name in columns]
     absent = [repr(name) for name in names if name not in columns]

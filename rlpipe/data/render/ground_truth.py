@@ -1,4 +1,4 @@
-"""Ground truths of rows, as the tokens that the policy would have to write."""
+"""Rendering of the rows' ground truths to the tokens that the policy would have to write."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_TOKENS = 64
-"""The lowest limit that a group's completions get by the length of its ground truth."""
+"""Lower bound of a completion limit that is derived from the length of the ground truth."""
 REMAINING_TURNS = "remaining_turns"
-"""The column with the messages behind the first answer, which end with one of the assistant."""
+"""The column with the messages after the first answer, the last of which is the assistant's."""
 
 
 class TruthRenderer:
-    """Renders the column ``ebft.truth_column``, and where there is one ``remaining_turns``, as answer to a prompt."""
+    """A renderer of ``ebft.truth_column``, and ``remaining_turns`` if there is one, as the answer to a prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, ebft: EbftConfig) -> None:
         self._column, self._prompt_column, self._tools_column = ebft.truth_column, data.prompt_column, data.tools_column
         self._factor = ebft.gt_length_multiplier if ebft.adaptive_max_tokens else None
-        # A reasoning-gym entry's answer is in a column of its own, which may not be the ground truth. And whatever SFT
-        # trains of such rows, the policy would have to write the assistant's turns, with their ends.
+        # source="jsonl": with reasoning_gym, the completion would be read from its "answer" column, which may not be
+        # the ground truth. Whatever SFT would train on, the policy has to write the assistant's turns with their ends.
         source = replace(
             data,
             source="jsonl",
@@ -44,16 +44,17 @@ class TruthRenderer:
         self._renderer = SequenceRenderer(tokenizer, source, max_tokens=2**31)
 
     def render(self, prompt: Prompt) -> Truth:
-        """Raises ``UnusableRow`` if the row has no ground truth that can be rendered."""
+        """Render the ground truth of a prompt's row; raise ``UnusableRow`` if it has none that can be rendered."""
         row = {**self._tools(prompt), self._prompt_column: prompt.prompt, self._column: self._answer(prompt)}
         encoded, loss_mask = self._renderer.encode(row)
         first = int(np.argmax(loss_mask))
         return Truth(token_ids=encoded.token_ids[first:], is_assistant=loss_mask[first:])
 
     def prepare(self, prompt: Prompt) -> Prompt:
-        """The prompt with its ground truth, its further turns, and the longest answer that is worth generating.
+        """Return the prompt with its ground truth, the turns between its answers, and a limit for completions.
 
-        Raises as ``render``.
+        The limit, if ``ebft.adaptive_max_tokens``, is ``ebft.gt_length_multiplier`` times the longest turn, and at
+        least ``MIN_TOKENS``. Raises ``UnusableRow`` as ``render`` does.
         """
         truth = self.render(prompt)
         spans = truth.turns()

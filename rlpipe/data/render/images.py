@@ -1,4 +1,4 @@
-"""Takes the images out of a row's messages and its column of images, as encoded bytes."""
+"""The images in a row's messages and its column of images, as encoded bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlpipe.types import ChatMessages
 
 TEXT, IMAGE = "text", "image"
 MARK = "<image>"
-"""Where an image of the column stands within a text, as LLaVA's rows have it."""
+"""The mark in a text, as in LLaVA's rows, where an image of the column belongs."""
 IMAGE_TYPES = {IMAGE, "image_url"}
 IMAGE_KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
-"""Of a part that has its own image; the first of these counts, as beside bytes a path only says where they are from."""
+"""Keys of a part that has its own image; the first one counts, since a path beside bytes only gives their origin."""
 PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
 
 FileState = dict[str, Any]
@@ -32,7 +32,7 @@ _files: ContextVar[dict[str, FileState] | None] = ContextVar("files", default=No
 
 @contextmanager
 def noted_files() -> Iterator[dict[str, FileState]]:
-    """The files that images are looked for in meanwhile, by path, each as it was before it was read."""
+    """Record, while the context is open, the files that images are read from: by path, the state before the read."""
     files: dict[str, FileState] = {}
     token = _files.set(files)
     try:
@@ -42,7 +42,7 @@ def noted_files() -> Iterator[dict[str, FileState]]:
 
 
 def file_state(path: str) -> FileState:
-    """What tells that a file has changed; both numbers are -1 where there is none."""
+    """Return a file's path, size and modification time, to detect a change; both numbers are -1 if it is missing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -51,12 +51,12 @@ def file_state(path: str) -> FileState:
 
 
 def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[ChatMessages, list[bytes]]:
-    """``chat_messages`` with a bare ``{"type": "image"}`` for each image, and the images in that order.
+    """Return the messages with a bare ``{"type": "image"}`` for each image, and the images in that order.
 
-    A part without an image of its own, or ``<image>`` within a text, stands for the next one of the ``column``, which
-    holds one image or a list. Where neither is in the messages, the column's stand before the first text of the user.
-    Raises ``UnusableRow`` if images are missing or left over, or if one can't be read; relative paths begin at
-    ``folder``.
+    A part without an image of its own, or ``<image>`` within a text, stands for the next image of the ``column``, which
+    holds one image or a list. If the messages have neither, the column's images go before the user's first text.
+    Relative paths start at ``folder``. Raises ``UnusableRow`` if images are missing or left over, or if one can't be
+    read.
     """
     given = _as_list(column)
     if not given and not any(isinstance(message.get("content"), list) for message in messages):
@@ -81,7 +81,7 @@ def count_images(messages: ChatMessages) -> int:
 
 
 def read_image(value: Any, folder: Path, number: int) -> bytes:
-    """The encoded image of a path, bytes, a ``data:`` address, an image of PIL, or a dict with bytes or a path.
+    """Return the encoded image of a path, bytes, a ``data:`` URL, a PIL image, or a dict with bytes or a path.
 
     Raises ``UnusableRow`` if it is none of these or can't be read.
     """
@@ -96,7 +96,7 @@ def read_image(value: Any, folder: Path, number: int) -> bytes:
 
 
 def open_image(content: bytes) -> Any:
-    """PIL's image, in RGB and upright; raises ``OSError`` or ``ValueError`` if it is none that can be read."""
+    """Decode to a PIL image, in RGB and upright; raise ``OSError`` or ``ValueError`` if it can't be read."""
     from PIL import ImageOps
 
     with _opened(content) as image:
@@ -104,20 +104,20 @@ def open_image(content: bytes) -> Any:
 
 
 def image_size(content: bytes) -> str:
-    """Its width and height in pixels, such as ``640x480``, as it is stored. Raises as ``open_image``."""
+    """Return the stored width and height in pixels, such as ``640x480``; raise as ``open_image`` does."""
     with _opened(content) as image:
         return f"{image.width}x{image.height}"
 
 
 def thumbnail(content: bytes, side: int) -> bytes:
-    """The image as PNG, at most ``side`` pixels high and wide."""
+    """Return the image as PNG, at most ``side`` pixels high and wide."""
     image = open_image(content)
     image.thumbnail((side, side))
     return as_png(image)
 
 
 def as_png(image: Any) -> bytes:
-    """An image of PIL, encoded."""
+    """Encode a PIL image as PNG."""
     buffer = io.BytesIO()
     (image if image.mode in PNG_MODES else image.convert("RGB")).save(buffer, "PNG")
     return buffer.getvalue()
@@ -175,7 +175,7 @@ def _as_list(column: Any) -> list[Any]:
 
 
 def _with_parts(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:
-    """The message with marks, if these are meant, as parts."""
+    """Return the message with its ``<image>`` marks, if ``has_marks``, as parts."""
     content = message.get("content")
     if isinstance(content, str) and has_marks and MARK in content:
         return {**message, "content": list(_split(content))}

@@ -1,4 +1,4 @@
-"""Reads the chat messages that a column holds, of the keys role and content or, as in ShareGPT, from and value."""
+"""The chat messages of a column, with keys role and content or, as in ShareGPT, from and value."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
 }
-"""What ``from`` may say, and the role that it means."""
+"""Role for each value of ShareGPT's key ``from``."""
 CALLS = ("tool_calls", "function_call")
 INSTEAD = (*CALLS, "reasoning_content", "reasoning", "thinking")
-"""What a message without content may have in its place."""
+"""Keys that a message may have in place of content."""
 
 
 def chat_messages(value: Any) -> ChatMessages:
-    """``value`` as messages with ``role`` and ``content``; raises ``UnusableRow`` if it is none.
+    """Return ``value`` as messages with ``role`` and ``content``; raise ``UnusableRow`` if it holds anything else.
 
-    A content of text parts alone becomes a text, which every chat template can render.
+    Content made only of text parts becomes a string, which every chat template can render.
     """
     if not isinstance(value, list | tuple):
         hint = "; a transform can read the JSON in it" if isinstance(value, str) else ""
@@ -32,9 +32,9 @@ def chat_messages(value: Any) -> ChatMessages:
 
 
 def column_messages(value: Any, column: str, role: str | None = None) -> ChatMessages:
-    """``chat_messages`` of a column's value, at least one; with a ``role``, a text is a turn of it.
+    """Return the messages of a column's value, at least one; with a ``role``, a text becomes a turn of that role.
 
-    The ``UnusableRow`` that it raises names the column.
+    Raises ``UnusableRow``, with the column's name, if the value holds no messages.
     """
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -50,26 +50,26 @@ def column_messages(value: Any, column: str, role: str | None = None) -> ChatMes
 
 
 def content_text(content: Any) -> str:
-    """A message's content as a text for people, in which ``<image>`` stands for one."""
+    """Return a message's content as a text for people, with ``<image>`` for each image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def without_nulls(value: Any) -> Any:
-    """Tables give every dict the keys of all others, filled up with None."""
+    """Drop keys whose value is None, since tables give every dict the keys of all others, filled with None."""
     if isinstance(value, dict):
         return {key: without_nulls(child) for key, child in value.items() if child is not None}
     return [without_nulls(child) for child in value] if isinstance(value, list | tuple) else value
 
 
 def assistant_turns(messages: ChatMessages) -> list[int]:
-    """Which messages are the assistant's."""
+    """Return the indices of the assistant's messages."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def no_assistant(messages: ChatMessages, column: str) -> UnusableRow:
-    """To raise where a conversation has no turn of the assistant."""
+    """Return the exception for a conversation without an assistant turn."""
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
     return UnusableRow(f"column {column!r} has no turn of the role assistant; its roles are {roles}")
 

@@ -1,4 +1,4 @@
-"""A model's processor: the tokens that stand for images, and the pixels that the model takes."""
+"""A model's image processor, which makes the tokens that stand for images and the model's pixel inputs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOR_LOADING = {"use_fast", "backend", "subfolder", "token", "cache_dir"}
-"""What every ``from_pretrained`` of a processor takes."""
+"""Options that ``from_pretrained`` of every processor takes."""
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "cross_attention_mask"}
-"""What processors make of the text, which is not that of the caller here."""
+"""Processor outputs for the text, which ``ImageProcessor.pixels`` drops because its text is made up."""
 
 READS_BOTH_WAYS = {"paligemma"}
-"""Models that see all of a prompt from each of its tokens."""
+"""Types of models with bidirectional attention over the prompt."""
 
 PROCESSOR_FILES = {"processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
 OTHER_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json"}
-"""Files of the model that the processor is read from as well."""
+"""Further files of the model that the processor is read from."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,22 +46,22 @@ class Encoded:
 
     token_ids: IntArray  # [T]
     folded_ids: IntArray | None = None  # [F]
-    """With a single placeholder for each image; None without images."""
+    """Token ids with a single placeholder per image; None without images."""
     images: Images = ()
     offsets: IntArray | None = None  # [T, 2]
-    """Where in the text each token begins and ends, if that is known."""
+    """First and end character of each token in the text, if known."""
 
 
 class ImageProcessor:
-    """transformers' processor of a model, which is loaded when the first image comes."""
+    """A model's processor of transformers, loaded when the first image comes."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
 
     def encode(self, text: str, images: Sequence[bytes]) -> Encoded:
-        """A rendered text with one placeholder for each of at least one image.
+        """Encode a rendered text with one placeholder for each image, of which there is at least one.
 
-        Raises ``ModelError`` if the model has no processor, and ``UnusableRow`` if that can't take these images.
+        Raises ``ModelError`` if the model has no processor, and ``UnusableRow`` if it can't take these images.
         """
         processor = self.hf_processor
         try:
@@ -90,7 +90,7 @@ class ImageProcessor:
         )
 
     def check(self, encoded: Encoded) -> None:
-        """Raises ``UnusableRow`` if a token stands for an image that is not there, which no model could take."""
+        """Raise ``UnusableRow`` if an image token has no image, because no model could take that."""
         stands = encoded.token_ids == self.feature_id
         for image in encoded.images:
             stands[image.place : image.place + image.num_tokens] = False
@@ -99,17 +99,17 @@ class ImageProcessor:
 
     @cached_property
     def feature_id(self) -> int:
-        """-1 for models that take no images, or are not there yet."""
+        """Id of the token that takes image features; -1 if the model takes no images, or its config can't be read."""
         known = read_known_config(self._path)
         try:
             found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
-        except (OSError, ValueError):  # whoever needs the model says so; to look at rows, nobody does
+        except (OSError, ValueError):  # code that needs the model reports it; looking at rows does not need it
             return -1
         return -1 if found is None else found
 
     @cached_property
     def _described(self) -> Any:
-        """transformers' config of the model."""
+        """The model's transformers config."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self._path, **self._source)
@@ -120,8 +120,10 @@ class ImageProcessor:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """What it is read from, by name, with the model's own code where that is in a folder and trusted; empty for
-        models without a processor, or that are not there yet."""
+        """Files that the processor is read from, by name; empty if the model has no processor or can't be found.
+
+        They include the model's own code if it is in a local folder and trusted.
+        """
         from transformers.utils import cached_file
 
         found = {}
@@ -140,7 +142,7 @@ class ImageProcessor:
 
     @property
     def commit(self) -> str | None:
-        """Of the hub's model, whose own code is trusted, and comes with its processor."""
+        """Commit of a hub model that has a processor and whose own code is trusted; else None."""
         from transformers.utils.hub import extract_commit_hash
 
         file = next(iter(self.files.values()), None)
@@ -152,7 +154,7 @@ class ImageProcessor:
 
     @cached_property
     def _source(self) -> dict[str, Any]:
-        """How transformers finds the model's files."""
+        """Arguments with which transformers finds the model's files."""
         model = self._model
         try:
             is_local = Path(self._path).exists() or not hub_has(
@@ -167,7 +169,7 @@ class ImageProcessor:
         }
 
     def pixels(self, rows: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
-        """What the model takes of the images of some rows, each of which has one, beside its tokens."""
+        """Return the model's inputs for the images of some rows, beside the tokens; each row has an image."""
         processor = self.hf_processor
         made = processor(
             text=[processor.image_token * len(row) for row in rows],
@@ -179,7 +181,7 @@ class ImageProcessor:
 
     @cached_property
     def blank(self) -> Encoded:
-        """A small image alone."""
+        """A text that is just one small image."""
         from PIL import Image
 
         side = 2 * 28  # at least as high and wide as two patches of any processor here
@@ -187,7 +189,7 @@ class ImageProcessor:
 
     @cached_property
     def hf_processor(self) -> Any:
-        """transformers'. Raises ``ModelError`` if there is none, or the model can't be trained on images."""
+        """The transformers processor; raises ``ModelError`` if there is none or the model can't train on images."""
         from transformers import ProcessorMixin
 
         options = self._model.processor_kwargs
@@ -207,13 +209,13 @@ class ImageProcessor:
 
     @cached_property
     def _image_id(self) -> int:
-        """The placeholder's."""
+        """Id of the placeholder token."""
         processor = self.hf_processor
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
 
 def export_processor(model: ModelConfig, folder: Path) -> None:
-    """Writes a model's processor as the run had it, for ``from_pretrained``; nothing where it has none."""
+    """Write a model's processor as the run used it, for ``from_pretrained``; do nothing if the model has none."""
     processor = ImageProcessor(model)
     for name in PROCESSOR_FILES & processor.files.keys():
         shutil.copyfile(processor.files[name], folder / name)
@@ -222,15 +224,15 @@ def export_processor(model: ModelConfig, folder: Path) -> None:
 
 
 def feature_token_id(config: Any) -> int | None:
-    """Of the tokens that take the features of images, by transformers' config of the model; None where it has none."""
+    """Return the id of the token that takes image features, from a transformers config; None if it names none."""
     names = ("image_token_id", "image_token_index")
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
-    """Which tiles each token looks at ``[T, I, tiles]``, where images have ``tiles`` ``[I, tiles]`` (Llama 3.2 Vision).
+    """Return which tiles each token attends to ``[T, I, tiles]``, for images with ``tiles`` ``[I, tiles]``.
 
-    As in transformers' processor of the model.
+    This is Llama 3.2 Vision's cross-attention mask, as in the model's transformers processor.
     """
     from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
@@ -243,7 +245,7 @@ def seen_tiles(token_ids: Tensor, image_id: int, tiles: Tensor) -> Tensor:
 def _find_spans(
     processor: str, made: Any, offsets: IntArray, token_ids: IntArray, image_id: int
 ) -> list[tuple[int, int]]:
-    """The first token of each image, and the one behind its last."""
+    """Return the first token of each image, and the one after its last."""
     if "text_replacement_offsets" not in made:
         if "cross_attention_mask" not in made:
             raise ModelError(f"{processor}: this kind of processor does not say which tokens stand for an image")
@@ -254,7 +256,7 @@ def _find_spans(
 
 
 def _before_images(offsets: IntArray, made: Any, length: int) -> IntArray:
-    """The characters of each token ``[T, 2]`` in the text of that length, in which an image has its placeholder."""
+    """Map the tokens' offsets ``[T, 2]`` back to the text of that length, in which an image is one placeholder."""
     entries = made.get("text_replacement_offsets", [[]])[0]
     grown = [(new, old) for entry in entries for new, old in zip(entry["new_span"], entry["span"], strict=True)]
     last = grown[-1] if grown else (0, 0)
@@ -263,7 +265,7 @@ def _before_images(offsets: IntArray, made: Any, length: int) -> IntArray:
 
 
 def _check_class(model: ModelConfig, described: Any) -> None:
-    """Raises ``ModelError`` if the class that the learner loads can't be trained on images."""
+    """Raise ``ModelError`` if the class that the learner loads can't be trained on images."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -281,7 +283,7 @@ def _check_class(model: ModelConfig, described: Any) -> None:
 
 
 def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
-    """transformers takes any name, and looks at those that it knows."""
+    """Raise ``ModelError`` for an unknown option, because transformers ignores those."""
     image_processor = processor.image_processor
     known = {*vars(processor), *vars(image_processor), *image_processor.valid_kwargs.__annotations__}
     for name in given:
@@ -292,7 +294,7 @@ def _check_names(processor: Any, given: Mapping[str, Any]) -> None:
 
 
 def _find_class(described: Any) -> Any:
-    """transformers' class; where it takes videos, too, and torchvision is not there, one for images alone."""
+    """Return the processor's class, without its video part if torchvision is not installed."""
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils import is_torchvision_available

@@ -1,4 +1,4 @@
-"""Finds and removes the reasoning in turns of the assistant: ``<think>...</think>`` spans, or ``reasoning_content``."""
+"""The reasoning in turns of the assistant: ``<think>...</think>`` spans, or ``reasoning_content``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REASONING_KEY = "reasoning_content"
 
 
 def with_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """The turn with its reasoning as a span of the content; raises ``UnusableRow`` if it has no complete span."""
+    """Return the turn with its reasoning as a span of the content; raise ``UnusableRow`` without a complete span."""
     content, reasoning = _content(message, name), message.get(REASONING_KEY)
     if reasoning and not SPAN.search(content):
         content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
@@ -24,9 +24,9 @@ def with_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def without_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """The turn without its reasoning; text before a span that the chat template opens counts as reasoning, too.
+    """Return the turn without its reasoning; raise ``UnusableRow`` if a span is not closed.
 
-    Raises ``UnusableRow`` if a span is not closed.
+    Text before a ``</think>`` whose span the chat template opens counts as reasoning, too.
     """
     content = _content(message, name)
     rest = SPAN.sub("", content)

@@ -1,4 +1,4 @@
-"""Loads the tokenizer and renders rows: to prompts, and to token sequences with a loss mask for SFT."""
+"""Renderers of rows to prompts, and to token sequences with a loss mask for SFT."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ NO_IMAGES = "rows with images are for SFT and for RL with rewards, not for EBFT 
 
 
 class PromptRenderer:
-    """Renders rows to prompts: text as a user turn if ``data.chat``, messages always through the chat template.
+    """A renderer of rows to prompts; rows with images need the model's ``processor``.
 
-    Rows with images need the model's ``processor``.
+    Messages always go through the chat template; a text does, as a user turn, if ``data.chat``.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class PromptRenderer:
             self._template.require()
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
-        """Raises ``DataError`` if the prompt column is missing."""
+        """Raise ``DataError`` if the prompt column is missing."""
         require_columns(columns, [self._data.prompt_column], location, "data.prompt_column or data.transform")
 
     def render(self, row: Row, place: RowLocation) -> Prompt:
-        """The row's prompt, its other columns in ``task``.
+        """Render the row's prompt, with the row's other columns in ``task``.
 
         Raises ``DataError`` if the prompt column is missing, ``UnusableRow`` if its value can't be rendered or has
         more than ``max_prompt_tokens`` tokens.
@@ -62,7 +62,7 @@ class PromptRenderer:
         return self.render_value(present(row, self._data.prompt_column), task, place)
 
     def render_value(self, value: Any, task: Mapping[str, Any], place: RowLocation) -> Prompt:
-        """The prompt that ``value``, a text or chat messages, makes."""
+        """Render the prompt of ``value``, a text or chat messages."""
         images = task.get(self._data.images_column)
         if isinstance(value, str) and not self._data.chat:
             if images:
@@ -82,7 +82,7 @@ class PromptRenderer:
         *,
         tools: Sequence[Any] | None,
     ) -> Prompt:
-        """The prompt of messages and their images, as ``take_images`` gives both, and ``row_tools``."""
+        """Render the prompt of messages and images from ``take_images``, and tools from ``row_tools``."""
         if contents and self._processor is None:
             raise DataError(f"{place.location}: {NO_IMAGES}")
         messages = self._template.with_system_prompt(messages)
@@ -112,12 +112,12 @@ class PromptRenderer:
 
 
 class SequenceRenderer:
-    """Renders SFT rows to training sequences with loss on what the assistant writes, or on what the config says.
+    """A renderer of SFT rows to training sequences with loss on the assistant's turns, or on what the config selects.
 
-    Of a conversation every assistant turn counts. Any other row has a prompt and a completion, and only the completion
-    counts: with ``data.chat`` an assistant turn (or messages), else text and the end token. ``SupervisedForm`` says
-    which of the two a row is. With ``data.text_column`` a row is a text, and all of it counts; of one that is too long,
-    a window does, another one in each epoch.
+    In a conversation, every assistant turn counts in the loss. Any other row has a prompt and a completion, and only
+    the completion counts: with ``data.chat`` an assistant turn (or messages), else text and the end token.
+    ``SupervisedForm`` decides which of the two a row is. With ``data.text_column`` a row is a text that counts as a
+    whole; a text that is too long is cut to a window, a different one in each epoch.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class SequenceRenderer:
         self._form = SupervisedForm(data, self._completion_column)
 
     def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
-        """Raises ``DataError`` if the row has neither a text, a conversation, nor a prompt and a completion."""
+        """Raise ``DataError`` if the row has neither a text, a conversation, nor a prompt and a completion."""
         if self._data.text_column is not None:
             require_columns(columns, [self._data.text_column], location, "data.text_column or data.transform")
         else:
             self._form.check(columns, location, nulls)
 
     def prompt(self, row: Row, place: RowLocation) -> Prompt:
-        """The row's prompt: for a conversation, what stands before its first assistant turn; for a text, all of it."""
+        """Render the row's prompt: the messages before a conversation's first assistant turn, or all of a text."""
         self.check(row.keys(), place.location)
         if self._data.text_column is not None:
             text = self._text(row)
@@ -167,13 +167,13 @@ class SequenceRenderer:
         return self._prompts.render_taken(messages[:end], contents, task, place, tools=tools)
 
     def render(self, row: Row, place: RowLocation) -> Rollout:
-        """The row's training sequence. Raises ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit``."""
+        """Render the row's training sequence; raise ``DataError`` and ``UnusableRow`` as ``whole`` and ``fit`` do."""
         return self.fit(*self.whole(row, place), place)
 
     def whole(self, row: Row, place: RowLocation) -> tuple[Encoded, BoolArray, dict[str, Any]]:
-        """The row's T tokens, which of them count ``[T]``, and the columns that are not rendered.
+        """Return the row's T tokens, its loss mask ``[T]``, and the columns that are not rendered.
 
-        Raises ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render``.
+        Raises ``DataError`` and ``UnusableRow`` as ``PromptRenderer.render`` does.
         """
         self.check(row.keys(), place.location)
         try:
@@ -193,10 +193,10 @@ class SequenceRenderer:
         return encoded, loss_mask, task
 
     def fit(self, encoded: Encoded, loss_mask: BoolArray, task: Mapping[str, Any], place: RowLocation) -> Rollout:
-        """The training sequence of a whole row: advantage 1 on its loss tokens, which no policy version drew.
+        """Return the training sequence of a whole row, cut to a window if it is a text that is too long.
 
-        ``group_id`` is the row and ``sample_index`` the epoch. Raises ``UnusableRow`` for a sequence of more than
-        ``max_tokens`` tokens.
+        Its loss tokens have advantage 1 and no policy version; ``group_id`` is the row and ``sample_index`` the epoch.
+        Raises ``UnusableRow`` for any other sequence of more than ``max_tokens`` tokens.
         """
         token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
         if self._data.text_column is not None and len(token_ids) > self._max_tokens:
@@ -222,7 +222,7 @@ class SequenceRenderer:
         )
 
     def encode(self, row: Row) -> tuple[Encoded, BoolArray]:
-        """The T tokens of a row with a completion or a conversation, and which of them count ``[T]``."""
+        """Return the T tokens of a row with a completion or a conversation, and its loss mask ``[T]``."""
         if self._data.messages_column not in row and self._is_plain(row):
             self._refuse_images(row)
             return self._plain_tokens(present(row, self._data.prompt_column), present(row, self._completion_column))
@@ -235,12 +235,15 @@ class SequenceRenderer:
         return self._mask.tokens(with_system, images, first_message=num_earlier, tools=tools)
 
     def _is_plain(self, row: Row) -> bool:
-        """Whether a pair of prompt and completion is rendered without the chat template."""
+        """Return whether a pair of prompt and completion is rendered without the chat template."""
         pair = present(row, self._data.prompt_column), present(row, self._completion_column)
         return not self._data.chat and all(isinstance(text, str) for text in pair)
 
     def _conversation(self, row: Row) -> tuple[ChatMessages, list[bytes], int]:
-        """Its messages, its images, and which of the messages is the first of the completion; 0: all are one's own."""
+        """Return the row's messages, its images, and the index of the completion's first message.
+
+        The index is 0 for a row whose messages are all in one column.
+        """
         if self._data.messages_column in row:
             messages, first = self._messages(row, self._data.messages_column), 0
         else:
@@ -296,7 +299,7 @@ class SequenceRenderer:
 
 
 def images_folder(data: DataConfig) -> Path:
-    """Where relative paths of images begin."""
+    """Return the folder that relative image paths start at."""
     if data.images_folder is not None:
         return Path(data.images_folder).expanduser()
     source = Path(data.path or "").expanduser()
@@ -306,14 +309,14 @@ def images_folder(data: DataConfig) -> Path:
 
 
 def present(row: Row, column: str) -> Any:
-    """The column's value; raises ``UnusableRow`` if it is null."""
+    """Return the column's value; raise ``UnusableRow`` if it is null."""
     if row[column] is None:
         raise UnusableRow(f"column {column!r} is null")
     return row[column]
 
 
 def check_prompt_length(length: int, limit: int) -> None:
-    """Raises ``UnusableRow`` if a prompt has no tokens or more than ``limit``."""
+    """Raise ``UnusableRow`` if a prompt has no tokens or more than ``limit``."""
     if length == 0:
         raise UnusableRow("the prompt is empty")
     if length > limit:

@@ -1,4 +1,4 @@
-"""Renders chat messages through the tokenizer's chat template, with the options of the data config."""
+"""Rendering of chat messages through the tokenizer's chat template, with the options of the data config."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
-"""What a template, or the tokenizer around it, raises on messages that it can't render."""
+"""Exceptions of a template, or of the tokenizer around it, for messages that it can't render."""
 
 PROBE_WORD = "Kestrel"
 
 Span = tuple[int, int]
-"""First character, and the one after the last."""
+"""First character of a span, and the one after its last."""
 
 
 def token_ids_of(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> IntArray:
-    """The tokens of a text ``[T]``; raises ``UnusableRow`` if it is no text of whole characters."""
+    """Return the token ids of a text ``[T]``; raise ``UnusableRow`` if it has half a character."""
     _check_characters(text)
     return np.array(tokenizer(text, **options)["input_ids"], np.int32)
 
 
 def _check_characters(text: str) -> None:
-    """JSON can have the halves of a character apart, which no tokenizer takes."""
+    """Raise ``UnusableRow`` for a lone surrogate, which JSON can hold but no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -51,7 +51,7 @@ def _check_characters(text: str) -> None:
 class ChatTemplate:
     """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``.
 
-    Tools of a row take the place of the config's, in ``with_tools``.
+    A row's own tools replace the config's by ``with_tools``.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class ChatTemplate:
         self._tools = list(data.tools) or None
 
     def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        """With a row's own tools in place of the config's; the same without (None)."""
+        """Return the template with a row's own tools in place of the config's, or itself for None."""
         if tools is None:
             return self
-        _ = self.takes_texts  # so that it is not looked at again for each row
+        _ = self.takes_texts  # cached here, so that it is not computed again for each row
         template = copy(self)
         template._tools = list(tools) or None
         return template
 
     def require(self) -> None:
-        """Raises ``DataError`` if the tokenizer has no chat template."""
+        """Raise ``DataError`` if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"tokenizer {self.tokenizer.name_or_path!r} has no chat template; "
@@ -86,7 +86,7 @@ class ChatTemplate:
         return [{"role": "system", "content": self._system_prompt}, *messages]
 
     def text(self, messages: ChatMessages, *, add_generation_prompt: bool = False, resume: bool = False) -> str:
-        """The rendered conversation; with ``resume`` its last turn stays open. Raises ``UnusableRow``."""
+        """Render the conversation, with ``resume`` leaving its last turn open; raise ``UnusableRow`` if that fails."""
         self.require()
         if resume and messages[-1].get("content") is None:
             raise UnusableRow("its last turn, which the completion would go on from, has no content")
@@ -98,14 +98,17 @@ class ChatTemplate:
 
     @cached_property
     def takes_texts(self) -> bool:
-        """Whether a message's content may be a text; else it has to be a list of parts."""
+        """Whether a message's content may be a string; if not, it has to be a list of parts."""
         try:
             return PROBE_WORD in self._render([{"role": "user", "content": PROBE_WORD}])
         except UnusableRow:
             return True
 
     def _as_taken(self, message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
-        """With its content as the template renders it: parts of text alone are one text, and the other way round."""
+        """Return the message with content in the form that the template renders: one string, or a list of parts.
+
+        ``nothing`` replaces missing content.
+        """
         content = message.get("content")
         if content is None:
             message = {**message, "content": (content := nothing)}
@@ -116,9 +119,11 @@ class ChatTemplate:
         return message
 
     def _taken(self, messages: ChatMessages) -> ChatMessages:
-        """As the template renders them; raises ``UnusableRow`` if it leaves out what those without content hold.
+        """Return the messages in the form that the template renders.
 
-        No content is an empty text: many templates write ``None``, or raise. Some render tool calls only beside None.
+        Missing content becomes an empty string, since many templates write ``None`` for it, or raise; it stays None if
+        the template renders tool calls only then. Raises ``UnusableRow`` if the template leaves out what messages
+        without content hold.
         """
         taken = [self._as_taken(message, "") for message in messages]
         try:
@@ -162,18 +167,18 @@ class ChatTemplate:
         return text
 
     def prompt_text(self, messages: ChatMessages) -> str:
-        """The conversation up to where the policy goes on: a new assistant turn, or the last one if it is there."""
+        """Render the conversation up to where the policy continues: a new assistant turn, or the last if it is one."""
         resume = bool(messages) and messages[-1]["role"] == "assistant"
         return self.text(messages, add_generation_prompt=not resume, resume=resume)
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says with ``{% generation %}`` what the assistant writes, and tokens can be mapped."""
+        """Whether the template marks the assistant's text by ``{% generation %}``, and the tokenizer has offsets."""
         template = self.tokenizer.chat_template
         return self.tokenizer.is_fast and isinstance(template, str) and GENERATION_TAG.search(template) is not None
 
     def generation_spans(self, messages: ChatMessages) -> tuple[str, list[Span]]:
-        """The rendered conversation and its ``{% generation %}`` blocks. Raises ``UnusableRow``."""
+        """Return the rendered conversation and its ``{% generation %}`` spans; raise ``UnusableRow`` if that fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -190,18 +195,18 @@ class ChatTemplate:
         return texts[0], spans[0]
 
     def encode(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
-        """Rendered text as tokens, with those of its images. Raises ``UnusableRow`` and ``InputError``."""
+        """Encode rendered text and its images to tokens; raise ``UnusableRow`` or ``InputError`` if that fails."""
         if not images:
             return Encoded(token_ids=self.token_ids(text))
         assert self._processor is not None, "rows with images are refused where nothing takes them"
         return self._processor.encode(text, images)
 
     def token_ids(self, text: str) -> IntArray:
-        """Tokens of rendered text; its special tokens are in the text already."""
+        """Return the token ids of rendered text, which contains its special tokens already."""
         return token_ids_of(self.tokenizer, text, add_special_tokens=False)
 
     def encode_with_offsets(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
-        """As ``encode``, with ``offsets``; only of tokenizers for which ``marks_generation``."""
+        """Encode as ``encode`` does, with ``offsets``; needs a tokenizer for which ``marks_generation`` is true."""
         if images:
             return self.encode(text, images)
         _check_characters(text)

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, with its chat template."""
+"""Loading of a model's tokenizer, with its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the config's chat template and, for batches, a padding token.
+    """Load the model's tokenizer, with the config's chat template and, for batches, a padding token.
 
     Raises ``ModelError`` if its folder or hub id does not exist or holds no tokenizer.
     """
@@ -54,7 +54,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
-    """The one that older models with images have beside their processor alone."""
+    """Return the chat template that older models with images store only beside their processor, or None."""
     from transformers.utils import cached_file
 
     options = {"revision": config.revision, "local_files_only": local}

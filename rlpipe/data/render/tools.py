@@ -1,4 +1,4 @@
-"""Reads the tools of a row: schemas that the chat template shows to the policy."""
+"""The tool schemas of a row, which the chat template shows to the policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlpipe.data.row import Row, UnusableRow
 
 
 def row_tools(row: Row, column: str | None) -> list[Any] | None:
-    """The schemas in a column, a list of them or its JSON; None where the row has none of its own.
+    """Return the schemas in a column, a list or its JSON; None if the row does not set its tools.
 
-    An empty list, or an empty text, is a row without any. Raises ``UnusableRow``.
+    An empty list, or an empty text, means a row without tools. Raises ``UnusableRow`` for anything else.
     """
     value = None if column is None else row.get(column)
     try:

@@ -1,4 +1,4 @@
-"""Applies a user's row transform, written as axolotl and TRL users know it."""
+"""Rows after a user's row transform, which is written as for axolotl or TRL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = {"remove_columns", "batched"}
 
 
 class TransformConfig(dict[str, Any]):
-    """The ``cfg`` of a transform: the data config and ``transform_args``, by key or attribute, None where unset."""
+    """The ``cfg`` of a transform: the data config and ``transform_args``, by key or attribute, None if unset."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,8 +42,8 @@ class TransformConfig(dict[str, Any]):
 class TransformedRows:
     """Rows after a transform: a row's columns, less the removed ones, plus those that ``map_row`` returns.
 
-    ``remove`` names columns, or is ``"__all__"`` for all of the original row. A row on which ``map_row`` raises is
-    unusable.
+    ``remove`` names columns, or is ``"__all__"`` for all columns of the original row. A row on which ``map_row`` raises
+    is unusable.
     """
 
     def __init__(self, rows: AnyRows, map_row: MapFunction, remove: Collection[str] | str) -> None:
@@ -65,11 +65,11 @@ class TransformedRows:
 
 
 class ExpandedRows:
-    """Rows after a batched transform, which makes any number of rows of each; columns that it leaves are repeated.
+    """Rows after a batched transform, which makes any number of rows from each; untouched columns are repeated.
 
-    ``map_batch`` is called with one row at a time, as a dict of lists of length 1. All rows are read once at the
-    start, to count what they make; it must be as many each time. A row on which it raises stays one unusable row.
-    Raises ``DataError`` if no row is left.
+    ``map_batch`` is called with one row at a time, as a dict of lists of length 1. All rows are read once at the start,
+    to count the rows made from each; the number must be the same every time. A row on which ``map_batch`` raises stays
+    one unusable row. Raises ``DataError`` if no row is left.
     """
 
     def __init__(self, rows: Rows, map_batch: MapFunction, remove: Collection[str] | str) -> None:
@@ -106,7 +106,7 @@ class ExpandedRows:
         return location if count == 1 else f"{location}, part {part + 1} of {count}"
 
     def _find(self, index: int) -> tuple[int, int]:
-        """The row of the source, and which of the rows that it makes."""
+        """Return the index of the original row, and the index among the rows made from it."""
         source = int(np.searchsorted(self._ends, index, side="right"))
         return source, int(index - self._ends[source] + self._counts[source])
 
@@ -117,7 +117,7 @@ class ExpandedRows:
             return 1
 
     def _expand(self, row: Row, location: str) -> Mapping[str, Sequence[Any]]:
-        """The new columns of all rows that a row makes; raises ``DataError`` if they are no columns."""
+        """Return the columns of all rows made from a row; raise ``DataError`` if they are not lists of one length."""
         columns = _call(self._map_batch, {name: [value] for name, value in row.items()}, location)
         for name, values in columns.items():
             if not isinstance(values, list | tuple | np.ndarray):
@@ -139,7 +139,7 @@ def _kept(row: Row, remove: Collection[str] | str) -> dict[str, Any]:
 
 
 def _call(function: MapFunction, row: dict[str, Any], location: str) -> Mapping[str, Any]:
-    """What a map function makes; raises ``UnusableRow`` if it raises any ``Exception`` but rlpipe's own."""
+    """Call a map function; raise ``UnusableRow`` if it raises any ``Exception`` other than rlpipe's own."""
     try:
         new = function(row)
     except InputError as error:
@@ -162,12 +162,12 @@ def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokeni
 
 
 def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> AnyRows:
-    """``rows`` behind ``data.transform``, or as they are without one.
+    """Return ``rows`` after ``data.transform``, or unchanged without one.
 
     The transform is called as ``transform(cfg)`` and returns ``map_fn`` or ``(map_fn, {"remove_columns": [...]})``;
     ``map_fn(row)`` returns the new row's columns and is given the ``tokenizer`` if it has a parameter of that name.
     With ``"batched": True`` beside ``remove_columns``, it takes and returns lists of values (see ``ExpandedRows``).
-    Raises ``DataError`` if the transform can't be imported or returns something else.
+    Raises ``DataError`` if the transform can't be imported or returns anything else.
     """
     if data.transform is None:
         return rows

@@ -1,4 +1,4 @@
-"""Opens the rows of a source as they are rendered: behind its transform and, in a mix, with the source's name."""
+"""The rows of a source, ready to render: after its transform and, in a mix, with the source's name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCE_COLUMN = "data_source"
-"""The column of a mix's rows with the name of their source, unless they have one."""
+"""The column that holds the source's name in the rows of a mix, unless they have such a column already."""
 
 
 def open_source_rows(
     source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, seed: int, check: CheckColumns
 ) -> Rows:
-    """Raises ``DataError`` as ``open_rows`` and ``apply_transform``."""
+    """Open the rows of a source; raise ``DataError`` as ``open_rows`` and ``apply_transform`` do."""
     rows = open_rows(source.data, seed=seed, check=_known(source.data, check))
     rows = apply_transform(rows, source.data, tokenizer)
     return _NamedRows(rows, source.name) if source.name else rows
@@ -35,19 +35,22 @@ def open_source_rows(
 def open_source_stream(
     source: MixedSource, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns
 ) -> tuple[StreamRows, AnyRows]:
-    """The rows as they come, and behind the transform. Raises as ``open_source_rows``."""
+    """Open a source as a stream; return the raw rows, and the rows after the transform.
+
+    Raises ``DataError`` as ``open_source_rows`` does.
+    """
     stream = open_stream(source.data, _known(source.data, check))
     rows = apply_transform(stream, source.data, tokenizer)
     return stream, _NamedRows(rows, source.name) if source.name else rows
 
 
 def open_held_out_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, check: CheckColumns) -> Rows:
-    """The rows of ``data.held_out.path`` or ``split``. Raises as ``open_source_rows``."""
+    """Open the rows of ``data.held_out.path`` or ``split``; raise ``DataError`` as ``open_source_rows`` does."""
     return apply_transform(open_held_out_rows(data, _known(data, check)), data, tokenizer)
 
 
 def with_own_images(data: DataConfig) -> DataConfig:
-    """For rows of ``data.held_out.path``, whose relative paths of images begin beside that file."""
+    """Return the config for rows of ``data.held_out.path``, whose relative image paths start at that file's folder."""
     if data.held_out.path is None or data.images_folder is not None:
         return data
     return replace(data, images_folder=str(Path(data.held_out.path).expanduser().parent))
@@ -55,7 +58,7 @@ def with_own_images(data: DataConfig) -> DataConfig:
 
 @contextmanager
 def named_errors(source: MixedSource) -> Iterator[None]:
-    """A ``DataError`` gets the name of a mix's source."""
+    """Prefix the message of a ``DataError`` with the name of the mix's source."""
     try:
         yield
     except DataError as error:
@@ -63,7 +66,7 @@ def named_errors(source: MixedSource) -> Iterator[None]:
 
 
 class _NamedRows:
-    """Rows with the column ``SOURCE_COLUMN``."""
+    """Rows with the column ``SOURCE_COLUMN`` added where it is missing."""
 
     def __init__(self, rows: AnyRows, source: str) -> None:
         self.name = rows.name
@@ -81,5 +84,5 @@ class _NamedRows:
 
 
 def _known(data: DataConfig, check: CheckColumns) -> CheckColumns | None:
-    """A transform makes the columns that are needed, which nobody knows before it."""
+    """Return the check, or None with a transform, because only that makes the needed columns."""
     return check if data.transform is None else None

@@ -1,4 +1,4 @@
-"""Spreads the rows of several sources evenly, each as often as its weight says."""
+"""Even interleaving of the rows of several sources, in proportion to their weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class Mixture:
-    """Which source each place of a mix takes its row from.
+    """The assignment of the places of a mix to its sources.
 
-    The row k of a source of weight w, both from 0, is due at (k + 1/2) / w, and places take rows in the order of these
-    times; of several at once, the first source's comes first. So a source's rows among the first n are its share of n,
-    give or take one or two, and they are a function of n alone.
+    Row k (from 0) of a source of weight w is due at time (k + 1/2) / w, and places take rows in the order of these
+    times; among rows due at the same time, the first source's comes first. So a source's rows among the first n are its
+    share of n, give or take one or two, and they are a function of n alone.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -19,9 +19,9 @@ class Mixture:
         self._counts = [0] * len(self._weights)
 
     def counts(self, position: int) -> list[int]:
-        """How many rows of each source stand before a place."""
+        """Return the number of rows of each source before a place."""
         if not self._position <= position <= self._position + len(self._weights):
-            # All of these rows are surely before the place, as they are before one that lies further ahead.
+            # All of these rows come before the place, since they come before an earlier one.
             time = max(position - len(self._weights), 0) / sum(self._weights)
             self._counts = [int(time * weight) for weight in self._weights]
             self._position = sum(self._counts)
@@ -31,7 +31,7 @@ class Mixture:
         return list(self._counts)
 
     def draw(self, position: int) -> tuple[int, int]:
-        """The source of the place's row, and how many rows of it stand before."""
+        """Return the source of the row at a place, and the number of that source's rows before it."""
         counts = self.counts(position)
         source = self._next()
         return source, counts[source]

@@ -1,4 +1,4 @@
-"""Opens the rows of a JSONL or Parquet file, a ``datasets`` data set, or a reasoning-gym task."""
+"""The rows of a JSONL or Parquet file, a ``datasets`` data set, or a reasoning-gym task."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None) -> Rows:
-    """The rows that ``data`` names.
+    """Open the rows that ``data`` names.
 
-    ``check`` sees the columns of every line of JSONL; of a table once, and for each set of them that is null in a row.
-    ``seed`` generates the rows of a reasoning-gym task whose arguments have none. Raises ``DataError`` if the source
-    does not exist, can't be read, or is empty.
+    ``check`` is called with the columns of every JSONL line; for a table, once, and once more for each combination of
+    columns that are null in a row. ``seed`` is the seed of a reasoning-gym task whose arguments set none. Raises
+    ``DataError`` if the source does not exist, can't be read, or is empty.
     """
     rows: Rows
     match data.source:
@@ -49,7 +49,10 @@ def open_rows(data: DataConfig, *, seed: int, check: CheckColumns | None = None)
 
 
 def open_stream(data: DataConfig, check: CheckColumns | None = None) -> StreamRows:
-    """The rows that ``data`` names, read as they come; raises ``DataError`` as ``open_rows``, but for the first row."""
+    """Open the rows that ``data`` names as a stream.
+
+    Raises ``DataError`` as ``open_rows`` does, but checks only the first row at once.
+    """
     reader: Reader
     match data.source:
         case "jsonl":
@@ -64,7 +67,7 @@ def open_stream(data: DataConfig, check: CheckColumns | None = None) -> StreamRo
 
 
 def open_held_out_rows(data: DataConfig, check: CheckColumns | None = None) -> Rows:
-    """The rows of ``held_out_data``."""
+    """Open the rows of ``held_out_data``."""
     file = held_out_data(data)
     if data.held_out.split is not None:
         return _read_whole(_load_stream(file), file, check) if data.streaming else _open_dataset(file, check)
@@ -75,7 +78,10 @@ def open_held_out_rows(data: DataConfig, check: CheckColumns | None = None) -> R
 
 
 def held_out_data(data: DataConfig) -> DataConfig:
-    """Names the rows of ``data.held_out.split``, or of ``data.held_out.path``: JSONL unless it ends in ``.parquet``."""
+    """Return the config of the held-out rows: those of ``data.held_out.split``, or else of ``data.held_out.path``.
+
+    The file is read as JSONL unless its name ends in ``.parquet``.
+    """
     if data.held_out.split is not None:
         return dataclasses.replace(data, split=data.held_out.split)
     source = "parquet" if str(data.held_out.path).endswith(".parquet") else "jsonl"
@@ -83,7 +89,7 @@ def held_out_data(data: DataConfig) -> DataConfig:
 
 
 def _read_whole(stream: datasets.IterableDataset, data: DataConfig, check: CheckColumns | None) -> Rows:
-    """The rows of a data set that is streamed, all of them in memory."""
+    """Read all rows of a streamed data set into memory."""
     rows, name = list(stream), f"{data.path} ({data.split})"
     if not rows:
         raise DataError(f"{name} has no rows")
@@ -93,9 +99,9 @@ def _read_whole(stream: datasets.IterableDataset, data: DataConfig, check: Check
 
 
 class JsonlRows:
-    """A file with one JSON object on each line; blank lines are no rows.
+    """A file with one JSON object per line; blank lines are skipped.
 
-    Every line is checked once, and none is kept, but for those of a compressed file, which are all.
+    Every line is checked once. Lines are read from disk on access, except that a compressed file is kept in memory.
     """
 
     def __init__(self, path: Path, check: CheckColumns | None = None) -> None:
@@ -122,7 +128,7 @@ class JsonlRows:
         return open(self._path, "rb") if self._content is None else io.BytesIO(self._content)
 
     def _scan(self, check: CheckColumns | None) -> list[tuple[int, int]]:
-        """Byte offset and number, from 1, of every line that holds a row."""
+        """Return the byte offset and the number, from 1, of every line that holds a row."""
         places, offset = [], 0
         with self._open() as file:
             for number, line in enumerate(file, start=1):
@@ -137,7 +143,7 @@ class JsonlRows:
 
 
 class JoinedRows:
-    """The rows of several files, one after the other."""
+    """The rows of several files in sequence."""
 
     def __init__(self, name: str, files: Sequence[Rows]) -> None:
         self.name = name
@@ -182,7 +188,7 @@ class ReasoningGymRows:
     """The entries of a reasoning-gym task, with the columns that its reward needs.
 
     Columns: the prompt column holds the question; ``answer``; ``entry`` is the whole entry (question, answer,
-    metadata), which the task's grader wants; ``reasoning_gym_task`` is the task's name.
+    metadata), which the task's grader needs; ``reasoning_gym_task`` is the task's name.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -246,7 +252,10 @@ def _load_stream(data: DataConfig) -> datasets.IterableDataset:
 
 
 def load_split(data: DataConfig) -> Any:
-    """A ``Dataset``; with ``data.streaming`` an ``IterableDataset``, unless it was saved in memory-mapped files."""
+    """Load the ``datasets`` split that ``data`` names; raise ``DataError`` if it can't be loaded.
+
+    Returns a ``Dataset``; with ``data.streaming`` an ``IterableDataset``, unless it was saved by ``save_to_disk``.
+    """
     from datasets.exceptions import DatasetsError
 
     if data.path is None:
@@ -260,7 +269,7 @@ def load_split(data: DataConfig) -> Any:
 
 
 def _check_table(table: pyarrow.Table, name: str, check: CheckColumns) -> None:
-    """Shows the columns to ``check``, and then the first row of each combination of nulls."""
+    """Call ``check`` with the columns, and then with the first row of each combination of nulls."""
     check(table.column_names, name)
     nullable = [column for column in table.column_names if table[column].null_count]
     if nullable:
@@ -271,7 +280,7 @@ def _check_table(table: pyarrow.Table, name: str, check: CheckColumns) -> None:
 
 
 def _load_dataset(data: DataConfig, path: str) -> Any:
-    """A folder that ``save_to_disk`` wrote, a folder with data files, or a data set on the hub."""
+    """Load a folder that ``save_to_disk`` wrote, a folder with data files, or a data set on the hub."""
     from datasets import load_dataset, load_from_disk
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -289,7 +298,7 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
 
 
 def _split_of(saved: datasets.Dataset | datasets.DatasetDict, data: DataConfig) -> datasets.Dataset:
-    """The split that the config names; a single data set whole, where the config asks for no other split."""
+    """Return the split that the config names; a single data set is returned whole if no other split is asked for."""
     from datasets import DatasetDict
 
     is_held_out = data.split == data.held_out.split
@@ -306,7 +315,7 @@ def _split_of(saved: datasets.Dataset | datasets.DatasetDict, data: DataConfig) 
 
 
 def _create_task(task: str, arguments: dict[str, Any]) -> Any:
-    """The reasoning-gym data set; raises ``DataError`` if its name or its arguments are wrong."""
+    """Create the reasoning-gym data set; raise ``DataError`` if its name or its arguments are wrong."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -1,4 +1,4 @@
-"""The order of a source's rows: which row stands at which place, epoch after epoch."""
+"""The order of a source's rows, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from rlpipe.errors import DataError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """A place: the next entry of the epoch's order. In a mix of sources, all places are of epoch 0."""
+    """A place in the order of rows: the position of the next row in an epoch. In a mix of sources, the epoch is 0."""
 
     epoch: int = 0
     position: int = 0
 
 
 class Order(Protocol):
-    """Rows without end, as a function of the place alone."""
+    """An endless order of rows that depends on the place alone."""
 
     @property
     def num_rows(self) -> int | None:
-        """Of an epoch; None while it is not known."""
+        """Rows per epoch; None while the number is not known."""
 
     def row(self, cursor: Cursor) -> int | None:
-        """The row's index; None right behind the last one of an epoch. Raises ``DataError`` further behind it."""
+        """Return the index of the row at a place, or None right after the last row of an epoch.
+
+        Raises ``DataError`` for a place further on.
+        """
 
     def behind(self, count: int) -> Cursor:
-        """Where the source stands behind its first ``count`` rows, over all epochs; a row is there."""
+        """Return the place of the row that follows the first ``count`` rows, counted over all epochs."""
 
 
 class PermutedOrder:
-    """Rows that can be read in any order, permuted anew in each epoch, by ``seeds``, if ``shuffle``."""
+    """The order of rows that can be read in any order; with ``shuffle``, each epoch permutes them anew by ``seeds``."""
 
     def __init__(self, name: str, indices: NDArray[np.int64], *, seeds: Sequence[int], shuffle: bool) -> None:
         self._name, self._indices = name, indices

@@ -1,4 +1,4 @@
-"""Reads the rows of JSONL and Parquet files, and of data sets, one after the other."""
+"""Readers of the rows of JSONL files, Parquet files and ``datasets`` data sets in sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 1024
-"""Rows of Parquet that are decoded at a time."""
+"""Parquet rows decoded at a time."""
 CHUNK_BYTES = 1 << 20
 
 
@@ -29,7 +29,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def open_lines(path: Path, offset: int = 0) -> BinaryIO:
-    """The file from a byte on, of those that it has once it is decompressed."""
+    """Open a file at a byte offset, which in a compressed file counts decompressed bytes."""
     if not is_compressed(path):
         file = path.open("rb")
         file.seek(offset)
@@ -48,14 +48,14 @@ class _Mark(NamedTuple):
     file: int
     offset: int
     line: int
-    """Lines of the file before it."""
+    """Lines of the file before this place."""
 
 
 class JsonlReader:
-    """The lines of JSONL files, blank ones left out.
+    """The lines of JSONL files, without blank ones.
 
-    Where it has been asked to begin, it finds again by the byte; elsewhere lines are counted from the last such place.
-    Of a compressed file, what stands before is decompressed.
+    The reader returns by byte offset to a row that a read has started at. To reach any other row, it counts lines from
+    the last such row before it. A compressed file is decompressed from its beginning.
     """
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:
@@ -91,7 +91,7 @@ class JsonlReader:
 
 
 class ParquetReader:
-    """The rows of Parquet files; row groups that lie before a place are not read."""
+    """The rows of Parquet files; row groups before the requested rows are not read."""
 
     def __init__(self, name: str, files: Sequence[Path], check: CheckColumns | None) -> None:
         self.name = name
@@ -138,7 +138,7 @@ def _open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
 
 
 class DatasetReader:
-    """The rows of a ``datasets.IterableDataset``, which finds again where it has been asked to begin."""
+    """The rows of a ``datasets.IterableDataset``, with a saved state for each row that a read has started at."""
 
     def __init__(self, name: str, dataset: datasets.IterableDataset) -> None:
         self.name = name
@@ -154,7 +154,7 @@ class DatasetReader:
                 self._begin(*self._marks[start])
             elif start != self._row:
                 self._begin(self._whole.skip(start), None)
-            if start not in self._marks:  # a state that was loaded shows once rows have been read
+            if start not in self._marks:  # state_dict() reflects a loaded state only once rows have been read
                 self._marks[start] = (self._dataset, self._dataset.state_dict())
             found = list(islice(self._rows, count))
             self._row = start + len(found)
@@ -171,7 +171,7 @@ class DatasetReader:
         self._rows = iter(dataset)
 
     def _count(self) -> int:
-        """Of a data set that has been asked for rows behind its end."""
+        """Count the rows of the data set, after a read past its end."""
         self._begin(*self._marks[0])
         self._row = sum(1 for _ in self._rows)
         return self._row
@@ -179,7 +179,7 @@ class DatasetReader:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """What goes wrong in a library that reads becomes one line with the name of what it read."""
+    """Turn errors of the reading libraries into a one-line ``DataError`` with the name of what was read."""
     import pyarrow
     from datasets.exceptions import DatasetsError
 

@@ -1,4 +1,4 @@
-"""Endless, resumable sources of rendered rows: one source's, or those of a mix."""
+"""Endless, resumable sources of rendered rows, from one source or a mix of several."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Render = Callable[[Row, RowLocation], Item]
-"""Raises ``UnusableRow`` for a row to skip."""
+"""A function that renders a row, and raises ``UnusableRow`` to skip it."""
 
 NUMBER = re.compile(r"\d+")
 MAX_LOGGED_SKIPS = 50
-"""Skipped rows that a source logs one by one; all are counted."""
+"""Skipped rows that a source logs one by one; further ones are only counted."""
 MAX_KEPT_SKIPS = 200_000
-"""Skipped rows of a part that are remembered; those behind them are counted in each epoch."""
+"""Skipped rows remembered per part; further ones are counted again in each epoch."""
 MAX_FIRST_SKIPS = 10_000
-"""So many skipped rows without a usable one are enough to give up a part whose length is unknown."""
+"""Skipped rows without a usable one after which a part of unknown length is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A row that a source passed over, because it can't be used."""
+    """A row that a source skipped because it can't be used."""
 
     at: Cursor
     prompt_id: int
@@ -40,21 +40,21 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Part(Generic[Item]):
-    """What a source is made of; in a mix, one of several, with a name and a weight."""
+    """The rows of a source and how they are rendered; in a mix, one of several parts, with a name and a weight."""
 
     rows: AnyRows
     order: Order
     render: Render[Item]
     has: Callable[[int], bool]
-    """Whether there is a row of this number, held-out ones included."""
+    """Test whether a row number exists, held-out rows included."""
     name: str = ""
-    """Empty where there is no mix."""
+    """The source's name in a mix; empty without a mix."""
     weight: float = 1.0
     num_split_off: int = 0
-    """Rows that ``data.held_out.size`` took away."""
+    """Rows split off by ``data.held_out.size``."""
 
     def read(self, row: int, place: RowLocation) -> Item:
-        """The rendered row; raises ``UnusableRow`` to skip it."""
+        """Read and render a row; raise ``UnusableRow`` to skip it."""
         return self.render(self.rows[row], place)
 
 
@@ -68,12 +68,12 @@ class RowPlace:
 
 
 class RowSource(Generic[Item]):
-    """Rendered rows without end, in an order that the place alone determines.
+    """An endless source of rendered rows, in an order that depends on the place alone.
 
-    The rows of one part come epoch by epoch; those of several named ones, each in epochs of its own, as ``Mixture``
-    spreads them. A row that can't be rendered is skipped and kept in ``skipped`` with the reason. ``next`` raises
-    ``DataError`` if no row of a part is left. After ``seek(cursor)`` the source yields again what it yielded when
-    ``cursor`` was its own.
+    The rows of a single part come epoch by epoch; several named parts, each with epochs of its own, are interleaved by
+    ``Mixture``. A row that can't be rendered is skipped and kept in ``skipped`` with the reason. ``next`` raises
+    ``DataError`` if no row of a part is usable. After ``seek(cursor)`` the source yields again what it yielded when it
+    was at ``cursor``.
     """
 
     def __init__(self, parts: Sequence[Part[Item]]) -> None:
@@ -82,21 +82,21 @@ class RowSource(Generic[Item]):
         self._skipped: list[dict[int, SkippedRow]] = [{} for _ in parts]
         self._counts: list[Counter[SkipKind]] = [Counter() for _ in parts]
         self._usable: set[int] = set()
-        """Parts of which a row could be used."""
+        """Parts with at least one usable row so far."""
         self._cursor = Cursor()
         self.last = Cursor()
-        """Where the item stands that ``next`` gave last."""
+        """Place of the item that ``next`` returned last."""
         self.passed_over: list[Passed] = []
-        """The rows that it passed over on the way there."""
+        """Rows that ``next`` skipped on the way to that item."""
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of an epoch, skipped ones included; None for a mix, which has no epochs."""
+        """Rows per epoch, skipped ones included; None for a mix, which has no epochs."""
         return self.parts[0].order.num_rows if self._mixture is None else None
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The source's name in messages."""
         names = [part.name for part in self.parts]
         return f"the mix of {', '.join(names)}" if self.is_mix else self.parts[0].rows.name
 
@@ -105,7 +105,7 @@ class RowSource(Generic[Item]):
         return self._mixture is not None
 
     def at(self, cursor: Cursor) -> RowPlace | None:
-        """The row that stands at a place; None right behind the last one of an epoch."""
+        """Return the row at a place, or None right after the last row of an epoch."""
         index, at = 0, cursor
         if self._mixture is not None:
             index, count = self._mixture.draw(cursor.position)
@@ -114,7 +114,7 @@ class RowSource(Generic[Item]):
         return None if row is None else RowPlace(index, row, at.epoch)
 
     def render(self, place: RowPlace) -> Item:
-        """A row, whether or not it is its turn; raises ``UnusableRow`` if the source skips it."""
+        """Render a row, whether or not it comes next; raise ``UnusableRow`` if the source skips it."""
         part = self.parts[place.part]
         prompt_id = self._prompt_id(place.part, place.row)
         return part.read(place.row, RowLocation(prompt_id, place.epoch, part.rows.location(place.row)))
@@ -131,7 +131,7 @@ class RowSource(Generic[Item]):
 
     @property
     def skipped(self) -> list[SkippedRow]:
-        """Every row skipped so far, once; of each part the first ``MAX_KEPT_SKIPS``."""
+        """The rows skipped so far, each once; at most the first ``MAX_KEPT_SKIPS`` of each part."""
         return [row for rows in self._skipped for row in rows.values()]
 
     @property
@@ -141,7 +141,7 @@ class RowSource(Generic[Item]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Rows skipped so far; of a mix, also how many rows were taken of each source, and its epoch."""
+        """Rows skipped so far; for a mix, also each source's skipped and taken rows, and its epoch."""
         metrics = {f"rows/skipped/{kind}": float(count) for kind, count in self.skip_counts.items()}
         if self._mixture is None:
             return metrics
@@ -153,7 +153,7 @@ class RowSource(Generic[Item]):
         return metrics
 
     def seek(self, cursor: Cursor) -> None:
-        """Goes to ``cursor``; raises ``DataError`` if the source was never there."""
+        """Move to ``cursor``; raise ``DataError`` if the source has no such place."""
         if self._mixture is None:
             self.parts[0].order.row(cursor)
         elif cursor.epoch != 0 or cursor.position < 0:
@@ -171,18 +171,18 @@ class RowSource(Generic[Item]):
                 self.passed_over.append(Passed(self.last, self._prompt_id(place.part, place.row), reason))
 
     def peek(self) -> Item:
-        """The next item, which stays the next."""
+        """Return the next item without moving past it."""
         cursor = self.cursor
         item = self.next()
         self.seek(cursor)
         return item
 
     def take(self, count: int) -> list[Item]:
-        """The next ``count`` items."""
+        """Return the next ``count`` items."""
         return [self.next() for _ in range(count)]
 
     def examples(self) -> list[Item]:
-        """The first item of each part; raises ``DataError`` if a part has none."""
+        """Return the first item of each part; raise ``DataError`` if a part has none."""
         return [self._first(index) for index in range(len(self.parts))]
 
     def _first(self, index: int) -> Item:
@@ -197,7 +197,7 @@ class RowSource(Generic[Item]):
                 count += 1
 
     def _take(self) -> RowPlace:
-        """The next row; steps behind it."""
+        """Return the place of the next row, and move past it."""
         place = self.at(self._cursor)
         if place is None:
             self._cursor = Cursor(epoch=self._cursor.epoch + 1)
@@ -208,7 +208,7 @@ class RowSource(Generic[Item]):
         return place
 
     def _read(self, place: RowPlace) -> Item:
-        """The rendered row; raises ``UnusableRow`` if it is skipped."""
+        """Return the rendered row; raise ``UnusableRow`` if it is skipped."""
         known = self._skipped[place.part].get(place.row)
         if known is not None:
             self._check_some_left(place.part)
@@ -223,7 +223,7 @@ class RowSource(Generic[Item]):
         return item
 
     def _prompt_id(self, index: int, row: int) -> int:
-        """Of a row in one part its index; unique over all parts, whatever their lengths."""
+        """Return an id that is unique over all parts, whatever their lengths; with a single part, the row's index."""
         return row * len(self.parts) + index
 
     def _skip(self, index: int, skipped: SkippedRow) -> None:
@@ -239,7 +239,7 @@ class RowSource(Generic[Item]):
         self._check_some_left(index)
 
     def _check_some_left(self, index: int) -> None:
-        """Raises ``DataError`` if no row of a part can be used, as far as it has been read."""
+        """Raise ``DataError`` if no row of a part is usable, or none of its first rows if its length is unknown."""
         part, number = self.parts[index], self._counts[index].total()
         if index not in self._usable and number >= (part.order.num_rows or MAX_FIRST_SKIPS):
             first = _most_frequent(self._skipped[index].values())
@@ -250,7 +250,7 @@ class RowSource(Generic[Item]):
 
 
 def _most_frequent(skipped: Collection[SkippedRow]) -> SkippedRow:
-    """The first row with the reason that most have, whatever numbers stand in it."""
+    """Return the first row with the most frequent reason, where reasons that differ only in numbers are the same."""
     kinds = [NUMBER.sub("0", row.reason) for row in skipped]
     (common, _), *_ = Counter(kinds).most_common(1)
     return next(row for row, kind in zip(skipped, kinds, strict=True) if kind == common)

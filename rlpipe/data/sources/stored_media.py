@@ -1,4 +1,4 @@
-"""Keeps images, audio and videos of ``datasets`` as they are stored, where that library would decode them."""
+"""Images, audio and videos of ``datasets`` in stored form, which that library would decode by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlpipe.data.row import Row, UnusableRow
 
 
 class StoredImage(Image):
-    """An image as the dict of its bytes and its path; one in an archive or on the hub is fetched, and decoded."""
+    """An image as a dict of its bytes and its path; an image in an archive or on the hub is fetched and decoded."""
 
     def decode_example(self, value: dict[str, Any], token_per_repo_id: Any = None) -> Any:
         scheme, separator, _ = str(value["path"]).partition("://")
@@ -22,7 +22,10 @@ class StoredImage(Image):
 
 
 def reads_rows(dataset: Dataset) -> Callable[[int], Row]:
-    """What gives a row as the data set does, but for its media; raises ``UnusableRow`` if it can't be decoded."""
+    """Return a function that reads a row as the data set does, but with stored media.
+
+    That function raises ``UnusableRow`` if the row can't be decoded.
+    """
     stored, features = dataset.with_format("arrow"), _stored(dataset.features)
 
     def read(index: int) -> Row:
@@ -36,15 +39,15 @@ def reads_rows(dataset: Dataset) -> Callable[[int], Row]:
 
 
 def with_stored_media(dataset: IterableDataset) -> IterableDataset:
-    """The data set, whose media are stored ones; one whose columns are not known before they are read is as it was."""
+    """Return the data set with stored media, or unchanged if its columns are unknown before it is read."""
     if not dataset.features:
         return dataset
-    not_ahead = dataset.decode(num_threads=0)  # else the library's threads have decoded them already
+    not_ahead = dataset.decode(num_threads=0)  # otherwise the library's threads decode ahead
     return not_ahead.cast(_stored(dataset.features))
 
 
 def _stored(feature: Any) -> Any:
-    """A feature, or all columns, in which media are stored ones."""
+    """Return a feature, or a dict of all columns, with its media in stored form."""
     if isinstance(feature, dict):
         return type(feature)({name: _stored(inner) for name, inner in feature.items()})
     if isinstance(feature, List | LargeList):

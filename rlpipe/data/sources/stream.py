@@ -1,4 +1,4 @@
-"""Rows that are read as they come, a block at a time, of sources that need not fit into memory."""
+"""Rows read block by block, from sources that need not fit into memory."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from rlpipe.data.sources.order import Cursor
 from rlpipe.errors import DataError
 
 KEPT_BLOCKS = 2
-"""Blocks in memory: the one that is read, and one that the run goes back to."""
+"""Blocks kept in memory: the one being read, and one that the run goes back to."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
-    """A row, and where a user finds it."""
+    """A row and its location, as messages name it."""
 
     content: Row | bytes
-    """A line of JSON, or the columns."""
+    """A line of JSON, or the row's columns."""
     location: str
 
 
 class Reader(Protocol):
-    """Reads rows one after the other; going elsewhere is possible, and takes longer."""
+    """A reader of rows in sequence; it can jump to any other row, which takes longer."""
 
     name: str
     num_rows: int | None
-    """None until the end has been read, where no file says it before."""
+    """Number of rows; None until the end has been read, if the files do not state it."""
 
     def read(self, start: int, count: int) -> list[StreamedRow]:
-        """The rows from ``start`` on; fewer where they end."""
+        """Return ``count`` rows from ``start`` on, or fewer at the end."""
 
 
 class StreamRows:
-    """The rows of a reader in blocks of ``block_size``.
+    """The rows of a reader in blocks of ``block_size``; raises ``DataError`` if there are none.
 
-    The first row is checked at once. Later ones that are no rows, or lack a column, are unusable: nobody can mend them
-    while a run goes on. Raises ``DataError`` if there is none.
+    The first row is checked at once. Later rows that can't be parsed, or lack a column, are unusable, because nobody
+    can fix them during a run.
     """
 
     def __init__(self, reader: Reader, *, block_size: int, check: CheckColumns | None) -> None:
@@ -53,11 +53,11 @@ class StreamRows:
 
     @property
     def num_rows(self) -> int | None:
-        """None while it is not known."""
+        """Number of rows; None while it is not known."""
         return self._reader.num_rows
 
     def has(self, index: int) -> bool:
-        """Whether there is such a row; if not, ``num_rows`` is known."""
+        """Return whether the row exists; if it does not, ``num_rows`` is known afterwards."""
         if self.num_rows is not None:
             return index < self.num_rows
         return index % self.block_size < self.block_length(index // self.block_size)
@@ -88,14 +88,14 @@ class StreamRows:
         block = self._blocks.pop(number, None)
         if block is None:
             block = self._reader.read(number * self.block_size, self.block_size)
-        self._blocks[number] = block  # the last one in order is the one that was used last
+        self._blocks[number] = block  # moved to the end of the dict: most recently used
         if len(self._blocks) > KEPT_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
         return block
 
 
 class BlockOrder:
-    """The blocks of a stream one after the other, in each epoch permuted anew within, by ``seeds``, if ``shuffle``."""
+    """The order of a stream's rows, block by block; with ``shuffle``, each epoch permutes each block by ``seeds``."""
 
     def __init__(self, rows: StreamRows, *, seeds: Sequence[int], shuffle: bool) -> None:
         self._rows, self._seeds, self._shuffle = rows, seeds, shuffle

@@ -1,1 +1,1 @@
-"""The rows of a run as people look at them."""
+"""Views of a run's rows for people: in the terminal, as an HTML page, and as statistics."""

@@ -1,4 +1,4 @@
-"""Shows rows in one HTML page, without anything from elsewhere; token ids are in the tooltips."""
+"""A self-contained HTML page of rows, with token ids in the tooltips."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.data.views.pieces import TextPiece
 from rlpipe.data.views.row_view import ShownRow
 
 IMAGE_SIDE = 192
-"""Pixels of a shown image."""
+"""Maximum height and width of a shown image, in pixels."""
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1b1b; --faint: #667; --line: #dde; --trained: #b6ecc0;
   --special: #0b6e99; }
@@ -30,7 +30,7 @@ pre span:hover { outline: 1px solid var(--faint); }
 
 
 def make_page(title: str, rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) -> str:
-    """The page of these rows; ``trains``: whether anything of them could be trained."""
+    """Return the HTML page of these rows; ``trains`` is whether their tokens can be trained on."""
     legend = (
         '<span class="trained">trained tokens</span>, <span class="special">special tokens</span>'
         if trains
@@ -59,6 +59,6 @@ def _span(piece: TextPiece) -> str:
 
 
 def _picture(image: bytes) -> str:
-    """Encoded anew, so that the page holds nothing of the file but its pixels."""
+    """Return the HTML of an image, encoded anew, so that the page holds nothing of the file but its pixels."""
     png = b64encode(thumbnail(image, IMAGE_SIDE)).decode()
     return f'<img alt="" src="data:image/png;base64,{png}">'

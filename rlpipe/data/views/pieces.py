@@ -1,4 +1,4 @@
-"""Splits the tokens of a row into pieces of its text, each of whole characters.
+"""Pieces of a row's text, each of whole characters, and their tokens.
 
 Shapes: T tokens of one row.
 """
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_REPEATS = 8
-"""Special tokens in a row that are equal, such as an image's, are one piece where they are more."""
+"""Longest run of equal special tokens, such as an image's, that is not joined to one piece."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What bytes that are not yet a character are decoded to."""
+"""Decoding of bytes that are not yet a whole character."""
 CONTROLS = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡"}
 PICTURES = CONTROLS | {ord("\n"): "⏎\n", ord("\t"): "⇥"}
 
@@ -29,26 +29,26 @@ class TextPiece:
     token_ids: tuple[int, ...]
     text: str
     is_trained: bool
-    """Whether any of its tokens is."""
+    """Whether any of the tokens is trained on."""
     is_special: bool
-    """Whether it is one of the tokens that were added to the vocabulary."""
+    """Whether the piece is a token that was added to the vocabulary."""
     repeats: int = 1
-    """How many times its text stands there; of an image, its number of tokens."""
+    """Number of times that the text is repeated; for an image, its number of tokens."""
     image: bytes | None = None
-    """Encoded, if the tokens stand for one; the text is its size then."""
+    """Encoded image, if the tokens stand for one; the text then gives its size."""
 
     @property
     def visible(self) -> str:
-        """Its text, in which line breaks and other control characters are seen."""
+        """The text, with line breaks and other control characters made visible."""
         return self.text.translate(PICTURES)
 
 
 def split_row(
     token_ids: IntArray, trained: BoolArray, tokenizer: PreTrainedTokenizerBase, images: Images = ()
 ) -> list[TextPiece]:
-    """The pieces of ``token_ids`` ``[T]``, of which ``trained`` ``[T]`` count; joined, their texts are the row's.
+    """Split ``token_ids`` ``[T]`` into pieces whose texts, joined, are the row's; ``trained`` is a mask ``[T]``.
 
-    All tokens of an image are one piece, whose text is not theirs.
+    All tokens of an image are one piece, whose text gives the image's size instead.
     """
     special = set(tokenizer.get_added_vocab().values())
     ids = token_ids.tolist()
@@ -87,9 +87,10 @@ def _picture(image: PlacedImage, ids: Sequence[int]) -> TextPiece:
 def _split(
     ids: Sequence[int], special: Collection[int], decode: Callable[[Sequence[int]], str]
 ) -> Iterator[tuple[int, int, str]]:
-    """First token, the one behind the last, and text of each piece.
+    """Yield the first token, the one after the last, and the text of each piece.
 
-    Tokens are decoded behind those of the piece before, since some tokenizers drop a blank at the start of a text.
+    Tokens are decoded together with those of the piece before, since some tokenizers drop a blank at the start of a
+    text.
     """
     before = start = 0
     for stop in range(1, len(ids) + 1):

@@ -1,4 +1,4 @@
-"""Says which rows are looked at: those of a source by number, those of a mix as the run takes them."""
+"""Selection of rows to look at: by number for a single source, in the run's order for a mix."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rlpipe.data.sources.row_source import RowPlace
 
 
 def first_rows(source: PromptSource | SequenceSource, num_rows: int) -> Iterator[RowPlace]:
-    """At most so many."""
+    """Yield the first rows, at most ``num_rows``."""
     found = (find_row(source, number) for number in range(num_rows))
     yield from (place for place in takewhile(bool, found) if place is not None)
 
 
 def find_row(source: PromptSource | SequenceSource, number: int) -> RowPlace | None:
-    """The row of this number, from 0; None behind the last one, which a mix does not have."""
+    """Return the row of this number, from 0, or None after the last row; a mix has no last row."""
     if source.is_mix:
         return source.at(Cursor(position=number))
     return RowPlace(0, number) if source.parts[0].has(number) else None
 
 
 def all_rows(source: PromptSource | SequenceSource) -> Iterator[RowPlace]:
-    """Every row once, of a mix one source after the other."""
+    """Yield every row once; for a mix, source by source."""
     for index in range(len(source.parts)):
         yield from (RowPlace(index, row) for row in takewhile(source.parts[index].has, count()))

@@ -1,4 +1,4 @@
-"""Renders rows as the run does, for people to see: what is trained, what is cut, and what is skipped and why."""
+"""Rows as the run renders them, to show people what is trained on, cut, or skipped and why."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ShownRow:
     name: str
-    """Its number, and where it is from."""
+    """The row's number and location."""
     summary: str
-    """Its numbers of tokens, or why it is skipped."""
+    """The row's token counts, or the reason why it is skipped."""
     pieces: list[TextPiece]
-    """None of a row that is skipped."""
+    """The row's text; empty for a skipped row."""
 
     @property
     def title(self) -> str:
@@ -35,7 +35,7 @@ class ShownRow:
 def show_rows(
     source: PromptSource | SequenceSource, tokenizer: PreTrainedTokenizerBase, places: Iterable[RowPlace]
 ) -> Iterator[ShownRow]:
-    """The rows at these places, as the source renders them."""
+    """Yield the rows at these places, as the source renders them."""
     for place in places:
         part = source.parts[place.part]
         of = f" of {part.name}" if part.name else ""

@@ -1,4 +1,4 @@
-"""Counts what a run's rows are, by source: lengths, what is trained or skipped, and how full micro batches get."""
+"""Statistics of a run's rows, by source: lengths, trained and skipped counts, and how full micro batches get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlpipe.types import BoolArray, Images, Prompt, Rollout, RolloutStatus, Trai
 
 NUM_BINS = 10
 NUM_EXAMPLES = 3
-"""Skipped rows of each kind that are named."""
+"""Skipped rows of each kind that are listed."""
 BAR = 40
 """Characters of the longest bar."""
 
@@ -24,7 +24,7 @@ Pack = Callable[[Sequence[Rollout]], Sequence[TrainBatch]]
 
 @dataclass(kw_only=True, slots=True)
 class Lengths:
-    """Of the rows, in tokens."""
+    """Statistics of the rows' lengths, in tokens."""
 
     total: int
     min: int
@@ -83,33 +83,33 @@ class MicroBatches:
 class Statistics:
     source: str
     num_rows: int
-    """Skipped ones included."""
+    """Number of rows, skipped ones included."""
     num_used: int
     tokens: Lengths | None
-    """None where all rows are skipped."""
+    """Tokens per row; None if all rows are skipped."""
     prompt_tokens: Lengths | None
-    """Before the first trained token; None for prompts, which are nothing else."""
+    """Tokens before the first trained one; None for prompts, which have no trained tokens."""
     num_trained_tokens: int | None
     num_trained_spans: int | None
-    """Trained tokens without others between them, such as a turn's; both None for prompts."""
+    """Runs of consecutive trained tokens, such as a turn's; like the number of tokens, None for prompts."""
     num_cut: int
-    """Texts of which a window is trained."""
+    """Texts that are cut to a window."""
     num_repeated: int
     """Rows that equal an earlier one, token for token."""
     skipped: dict[str, Skipped]
-    """By ``SkipKind``."""
+    """Skipped rows by ``SkipKind``."""
     images: ImageCounts
     micro_batches: MicroBatches | None = None
-    """Of all steps and ranks; None for prompts, and for a mix's rows that are counted source by source."""
+    """Micro batches of all steps and ranks; None for prompts, and if a mix's rows are counted source by source."""
     sources: dict[str, Statistics] = field(default_factory=dict)
-    """The same of each source of a mix, without micro batches."""
+    """Statistics of each source of a mix, without micro batches."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Counter:
-    """Takes rows one by one, and keeps their lengths."""
+    """A counter that takes rows one by one, and keeps their lengths but not the rows."""
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
@@ -154,7 +154,7 @@ class Counter:
 
 
 class Packer:
-    """Takes sequences one by one, keeps those of one step, and counts the micro batches that they are packed to."""
+    """A counter that packs sequences step by step, and counts their micro batches."""
 
     def __init__(self, micro_batches: MicroBatches, pack: Pack) -> None:
         self._micro_batches = micro_batches
@@ -167,7 +167,7 @@ class Packer:
             self._pack_step()
 
     def finish(self) -> MicroBatches | None:
-        """None without sequences."""
+        """Pack the rest, and return the counts, or None without sequences."""
         if self._step:
             self._pack_step()
         return self._micro_batches if self._micro_batches.count else None
@@ -179,7 +179,7 @@ class Packer:
 
 
 def count_rows(source: PromptSource | SequenceSource, places: Iterable[RowPlace], packer: Packer | None) -> Statistics:
-    """The statistics of the rows at these places; of micro batches with a ``packer`` alone."""
+    """Return the statistics of the rows at these places, of micro batches only with a ``packer``."""
     total, counters = Counter(), [Counter() for _ in source.parts]
     for place in places:
         both = (total, counters[place.part])
@@ -202,7 +202,7 @@ def count_rows(source: PromptSource | SequenceSource, places: Iterable[RowPlace]
 
 
 def describe(found: Statistics) -> list[str]:
-    """The statistics as lines of text, those of all sources first."""
+    """Return the statistics as lines of text, those of all sources together first."""
     used = f"{found.num_used:,} used" if found.num_used else "of which a run can use none"
     lines = [f"{found.source}: {found.num_rows:,} rows, {used}", *_describe_tokens(found)]
     if found.num_cut:

@@ -1,4 +1,4 @@
-"""Shows rows in a terminal, with trained tokens highlighted, or between brackets where there are no colours."""
+"""Rows in a terminal, with trained tokens highlighted, or between brackets if there are no colours."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rlpipe.data.views.pieces import TextPiece
 from rlpipe.data.views.row_view import ShownRow
 
 BRACKETS = (("⟦", "⟧"), ("⟪", "⟫"), ("⦃", "⦄"), ("<<<", ">>>"))
-"""The first pair of which no row has either is taken."""
+"""Pairs of brackets; the first pair that occurs in no row is used."""
 TRAINED, TITLE = "black on green", "bold"
 SPECIAL, SPECIAL_TRAINED = "cyan", "bold blue on green"
 STYLES = {(False, False): "", (False, True): SPECIAL, (True, False): TRAINED, (True, True): SPECIAL_TRAINED}
-"""By whether a piece is trained, and whether it is a special token."""
+"""Styles by whether a piece is trained on, and whether it is a special token."""
 
 
 def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) -> None:
-    """Prints to standard output; ``trains``: whether anything of these rows could be trained."""
+    """Print rows to standard output; ``trains`` is whether their tokens can be trained on."""
     console = Console(highlight=False, soft_wrap=True)
     has_colours = console.is_terminal and not console.no_color and console.color_system is not None
     brackets = None if has_colours else _choose_brackets(rows)
