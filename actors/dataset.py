@@ -1,4 +1,4 @@
-"""The dataset actor: serves packed batches of supervised rows, where an RL run has the replay actor."""
+"""The dataset actor, which serves packed batches of supervised rows in place of an RL run's replay actor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import MiniBatch, RolloutStatus, TrainBatch
 
 SEEN_WITHIN_S = 30.0
-"""Seconds that a report waits for the driver, which asks all the time."""
+"""Seconds that ``complete_step`` waits for the driver to fetch the report; the driver polls continually."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class DatasetSetup:
-    """What the dataset actor needs; ``folder`` is the driver's working directory, ``cursor`` where the rows of
-    ``first_step`` begin."""
+    """Settings of the dataset actor.
+
+    ``folder`` is the driver's working directory, ``cursor`` the place where the rows of ``first_step`` begin.
+    """
 
     data: DataConfig
     model: ModelConfig
@@ -42,14 +44,14 @@ class DatasetSetup:
 
 
 class DatasetActor(BatchActor):
-    """Packs a step when the first rank asks for it; any step from the first one on can be asked for again."""
+    """Actor that packs a step on a rank's first request; any step from ``first_step`` on can be requested again."""
 
     def __init__(self, setup: DatasetSetup) -> None:
         super().__init__(setup.learner)
         self._setup = setup
         self._source: SequenceSource | None = None
         self._held_out: list[TrainBatch] = []
-        """What is evaluated on, by rank; empty where nothing is held out."""
+        """Batches of held-out rows, one per rank; empty if no rows are held out."""
         self._max_tokens = longest_row(setup.algorithm, setup.learner)
         self._cursors = {setup.first_step: setup.cursor}
         self._known_reports: list[StepReport] = []
@@ -58,11 +60,11 @@ class DatasetActor(BatchActor):
         self._seen = -1
 
     async def start(self) -> None:
-        """Opens the rows."""
+        """Open the row source."""
         self._open()
 
     async def complete_step(self, report: StepReport) -> None:
-        """Answers once the driver has the report: until then, Ray repeats the call where this process dies."""
+        """Keep the report and wait until the driver has it: until then, Ray repeats the call if this process dies."""
         await super().complete_step(report)
         await self._board.wait_for(lambda: self._seen >= report.step, SEEN_WITHIN_S)
 
@@ -91,13 +93,13 @@ class DatasetActor(BatchActor):
         return self._source
 
     def _tell(self, message: str) -> None:
-        """Tells the driver's user, who does not see the log of this process; each message once."""
+        """Report a message to the driver's user, who does not see this process's log; each message only once."""
         if message not in self._told:
             self._told.add(message)
             self._keep_event("data", "rows", message)
 
     async def held_out(self, rank: int) -> list[MiniBatch]:
-        """A rank's share of the held-out rows; empty where there are none."""
+        """Return a rank's share of the held-out rows, or an empty list if no rows are held out."""
         self._open()
         return self._held_out[rank].mini_batches if self._held_out else []
 
@@ -131,7 +133,10 @@ class DatasetActor(BatchActor):
         return batches
 
     def _go_to(self, source: SequenceSource, step: int) -> None:
-        """A process that took the place of a dead one goes through the rows from the run's first step."""
+        """Move ``source`` to the first row of ``step``.
+
+        A process that replaced a dead one reads through the rows from ``first_step`` on.
+        """
         known = max(earlier for earlier in self._cursors if earlier <= step)
         source.seek(self._cursors[known])
         for passed in range(known, step):
@@ -143,7 +148,7 @@ class DatasetActor(BatchActor):
             self._known_reports.append(report)
 
     def _keep_event(self, kind: str, subject: str, message: str) -> None:
-        number = time.time_ns()  # higher than those of a process before this one
+        number = time.time_ns()  # higher than the numbers of an earlier process
         self._known_events.append(
             LedgerEvent(number=number, time=time.time(), kind=kind, subject=subject, message=message)
         )

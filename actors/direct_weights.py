@@ -1,4 +1,4 @@
-"""The weights actor of runs whose weights go from the learner to the engines directly: it brings the two together."""
+"""The weights actor of runs whose learner sends weights directly to the engines; it coordinates the two sides."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlpipe.types import WeightsManifest
 
 
 class DirectWeightsActor(WeightsActor):
-    """Has no weights: an engine that starts again gets them with all others, when the learner sends next.
+    """Weights actor that holds no weights: a restarted engine gets them with all others when the learner sends next.
 
-    A version takes two calls of the learner: ``offer`` has the engines wait for it; it sends; ``publish`` says what
-    they should serve now.
+    For each version, the learner calls ``offer``, which has the engines wait; sends the weights; and calls
+    ``publish`` with the manifest of what the engines should serve now.
     """
 
     def __init__(self, *, engines: Sequence[str], timeout_s: float, workers_per_engine: int) -> None:
@@ -28,13 +28,16 @@ class DirectWeightsActor(WeightsActor):
         self._offered_at = 0.0
 
     async def offer(self, manifest: WeightsManifest, life: int) -> int:
-        """Answers how many processes meet, the learner's among them, or 0 if the version is not wanted any more."""
+        """Have the engines wait for a version, and return how many processes take part, or 0 if it is outdated.
+
+        The learner's process is included in the count.
+        """
         async with self._turn:
             if (life, manifest.version) <= (self._life, self.version):
                 return 0
             await self._followed.wait()
             assert manifest.transfer is not None, "it says where to meet"
-            # A learner that died in between leaves engines that wait for it still, or have failed.
+            # A learner that died in between leaves engines that still wait for it, or that have failed.
             left = {
                 name: task
                 for name, task in self._receiving.items()
@@ -50,12 +53,12 @@ class DirectWeightsActor(WeightsActor):
             return num_processes
 
     async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], life: int) -> None:
-        """Compares what the engines have received with what was sent."""
+        """Compare what the engines received with what the learner sent, by digest."""
         async with self._turn:
             if (life, manifest.version) <= (self._life, self.version):
                 return
             if self._offered != (life, manifest.version):
-                return  # this process took the place of the one that the version was offered to: it is sent again
+                return  # this process replaced the one that the version was offered to; the learner sends it again
             self._life = life
             self._number += 1
             answers = {name: await task for name, task in self._receiving.items()}
@@ -67,12 +70,12 @@ class DirectWeightsActor(WeightsActor):
                 {name: failure for name, failure in compared.items() if failure is not None},
                 self._offered_at,
             )
-            # An engine that came in between is waiting for the learner to send again.
+            # An engine that enrolled in between is waiting for the learner to send again.
             self._newest = (manifest, []) if self._enrolled <= answers.keys() else None
         await self._notify()
 
     async def load_newest(self, name: str) -> int | NotLoaded:
-        """Asks the learner to send again, and waits until the engine has its share."""
+        """Have the learner send again, and return the version that the engine loaded, or why it did not load one."""
         async with self._turn:
             self._enrolled.add(name)
             self._newest, number = None, self._number

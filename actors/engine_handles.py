@@ -1,4 +1,4 @@
-"""Lets those who score ask the run's rollout actors."""
+"""Handles by which scorers query the run's rollout actors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, frozen=True)
 class Engines:
-    """What a process must be given to ask the run's engines."""
+    """Actor handles and chat template options that a process needs to query the run's engines."""
 
     actors: Mapping[str, ActorHandle]
     chat_template_kwargs: Mapping[str, Any]
 
     async def ask(self, name: str, request: GroupRequest, timeout_s: float) -> RolloutGroup:
-        """Raises ``EngineSilent`` where the engine is dead, late, or not started again yet."""
+        """Return an engine's group for a request; raise ``EngineSilent`` if it is dead, late, or not restarted yet."""
         call: Any = self.actors[name].ask.options(concurrency_group=QUESTIONS)
         try:
             group: RolloutGroup = await call.remote(request, timeout_s)
@@ -42,7 +42,7 @@ class Engines:
 
 
 def open_chat(engines: Engines | None, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> EngineChat | None:
-    """None where there are no engines."""
+    """Return a chat interface to the engines, or None if there are no engines."""
     if engines is None:
         return None
     return EngineChat(

@@ -1,4 +1,4 @@
-"""A learner rank's part in scoring groups by features: between steps, with the adapter off."""
+"""A learner rank's part in scoring groups by features, between steps and with the adapter disabled."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.scoring.feature_scorer import learner_feature_scorer
 
 ANSWERED, NOTHING, NOT_FIRST = -1, -2, -3
-"""What a round of waiting may bring besides a job, whose number is 0 or more."""
+"""Results of a round of waiting other than a job, whose number is 0 or more."""
 
 
 class Waits(Protocol):
     def wait(self, call: Any, timeout_s: float) -> bool:
-        """Waits for a call's answer; says whether it is there."""
+        """Wait for a call's answer, and return whether it has arrived."""
 
 
 class FeatureRank:
-    """Waits for calls, and scores what comes up meanwhile. All ranks must call all methods alike.
+    """A rank's wait for remote calls, during which it scores the groups that are due.
 
-    The ranks do everything in the order in which the first one learns of it, as they share the model.
+    All ranks must make the same calls in the same order. They act in the order in which the first rank learns of
+    answers and jobs, because they share the model.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class FeatureRank:
         self._due: Any = None
 
     def wait(self, call: Any, timeout_s: float) -> bool:
-        """Whether ``call`` is answered; False after ``timeout_s``, or sooner where groups were scored."""
+        """Wait for ``call``; return whether it is answered: False after ``timeout_s``, or once groups were scored."""
         found = self._learn(call, timeout_s) if self._sharding.rank == 0 else NOT_FIRST
         agreed = int(self._sharding.reduce(torch.tensor(float(found)), Reduce.MAX))
         if agreed >= 0:
@@ -47,7 +48,7 @@ class FeatureRank:
         return agreed == ANSWERED
 
     def _learn(self, call: Any, timeout_s: float) -> int:
-        """What the first rank finds; jobs come first, as a batch may have to wait for them."""
+        """Wait, on the first rank, for a job or for ``call``; jobs come first, because a batch may depend on them."""
         if self._due is None:
             self._due = self._batches.features_due.remote(timeout_s)
         ended = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Gives scored groups to a user's function, in a process beside the run that can neither slow nor break it."""
+"""Calls of a user's function on scored groups, in a separate process that can neither slow nor break the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlpipe.scoring.validation import describe_exception
 from rlpipe.types import RolloutGroup
 
 MAX_WAITING = 16
-"""Calls that wait for the hook or run in it; what comes beyond them is left out and counted."""
+"""Limit on calls that wait for the hook or run in it; groups beyond it are skipped and counted."""
 MAX_SHOWN = 3
-"""Failures whose reason is shown."""
+"""Number of failures whose reason is shown."""
 
 
 class HookActor:
-    """The process that calls the function."""
+    """Process that calls the user's function."""
 
     def __init__(self, path: str, folder: str) -> None:
         enter_folder(folder)
@@ -32,19 +32,19 @@ class HookActor:
 
 
 class HookFeed:
-    """What the replay actor hands to the hook; for one event loop. ``notice`` is told of the first failures."""
+    """The replay actor's calls of the hook, for one event loop; ``notice`` gets messages on the first failures."""
 
     def __init__(self, hook: ActorHandle, notice: Callable[[str], None], *, max_waiting: int = MAX_WAITING) -> None:
         self._hook, self._notice, self._max_waiting = hook, notice, max_waiting
         self._num_shown = 0
         self._calls: set[asyncio.Task[None]] = set()
         self.num_left_out = 0
-        """Groups for which the hook had no time."""
+        """Groups skipped because too many calls were waiting."""
         self.num_failed = 0
-        """Groups over which it raised, or died."""
+        """Groups on which the hook raised an error or died."""
 
     def offer(self, groups: Sequence[RolloutGroup]) -> None:
-        """Returns at once."""
+        """Call the hook on ``groups`` without waiting for it; skip and count them if too many calls are waiting."""
         if not groups:
             return
         if len(self._calls) >= self._max_waiting:
@@ -55,7 +55,7 @@ class HookFeed:
         call.add_done_callback(self._calls.discard)
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits until the hook has had all that it was given, or the time is up."""
+        """Wait until the hook has finished all its calls, or the time is up."""
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout_s)
 

@@ -1,4 +1,4 @@
-"""A learner rank: the loop that it runs under Ray Train."""
+"""The training loop that a learner rank runs under Ray Train."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import MiniBatch, TrainBatch
 
 POLL_S = 5.0
-"""Seconds between a rank's signs of life, and between its looks for a new weights actor while it waits."""
+"""Seconds between a rank's heartbeats, and between its checks for a restarted weights actor while it waits."""
 
 
 def run_rank(setup: LearnerSetup) -> None:
-    """Runs on every rank, until the last step is trained, checkpointed and exported, or until the run stops.
+    """Train on one rank until the last step is trained, checkpointed and exported, or until the run stops.
 
-    An error of rlpipe's own ends the run: the replay actor hands it to the controller. Any other kills the group, which
-    Ray Train starts again.
+    An ``RlpipeError`` ends the run: the replay actor passes it to the controller. Any other error kills the group,
+    which Ray Train then restarts.
     """
     try:
         LearnerLoop(setup).run()
@@ -50,7 +50,7 @@ def run_rank(setup: LearnerSetup) -> None:
 
 
 class LearnerLoop:
-    """One rank: pulls its share of a step, trains it, publishes the new version, and checkpoints."""
+    """Loop of one rank: it pulls its share of a step, trains it, publishes the new version, and checkpoints."""
 
     def __init__(self, setup: LearnerSetup) -> None:
         self._setup = setup
@@ -84,7 +84,7 @@ class LearnerLoop:
         self._features = self._make_features()
 
     def _make_features(self) -> FeatureRank | None:
-        """Where the rewards of the run are computed here."""
+        """Return the feature scorer if the run's rewards are computed by the learner, or None."""
         ebft, setup = self._setup.algorithm.ebft, self._setup
         if not ebft.reward or ebft.features.weights != "learner":
             return None
@@ -137,7 +137,7 @@ class LearnerLoop:
         export_policy(self._policy, setup.output / "policy")
 
     def _post_notes(self) -> None:
-        """What the first rank has to say of the policy since the last time."""
+        """Post, from the first rank, the notes on the policy that are new since the last call."""
         notes = self._policy.notes if self._rank == 0 else []
         for note in notes[self._num_notes :]:
             self._calls.get(self._setup.batches.note.remote("model", "learner", note), "a note to be taken")
@@ -155,7 +155,7 @@ class LearnerLoop:
         return self._publisher if self._features is None else self._features
 
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
-        """The rank's share of the step, or None where the run stops, and the seconds that it had to wait."""
+        """Return the rank's share of the step, or None if the run stops, and the seconds spent waiting for it."""
         started = time.perf_counter()
         limit = self._setup.start_timeout_s + self._setup.step_timeout_s
         call: Any = self._setup.batches.next_batch.remote(step, self._rank)
@@ -171,7 +171,7 @@ class LearnerLoop:
         return batch, time.perf_counter() - started
 
     def _score_the_rest(self) -> None:
-        """Stays for evaluations that are under way."""
+        """Score the groups of evaluations that are still under way, until no more will come."""
         if self._features is not None:
             call: Any = self._setup.batches.features_ended.remote()
             while not self._features.wait(call, POLL_S):
@@ -197,10 +197,10 @@ class LearnerLoop:
             self._calls.in_order("report", self._setup.batches.complete_step, report)
 
     def _checkpoint(self, step: int, batch: TrainBatch) -> None:
-        """A checkpoint that can't be written is reported at every attempt; the run goes on with the last whole one."""
+        """Write a checkpoint; report each failure to write one, after which the run goes on with the last whole one."""
         self._calls.await_answer("report")  # no step before a checkpoint may go unreported
         setup = self._setup
-        # The config has paths as they were written, the model where they lie.
+        # The config has paths as the user wrote them, the model has them resolved.
         extra = {"resume": batch.resume, "config": dict(setup.resolved_config), "model": to_tree(setup.model)}
         try:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
@@ -214,7 +214,7 @@ class LearnerLoop:
             self._calls.get(self._setup.batches.checkpointed.remote(step), "the ledger to count the checkpoint")
 
     def _add_ledger(self, folder: Path) -> dict[str, Any]:
-        """The ledger's copy goes into the checkpoint; raises ``OSError`` if it can't be written."""
+        """Copy the ledger into the checkpoint and return its run's id; raise ``OSError`` if it can't be written."""
         try:
             run_id = self._calls.get(self._setup.batches.back_up.remote(folder / LEDGER), "the ledger to be copied")
         except RlpipeError as error:

@@ -1,4 +1,4 @@
-"""What a learner rank is given of a run; imports neither torch nor Ray Train, as the driver makes it."""
+"""The settings of a learner rank; imports neither torch nor Ray Train, because the driver creates them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlpipe.learner.workload import Workload
 
 @dataclass(kw_only=True, frozen=True)
 class LearnerSetup:
-    """What a rank needs for a run; ``weights_actor`` is None where no engine follows, as in SFT."""
+    """Settings of a learner rank for a run; ``weights_actor`` is None if the run has no engines, as in SFT."""
 
     model: ModelConfig
     algorithm: AlgorithmConfig
@@ -31,12 +31,12 @@ class LearnerSetup:
     output: Path
     seed: int
     evaluate_every: int
-    """Steps between evaluations on held-out rows, where the learner does them; 0: at the start and the end."""
+    """Steps between the learner's evaluations on held-out rows; 0: only at the start and the end."""
     resume_from: Path | None
     resolved_config: Mapping[str, Any]
     batches: ActorHandle
     weights_actor: ActorHandle | None
     call_timeout_s: float
     start_timeout_s: float
-    """Of the engines, whose start a batch may have to wait for."""
+    """Seconds allowed for the engines to start, which a batch may have to wait for."""
     step_timeout_s: float
