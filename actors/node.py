@@ -1,4 +1,4 @@
-"""What a node of the cluster computes in: asked there, by a task that takes none of its resources."""
+"""The dtypes that a cluster node computes in, found out on the node by a task that takes none of its resources."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 UNKNOWN_GPU = DeviceTypes(
     device="a GPU that NVIDIA's library knows nothing of", narrow=frozenset({"bfloat16", "float16"})
 )
-"""Taken to be no older than 2020: one of another maker, or in a container without that library."""
+"""A GPU of another maker, or in a container without NVIDIA's library; assumed to be no older than 2020."""
 
 
 def ask_nodes(node_ids: Sequence[str], *, dtype: str, products: Products | None) -> list[ObjectRef]:
-    """The answers of ``node_types`` on each of the nodes."""
-    import ray  # which `rlpipe generate` does without
+    """Start ``node_types`` on each of the nodes, and return references to the results."""
+    import ray  # here, because `rlpipe generate` does without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote: Any = ray.remote(node_types)
@@ -37,9 +37,9 @@ def ask_nodes(node_ids: Sequence[str], *, dtype: str, products: Products | None)
 
 
 def node_types(dtype: str, products: Products | None) -> list[DeviceTypes]:
-    """Of this machine's processors, with the rates of the products that they make, or of its GPUs without products.
+    """Return the types of this machine's CPUs, with rates measured on ``products``, or of its GPUs if that is None.
 
-    ``dtype`` is the type that was asked for. A GPU that is slow in it has rates where it was measured before.
+    ``dtype`` is the type that the run asks for. A GPU that is slow in it has rates if it was measured before.
     """
     if products is not None:
         return [cpu_types(products, NARROW if dtype == AUTO else dtype)]
@@ -49,7 +49,10 @@ def node_types(dtype: str, products: Products | None) -> list[DeviceTypes]:
 
 
 def gpus_of_machine() -> list[DeviceTypes]:
-    """Each kind once. The driver's library tells also where this process may use none, and takes no memory of them."""
+    """Return each kind of GPU in this machine once, or ``UNKNOWN_GPU`` if none is found.
+
+    NVIDIA's driver library also lists GPUs that this process may not use, and takes no GPU memory.
+    """
     from ray._private.thirdparty import pynvml
 
     try:

@@ -1,4 +1,4 @@
-"""How a learner rank hands its versions to the engines: through the object store, or directly."""
+"""Publishers, by which a learner rank sends its versions to the engines: through the object store, or directly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlpipe.weights.buckets import BucketMemory
 
 
 class Calls:
-    """A rank's calls of other actors: each has a limit, and those of one kind are made one after the other."""
+    """A rank's calls of other actors, each with a time limit, and one at a time for each kind."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank, self._limit_s = rank, limit_s
@@ -31,8 +31,10 @@ class Calls:
         return get_answer(call, f"learner rank {self._rank}: {what}", within=limit, option="cluster.call_timeout_s")
 
     def in_order(self, kind: str, method: Any, *arguments: Any, more_s: float = 0.0) -> None:
-        """Calls an actor once the last call of the same kind has been answered: an actor may take calls that wait
-        for it at one time in any order."""
+        """Call an actor once the last call of the same kind has been answered.
+
+        An actor may take calls that wait for it at the same time in any order.
+        """
         self.await_answer(kind)
         self._unanswered[kind] = method.remote(*arguments), more_s
 
@@ -47,20 +49,20 @@ class Calls:
 
 
 class Publisher(Protocol):
-    """One rank's part; all ranks must call all methods alike."""
+    """One rank's part in publishing; all ranks must make the same calls in the same order."""
 
     def publish(self, version: int, life: int) -> None:
-        """Gives the present weights to the engines; ``life`` counts the groups of ranks so far."""
+        """Send the current weights to the engines; ``life`` counts the learner groups started so far."""
 
     def publish_again(self) -> None:
-        """The same version once more, if the weights actor was restarted and has none, or an engine asks for it."""
+        """Publish the same version again if the weights actor was restarted and has none, or an engine needs it."""
 
     def wait(self, call: Any, timeout_s: float) -> bool:
-        """Waits for a call's answer; says whether it is there."""
+        """Wait for a call's answer, and return whether it has arrived."""
 
 
 class NoPublisher:
-    """Where no engine follows, as in SFT."""
+    """Publisher of runs without engines, as in SFT."""
 
     def publish(self, version: int, life: int) -> None:
         pass
@@ -73,7 +75,7 @@ class NoPublisher:
 
 
 class StorePublisher:
-    """Puts the weights into Ray's object store, one object a bucket, and tells the weights actor."""
+    """Publisher that puts weights into Ray's object store, one object per bucket, and calls the weights actor."""
 
     def __init__(self, policy: Policy, setup: LearnerSetup, calls: Calls, weights: ActorHandle) -> None:
         self._policy, self._config, self._calls, self._weights = policy, setup.weights, calls, weights
@@ -98,7 +100,10 @@ class StorePublisher:
             self._tell()
 
     def _tell(self) -> None:
-        """Where engines load the last version, another one that was restarted may have its turn before it."""
+        """Send the version to the weights actor.
+
+        The answer may take two load timeouts, because the load of a restarted engine may come first.
+        """
         assert self._published is not None, "only the first rank has something to tell"
         self._calls.in_order("publish", self._weights.publish, *self._published, more_s=2 * self._config.timeout_s)
 
@@ -107,9 +112,10 @@ class StorePublisher:
 
 
 class DirectPublisher:
-    """Has the engines wait, sends them the weights, and says what they serve then.
+    """Publisher that has the engines wait, sends them the weights, and then has their digests checked.
 
-    All ranks gather what the first one sends, so they agree on when to send: also while they wait for a batch.
+    All ranks gather the weights that the first one sends, so they must agree on when to send, also while they wait
+    for a batch.
     """
 
     def __init__(self, policy: Policy, setup: LearnerSetup, calls: Calls, weights: ActorHandle) -> None:
@@ -137,7 +143,7 @@ class DirectPublisher:
         return not self._any(not is_answered(call, timeout_s))
 
     def _offer(self, version: int, life: int) -> Transfer | None:
-        """Where both sides meet; None where the version is not wanted any more."""
+        """Offer a version to the engines; return the transfer that both sides join, or None if it is outdated."""
         transfer = self._sender.open(ray.util.get_node_ip_address())
         call: Any = self._weights.offer.remote(self._describe(version, transfer=transfer), life)
         num_processes = self._calls.get(call, "the engines to be ready", more_s=self._start_timeout_s)

@@ -1,4 +1,4 @@
-"""Waits for remote calls, never for ever: what does not come in time is named, with who owes it and for how long."""
+"""Time-limited waits for remote calls; the error of a late call names the call, the limit and its option."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlpipe.errors import RlpipeError, RunError, WaitTimeout
 
 
 class ObjectsLost(RunError):
-    """What an actor was given went with the machine that held it."""
+    """Error raised when an argument of a remote call is lost with the machine that held it."""
 
 
 KILLED = "its process died or was killed"
 MAX_DETAIL = 200
-"""Characters of Ray's account of a death."""
+"""Limit on the characters of Ray's description of a death."""
 
 
 async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:
-    """What a remote call answers.
+    """Return the answer of a remote call.
 
     ``what`` reads like "the replay actor to take 8 groups"; ``option`` is the setting that ``within`` comes from.
     Raises ``WaitTimeout`` after ``within`` seconds, rlpipe's own error out of a remote one, and ``RunError`` if the
@@ -49,7 +49,7 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
 
 
 def get_answer(call: ObjectRef, what: str, *, within: float, option: str) -> Any:
-    """As ``answer``, where there is no event loop."""
+    """Return a remote call's answer outside an event loop; raise as ``answer`` does, but never ``ObjectsLost``."""
     try:
         return ray.get(call, timeout=within)
     except GetTimeoutError:
@@ -65,14 +65,14 @@ def late(what: str, within: float, option: str) -> WaitTimeout:
 
 
 def root_cause(error: RayTaskError, context: str) -> RlpipeError:
-    """rlpipe's own error out of a remote one; any other becomes a ``RunError`` with the remote traceback."""
+    """Return the ``RlpipeError`` that caused a remote error; any other becomes a ``RunError`` with the traceback."""
     if isinstance(error.cause, RlpipeError):
         return error.cause
     return RunError(f"{context}: {error}")
 
 
 def describe_failure(error: Exception) -> str:
-    """One line on why a call failed: what was raised, or how the process ended, without Ray's general advice."""
+    """Return one line on why a call failed: the error, or how the process ended, without Ray's general advice."""
     cause = getattr(error, "cause", None) or error
     words = " ".join(str(cause).split()).split(" Some common causes include")[0]
     if isinstance(cause, RayActorError) or "Worker exit detail: " in words:  # Ray Train wraps these

@@ -1,4 +1,4 @@
-"""The replay actor: keeps groups and the ledger, and serves each learner rank its share of a step."""
+"""The replay actor, which keeps groups and the ledger, and serves each learner rank its share of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlpipe.types import RolloutGroup, TrainBatch
 
 @dataclass(kw_only=True, frozen=True)
 class ReplaySetup:
-    """What the replay actor needs for a run; ``path`` is the ledger's."""
+    """Settings of the replay actor for a run; ``path`` is the ledger's."""
 
     path: Path
     algorithm: AlgorithmConfig
@@ -43,7 +43,7 @@ class ReplaySetup:
     seed: int
     num_samples: int
     hook: ActorHandle | None = None
-    """What scored groups are given to."""
+    """Actor that runs the user's hook on scored groups, or None."""
 
     @classmethod
     def of(cls, config: Config, path: Path, rewards: Mapping[str, RewardConfig]) -> ReplaySetup:
@@ -60,7 +60,7 @@ class ReplaySetup:
 
 
 class ReplayActor(BatchActor):
-    """Remote shell of ``ReplayStore``."""
+    """Ray actor around a ``ReplayStore``."""
 
     def __init__(self, setup: ReplaySetup) -> None:
         super().__init__(setup.learner)
@@ -72,24 +72,24 @@ class ReplayActor(BatchActor):
             self._reopen()
 
     async def start(self, start: RunStart) -> OpenAccounts:
-        """Opens the ledger that belongs to where the run goes on; answers where its accounts stand."""
+        """Open the ledger that fits ``start``, and return its state, from which the driver continues."""
         ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
         self._opened = self._open_store(ledger)
         return self._opened.accounts(messages, first_step=start.step)
 
     async def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed]) -> None:
-        """Registers groups that are about to be generated; ``place`` is the prompt source's place behind them."""
+        """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
         self._store.admit(groups, place, passed)
 
     async def generated(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> Outcome:
-        """Keeps ``groups[indices]``; those that could not be sampled are discarded."""
+        """Keep ``groups[indices]``, and discard those that could not be sampled."""
         outcome = self._store.generated([groups[index] for index in indices])
         if outcome.discarded:
             await self._fill()  # a step may have waited for them
         return outcome
 
     async def scored(self, group_ids: Sequence[int], *pools: Sequence[GroupScores]) -> Outcome:
-        """Takes what every pool said of groups that were generated."""
+        """Take every pool's scores of groups that were generated."""
         groups = [] if self._hook is None else self._store.unscored(group_ids)
         outcome = self._store.scored(group_ids, pools)
         if self._hook is not None:
@@ -98,12 +98,12 @@ class ReplayActor(BatchActor):
         return outcome
 
     async def score_features(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
-        """Has the learner's ranks score ``groups[indices]`` by their features."""
+        """Have the learner's ranks score ``groups[indices]`` by their features."""
         sampled = [groups[index] for index in indices if groups[index].failure is None]
         return await self._features.score(sampled) if sampled else []
 
     async def features_due(self, timeout_s: float) -> int | None:
-        """The next job for the ranks, as soon as there is one; None after ``timeout_s``."""
+        """Return the next scoring job for the ranks as soon as there is one, or None after ``timeout_s``."""
         return await self._features.due(timeout_s)
 
     async def feature_share(self, job: int, rank: int) -> list[RolloutGroup]:
@@ -113,11 +113,11 @@ class ReplayActor(BatchActor):
         self._features.answer(job, rank, scores)
 
     async def end_features(self) -> None:
-        """Called when no groups are left that the ranks could be asked to score."""
+        """Record that no groups are left for the ranks to score."""
         await self._features.end()
 
     async def features_ended(self) -> None:
-        """Waits for that."""
+        """Wait until no groups are left for the ranks to score."""
         await self._features.ended()
 
     async def learner_died(self, cause: str) -> None:
@@ -125,12 +125,12 @@ class ReplayActor(BatchActor):
         await super().learner_died(cause)
 
     async def drain_hook(self, timeout_s: float) -> None:
-        """Waits until the hook has had all that it was given."""
+        """Wait until the hook has finished all its calls, or the time is up."""
         if self._hook is not None:
             await self._hook.drain(timeout_s)
 
     async def unscored(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
-        """Groups that were generated before the driver began anew."""
+        """Return those of the groups that were generated before the driver restarted, and still need scores."""
         return self._store.unscored(group_ids)
 
     async def back_up(self, target: Path) -> str | None:
@@ -180,7 +180,7 @@ class ReplayActor(BatchActor):
         return self._opened
 
     def _reopen(self) -> None:
-        """Goes on where the dead process was, unless this is another machine."""
+        """Continue from the dead process's ledger; on another machine, which lacks it, keep ``LedgerLost``."""
         path = self._setup.path
         if not path.exists():
             self._error = LedgerLost(f"the replay actor was restarted on a machine where {path} is not")

@@ -17,7 +17,7 @@ from rlpipe.types import RolloutGroup
 
 
 class ScoringActor:
-    """Remote shell of ``Scorer``. Scoring runs on the process's main thread, so that rewards may use signals."""
+    """Ray actor around a ``Scorer``; scoring runs on the process's main thread, so that rewards may use signals."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -33,7 +33,7 @@ class ScoringActor:
         memory: MemoryLimit | None = None,
         engines: Engines | None = None,
     ) -> None:
-        """Imports the rewards and sets up their actors; ``folder`` is the driver's working directory."""
+        """Import the rewards and set up their actors; ``folder`` is the driver's working directory."""
         enter_folder(folder)
         start_keeper()
         tokenizer = load_tokenizer(model)
@@ -42,6 +42,6 @@ class ScoringActor:
             self._scorer.limit_memory(memory)
 
     def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
-        """Scores those of ``groups[indices]`` that the engine could sample."""
+        """Score those of ``groups[indices]`` that the engine could sample."""
         assert self._scorer is not None, "start() comes first"
         return self._scorer.score([groups[index] for index in indices if groups[index].failure is None])

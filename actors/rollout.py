@@ -16,19 +16,19 @@ from rlpipe.rollout.multi_turn import TurnByTurn
 from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
 QUESTIONS = "questions"
-"""The concurrency group of ``ask``, which keeps a thread for as long as the engine samples."""
+"""The concurrency group of ``ask``, which occupies a thread while the engine samples."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Receipt:
-    """What the controller needs to know of a finished group; the group itself stays in the object store."""
+    """The controller's record of a finished group; the group itself stays in the object store."""
 
     group_id: int
     num_tokens: int
 
 
 class RolloutActor:
-    """Remote shell of ``EngineThread``; its methods run on several threads, so that a wait blocks nobody."""
+    """Ray actor around an ``EngineThread``; its methods run on several threads, so that none blocks another."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,8 +36,8 @@ class RolloutActor:
         self._starting = threading.Lock()
 
     def start(self, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int) -> None:
-        """Loads the model; takes seconds to minutes."""
-        with self._starting:  # Ray may repeat the call beside one that is made anew
+        """Load the model, which takes seconds to minutes."""
+        with self._starting:  # Ray may repeat the call while a newer one runs
             if self._thread is not None:
                 return
             self._thread = EngineThread(
@@ -48,22 +48,22 @@ class RolloutActor:
             )
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        if self._thread is not None:  # else the pool learns from its collect that they are for another engine
+        if self._thread is not None:  # else ``collect`` raises, and the pool gives them to another engine
             self._thread.submit(requests)
 
     def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
-        """The groups that have finished, as soon as there is one; none after ``timeout_s``."""
+        """Return finished groups with their receipts, as soon as there is one; none after ``timeout_s``."""
         groups = self._engine.collect(timeout_s, max_groups)
         for group in groups:
             group.engine = self._name
         return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
-        """The group of a request that is none of the run's; call it in the concurrency group ``QUESTIONS``."""
+        """Return the group of a request from outside the rollouts; call it in the concurrency group ``QUESTIONS``."""
         return self._engine.ask(request, timeout_s)
 
     def load(self, manifest: WeightsManifest, timeout_s: float, *buckets: ByteArray) -> str:
-        """Loads a version between two engine steps; answers the digest of what is served now."""
+        """Load a version between two engine steps, and return the digest of the weights served now."""
         return self._engine.load(manifest, buckets, timeout_s)
 
     def health(self) -> EngineHealth:

@@ -1,4 +1,4 @@
-"""A scorer as a Ray Serve deployment: its replicas score groups in batches, and end where one hangs."""
+"""A scorer as a Ray Serve deployment, whose replicas score groups in batches and exit if they hang."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from rlpipe.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 0.5
-"""Seconds that a replica which hangs lives on, so that its last answer gets out."""
+"""Seconds before a hung replica exits, so that its last answer gets out."""
 LEASE_POLL_S = 5.0
 MAX_STARTS = 3
-"""Times that replicas may fail to start before the application is given up."""
+"""Number of times that replicas may fail to start before the application is given up."""
 
 
 class GroupScorer(Protocol):
@@ -43,31 +43,31 @@ class GroupScorer(Protocol):
 
 
 class ScorerHung(Exception):
-    """A replica has not scored its groups in time; the message says so."""
+    """Error raised when a replica has not scored its groups in time."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class ServedSetup:
-    """What a replica needs; ``make`` makes its scorer, ``folder`` is the driver's working directory."""
+    """Settings of a replica; ``make`` creates its scorer, ``folder`` is the driver's working directory."""
 
     app: str
     make: Callable[[], GroupScorer]
     folder: str
     serve: ServeConfig
     timeout_s: float
-    """For one group."""
+    """Seconds allowed for scoring one group."""
     lease: ActorHandle
-    """An actor that lives as long as the run."""
+    """Actor that lives as long as the run."""
 
 
 class Lease:
-    """Lives in the driver's job, and ends with it, however it ends."""
+    """Actor of the driver's job that ends with the job, however that ends."""
 
     def ping(self) -> None: ...
 
 
 class ServedScorer:
-    """One replica."""
+    """Replica that scores groups, alone or in batches."""
 
     def __init__(self, setup: ServedSetup) -> None:
         enter_folder(setup.folder)
@@ -80,7 +80,7 @@ class ServedScorer:
         threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
 
     async def score(self, groups: Sequence[RolloutGroup], index: int, alone: bool) -> list[GroupScores]:
-        """Scores ``groups[index]``, if the engine could sample it; ``alone`` or together with others."""
+        """Score ``groups[index]`` if the engine could sample it, ``alone`` or in a batch with others."""
         group = groups[index]
         if group.failure is not None:
             return []
@@ -98,13 +98,13 @@ class ServedScorer:
                 async with asyncio.timeout(limit):
                     return await asyncio.shield(scoring)
         except TimeoutError:
-            # Its thread can't be ended; Serve puts another replica in the place of this one.
+            # The scoring thread can't be ended, so the process exits, and Serve replaces this replica.
             asyncio.get_running_loop().call_later(DRAIN_S, os._exit, 1)
             what = f"{limit:g} seconds (timeout_s) for {len(groups)} groups"
             raise ScorerHung(f"a replica of {self._setup.app} took longer than {what}") from None
 
     def _watch_lease(self) -> None:
-        """Deployments outlive the job that made them; this one is removed once the run has ended without doing so."""
+        """Delete the deployment if the run ends without doing so: deployments outlive the job that made them."""
         while True:
             time.sleep(LEASE_POLL_S)
             try:
@@ -122,20 +122,20 @@ def make_scorer(
     num_steps: int,
     engines: Engines | None = None,
 ) -> GroupScorer:
-    """The scorer of a replica, made there."""
+    """Return the scorer of a replica; runs in the replica."""
     tokenizer = load_tokenizer(model)
     return Scorer(rewards, tokenizer, callables, num_steps, open_chat(engines, tokenizer, model))
 
 
 def make_features(model: ModelConfig, config: FeatureConfig) -> GroupScorer:
-    """EBFT's scorer, with a feature network of its own."""
+    """Return EBFT's scorer, with a feature network of its own."""
     from rlpipe.scoring.feature_scorer import make_feature_scorer  # the driver needs no model
 
     return make_feature_scorer(model, config)
 
 
 def start_serve() -> bool:
-    """Starts Ray Serve, without its HTTP proxies; whether it did not run already."""
+    """Start Ray Serve without its HTTP proxies if it is not running, and return whether it was started."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
@@ -146,8 +146,8 @@ def start_serve() -> bool:
 
 
 def end_apps(apps: Sequence[str], *, whole: bool) -> None:
-    """Removes applications, and with ``whole`` Ray Serve too, unless others have come."""
-    with suppress(RayServeException, RayError):  # where Serve is gone, so are they
+    """Delete applications, and with ``whole`` shut Ray Serve down too, unless it serves other applications."""
+    with suppress(RayServeException, RayError):  # if Serve is gone, so are its applications
         known = serve.status().applications
         for app in apps:
             if app in known:
@@ -157,9 +157,9 @@ def end_apps(apps: Sequence[str], *, whole: bool) -> None:
 
 
 def deploy(setup: ServedSetup, *, num_cpus: float, num_gpus: float) -> Any:
-    """Deploys the replicas and waits until they have loaded what they need; returns Serve's handle.
+    """Deploy the replicas, wait until they have loaded their scorers, and return Serve's handle.
 
-    Raises ``RuntimeError`` with what Serve says of them where they can't start.
+    Raises ``RuntimeError`` with Serve's messages if they can't start.
     """
     config = setup.serve
     most = config.max_replicas or config.replicas
