@@ -1,4 +1,4 @@
-"""What learner ranks talk to: batches of a step, reports, signs of life, and news of all that for the controller."""
+"""The base actor that gives learner ranks their batches, and reports their progress to the controller."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlpipe.replay.step_queue import StepBoard, StepReport
 from rlpipe.types import TrainBatch
 
 SILENT_AFTER_S = 12.0
-"""Seconds without a sign of life, which ranks give every five."""
+"""Seconds without a heartbeat after which a rank is reported as silent; ranks send one every five seconds."""
 
 
 @dataclass(kw_only=True, slots=True)
 class News:
-    """What has happened since the controller asked last."""
+    """Reports and events since the controller's last request."""
 
     reports: Sequence[StepReport] = field(default_factory=list)
     events: Sequence[LedgerEvent] = field(default_factory=list)
@@ -30,7 +30,7 @@ class News:
 class BatchActor(ABC):
     """The learner's side of the replay and dataset actors; all methods are coroutines, so that ranks can wait.
 
-    Every method can be repeated, so that Ray may call it again on the process that takes the place of a dead one.
+    Every method can be repeated, so that Ray may call it again on the process that replaces a dead one.
     """
 
     def __init__(self, learner: LearnerConfig) -> None:
@@ -42,18 +42,18 @@ class BatchActor(ABC):
         self._beats: dict[int, tuple[float, int]] = {}
 
     async def begin_life(self) -> int:
-        """Called by the first rank of a group that begins; a higher number than any group before it got."""
+        """Return the number of a new learner group, higher than any before; called by the group's first rank."""
         self._last_progress = time.monotonic()
         return self._count_life()
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
-        """Waits until the step is complete and returns the rank's share of it; None if the run stops before it."""
+        """Wait until the step is filled, and return the rank's share of it, or None if the run stops first."""
         self._board.want(step)
         await self._fill()
         return await self._board.batch(step, rank)
 
     async def complete_step(self, report: StepReport) -> None:
-        """Called by the first rank once the step is trained."""
+        """Keep the report of a trained step; called by the first rank."""
         if report.step > self._last_step():  # not one that is trained again
             self._failures_in_row = 0
         self._keep_report(report)
@@ -61,16 +61,16 @@ class BatchActor(ABC):
         await self._board.notify()
 
     async def beat(self, rank: int, step: int) -> None:
-        """Says that a rank lives, and which step it is in."""
+        """Record a rank's heartbeat and the step that it is in."""
         self._beats[rank] = (time.monotonic(), step)
 
     async def note(self, kind: str, subject: str, message: str) -> None:
-        """Writes an event down, which the controller shows."""
+        """Record an event, which the controller shows."""
         self._keep_event(kind, subject, message)
         await self._board.notify()
 
     async def learner_died(self, cause: str) -> None:
-        """Counts a death of the learner group; beyond ``learner.max_failures`` without a new step the run stops."""
+        """Count a death of the learner group; stop the run after more than ``learner.max_failures`` without a step."""
         self._failures_in_row += 1
         if silent := self._silent_ranks():
             cause = f"{cause}; {silent}"
@@ -90,21 +90,21 @@ class BatchActor(ABC):
             )
 
     async def fail(self, error: RlpipeError) -> None:
-        """Ends the run with an error."""
+        """End the run with an error."""
         self._error = self._error or error
         await self._board.stop()
 
     async def back_up(self, target: Path) -> str | None:
-        """Puts the accounts into a checkpoint that is being written; answers which run they are of."""
+        """Copy the ledger, if there is one, into a checkpoint that is being written, and return its run's id."""
         return None
 
-    async def checkpointed(self, step: int) -> None:  # noqa: B027 - only where there are accounts
-        """A checkpoint after ``step`` steps is whole."""
+    async def checkpointed(self, step: int) -> None:  # noqa: B027 - only actors with a ledger override it
+        """Record that the checkpoint after ``step`` steps is complete."""
 
     async def wait_news(self, after_step: int, after_event: int, timeout_s: float) -> News:
-        """Reports and events behind those given, as soon as there is one; nothing after ``timeout_s``.
+        """Return reports and events after the given ones as soon as there are any; none after ``timeout_s``.
 
-        Raises the error that the run can't go on with.
+        Raises the error that ended the run, if there is one.
         """
         await self._board.wait_for(
             lambda: self._error is not None or self._has_news(after_step, after_event), timeout_s
@@ -114,11 +114,11 @@ class BatchActor(ABC):
         return News(reports=self._reports(after_step), events=self._events(after_event))
 
     async def stop(self) -> None:
-        """Lets the learner end after the step that it is in."""
+        """Let the learner end after the current step."""
         await self._board.stop()
 
     async def describe(self) -> dict[str, Any]:
-        """Its state in a few numbers, for error messages."""
+        """Return a summary of the state, for error messages."""
         now = time.monotonic()
         return {
             "step_wanted": self._board.wanted,
@@ -139,7 +139,7 @@ class BatchActor(ABC):
         )
 
     async def _fill(self) -> None:
-        """Hands out the wanted step if it can be filled; where ranks still train, has the next one ready for them."""
+        """Hand out the step that ranks wait for, if it can be filled; while they train, prepare the next one."""
         step = self._board.due
         if step is not None and (batches := self._batches(step)) is not None:
             await self._board.put(step, batches)
@@ -153,7 +153,7 @@ class BatchActor(ABC):
 
     @abstractmethod
     def _batches(self, step: int) -> list[TrainBatch] | None:
-        """One batch for each rank, or None while the step can't be filled; the same ones whenever it is asked."""
+        """Return one batch per rank, or None while the step can't be filled; repeated calls give equal batches."""
 
     @abstractmethod
     def _keep_report(self, report: StepReport) -> None: ...
@@ -169,4 +169,4 @@ class BatchActor(ABC):
 
     @abstractmethod
     def _last_step(self) -> int:
-        """The newest step that was reported, or -1."""
+        """Return the newest step that was reported, or -1."""

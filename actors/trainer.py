@@ -1,4 +1,4 @@
-"""The Ray Train job of the learner group, without what only its ranks need, as its controller imports this."""
+"""The Ray Train job of the learner group; imports nothing that only ranks need, as its controller imports this."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from rlpipe.actors.remote import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
 ENVIRONMENT = {
-    HEALTH_CHECK_INTERVAL_S_ENV_VAR: "0.5",  # 2 by default; so much later a death is noticed, and the end of the run
-    ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0",  # a process with warnings of preemptions, which no rank asks for
-    TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S: "5",  # 30 by default, each time that a rank hangs; it is killed after that
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR: "0.5",  # 2 by default; the delay until a death, or the run's end, is noticed
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0",  # a process that warns of preemptions, which no rank asks for
+    TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S: "5",  # 30 by default; the time until a hung rank is killed
 }
-"""How Ray Train's controller is set up, where the driver's environment says nothing else."""
+"""Environment variables of Ray Train's controller, unless the driver's environment sets them."""
 
 
 class ReportDeaths(UserCallback):
-    """Tells the replay actor why the learner group died; Ray Train then starts it again."""
+    """Callback that reports to the replay actor why the learner group died; Ray Train then restarts the group."""
 
     def __init__(self, batches: ActorHandle, timeout_s: float) -> None:
         self._batches, self._timeout_s = batches, timeout_s
@@ -53,13 +53,14 @@ class ReportDeaths(UserCallback):
 
 
 class LearnerTrainer(TorchTrainer):
-    """Ray Train without two of its helpers.
+    """Trainer without two of Ray Train's default callbacks (``UNUSED``).
 
-    One looks for its controller in whatever cluster this machine started last; where that is another one, it finds no
-    controller and removes the learner's placement group. What it is for, freeing the group after a crash, Ray does by
-    itself when the job ends. The other starts a process that serves Ray datasets, of which there are none.
+    The first looks for its controller in the cluster that this machine started last; if that is another cluster, it
+    finds no controller and removes the learner's placement group. Its purpose is to free the group after a crash,
+    which Ray does anyway when the job ends. The second starts a process that serves Ray datasets, which are not used.
 
-    ``started`` gets the handle of the controller, which Ray Train keeps to itself; ``environment`` is the controller's.
+    ``started`` is called with the controller's handle, which Ray Train does not expose; ``environment`` holds the
+    controller's environment variables.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ def make_trainer(
     controller_variables: Mapping[str, str],
     rank_variables: Mapping[str, str],
 ) -> TorchTrainer:
-    """The Ray Train job whose workers are the learner ranks; ``started`` gets its controller.
+    """Return the Ray Train job whose workers are the learner ranks; ``started`` is called with its controller.
 
-    ``controller_variables`` and ``rank_variables`` are environment variables of their processes.
+    ``controller_variables`` and ``rank_variables`` are environment variables of the controller's and ranks' processes.
 
-    ``fit`` raises ``ControllerError`` if the cluster has no room for them within ``schedule_timeout_s``.
+    ``fit`` raises ``ControllerError`` if the cluster has no room for the ranks within ``schedule_timeout_s``.
     """
     learner = setup.learner
     per_rank = {"CPU": learner.num_cpus, "GPU": learner.num_gpus, **learner.resources}
@@ -119,7 +120,7 @@ def make_trainer(
         run_config=RunConfig(
             name=run_name,
             storage_path=str(setup.output / "ray_train"),
-            # How often the group may die, the replay actor says: it knows whether there were steps in between.
+            # The replay actor limits the group's deaths, because it knows whether there were steps in between.
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=-1, max_preemption_failures=-1, controller_failure_limit=0
             ),
@@ -130,7 +131,7 @@ def make_trainer(
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Runs on every rank."""
+    """Run a learner rank; Ray Train calls this on every rank."""
     from rlpipe.actors.learner import run_rank
 
     run_rank(config["setup"])

@@ -1,4 +1,4 @@
-"""The weights actor: hands every published version to every engine, and checks what they serve."""
+"""The weights actor, which sends every published version to every engine, and checks what they serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlpipe.types import WeightsManifest
 
 
 class Cause(Enum):
-    """Why an engine does not serve a version that it was given."""
+    """Reason why an engine does not serve a version that it was sent."""
 
     ENGINE = "it lives, and could not load the version"
     PROCESS = "its process is dead, or has been, and another has its place already, without a model"
@@ -39,10 +39,10 @@ class NotLoaded:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Served:
-    """A version that all engines serve which are not lost."""
+    """A version that all engines serve, except the ``lost`` ones."""
 
     number: int
-    """Publications so far; versions may be published again after the learner began anew."""
+    """Publications so far; versions may be published again after the learner restarted."""
     version: int
     sync_s: float
     """Seconds from its publication until the last engine answered."""
@@ -51,10 +51,10 @@ class Served:
 
 
 class WeightsActor:
-    """Keeps the newest version in the object store; an engine whose digest differs stops the run.
+    """Actor that keeps the newest version in the object store; an engine whose digest differs stops the run.
 
-    What is published waits until it is asked for with ``wait_served``: then the engines have started. An engine that
-    could not load a version, or that is dead, gets none until ``load_newest`` is called for it.
+    Published versions wait for the first call of ``wait_served``: by then, the engines have started. An engine that
+    could not load a version, or that is dead, gets no more versions until ``load_newest`` is called for it.
     """
 
     def __init__(self, *, engines: Sequence[str], timeout_s: float) -> None:
@@ -71,9 +71,9 @@ class WeightsActor:
         self._followed = asyncio.Event()
 
     async def publish(self, manifest: WeightsManifest, buckets: list[ObjectRef], life: int) -> None:
-        """Loads the version into every engine; the engines take versions one after the other.
+        """Load the version into every engine, one version at a time.
 
-        ``life`` grows whenever the learner group begins anew: an older version of a later life is the newer one.
+        ``life`` grows whenever the learner group restarts: any version of a later life counts as newer.
         """
         async with self._turn:
             if (life, manifest.version) <= (self._life, self.version):
@@ -104,9 +104,9 @@ class WeightsActor:
         )
 
     async def load_newest(self, name: str) -> int | NotLoaded:
-        """Waits for the first version, has an engine load the newest one, and gives it all that follow.
+        """Wait for the first version, have an engine load the newest one, and send it all later ones.
 
-        Answers the version that it serves now, or why it does not.
+        Returns the version that the engine serves now, or why it could not load it.
         """
         while True:
             async with self._changed:
@@ -122,15 +122,15 @@ class WeightsActor:
                 if failure.cause is not Cause.LEARNER:
                     break
                 self._newest = None
-        await self._notify()  # it may end the run
+        await self._notify()  # the failure may end the run
         return failure
 
     async def newest(self) -> int:
-        """The newest version that was published, or -1: the learner publishes again where this actor was restarted."""
+        """Return the newest published version, or -1, which makes the learner publish again, as after a restart."""
         return self.version
 
     async def wait_served(self, after: int, timeout_s: float) -> Served | None:
-        """What became of the newest publication, if it is behind the one of that number; None after ``timeout_s``.
+        """Wait for a publication that is not number ``after``, and return it, or None after ``timeout_s``.
 
         Raises ``WeightsMismatch`` if an engine answered with another digest.
         """
@@ -156,11 +156,11 @@ class WeightsActor:
             self._changed.notify_all()
 
     async def _load(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> NotLoaded | None:
-        """Answers why the engine does not serve the version, or None; a wrong digest and wrong tensors end the run."""
+        """Load a version into an engine; return why that failed, or None. Wrong digests or tensors end the run."""
         return self._compare(name, manifest, await self._ask(name, manifest, buckets))
 
     async def _ask(self, name: str, manifest: WeightsManifest, buckets: list[ObjectRef]) -> str | NotLoaded:
-        """The digest of what the engine serves once it has loaded the version, or why it has not."""
+        """Have an engine load a version; return the digest of what it serves then, or why it failed."""
         call: ObjectRef = self._engines[name].load.remote(manifest, self._timeout_s, *buckets)
         try:
             async with asyncio.timeout(self._timeout_s):
