@@ -1,16 +1,16 @@
-"""Decides how many groups may be started, so that staleness is bounded by construction.
+"""Admission control: how many groups may start, so that staleness is bounded by construction.
 
 Groups that are in flight or wait to be trained never exceed ``(max_staleness + 1) * groups_per_step``. Together with
-the deadlines of ``rlpipe.replay.buffer`` no group is trained more than ``max_staleness`` versions after the one that
-its sampling began with. With ``max_staleness=0`` a step's groups start only when the step before it is published,
-which is synchronous training.
+the deadlines of ``rlpipe.replay.buffer``, this ensures that no group is trained more than ``max_staleness`` versions
+after the one that its sampling began with. With ``max_staleness=0``, a step's groups start only when the step before
+it is published, which is synchronous training.
 """
 
 from __future__ import annotations
 
 
 class Admission:
-    """Counts the groups of a run from admission to training."""
+    """Counter of a run's groups from admission to training."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Admission:
         first_step: int = 0,
         num_waiting: int = 0,
     ) -> None:
-        """``num_waiting`` groups have a place in ``first_step`` or a later one already."""
+        """Start at ``first_step``; ``num_waiting`` groups already have a place in it or a later step."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._num_steps = num_steps
@@ -35,24 +35,24 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be admitted now."""
+        """Number of groups that may be admitted now."""
         steps_open = min(self._version + self._max_staleness + 1, self._num_steps)
         return max(steps_open * self._groups_per_step - self._admitted, 0)
 
     def admit(self, num_groups: int) -> None:
-        """Counts groups as started; raises ``ValueError`` beyond the capacity."""
+        """Count groups as started; raise ``ValueError`` beyond the capacity."""
         if num_groups > self.capacity:
             raise ValueError(f"{num_groups} groups were admitted where {self.capacity} may be")
         self._admitted += num_groups
 
     def discard(self, num_groups: int) -> None:
-        """Gives back the places of groups that will never be trained, so that others replace them."""
+        """Free the places of groups that will never be trained, so that others replace them."""
         self._admitted -= num_groups
 
     def publish(self, version: int) -> None:
-        """Opens the places of the steps up to ``version``, which all engines serve now."""
+        """Set the version that all engines serve now, which opens the steps up to ``version + max_staleness``."""
         self._version = max(self._version, version)
 
     def extend(self, num_steps: int) -> None:
-        """Opens further steps behind the last one."""
+        """Add ``num_steps`` steps after the last one."""
         self._num_steps += num_steps

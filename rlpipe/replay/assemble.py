@@ -1,4 +1,4 @@
-"""Turns the groups of a step into one packed batch for every learner rank, and into the step's metrics."""
+"""Assembly of a step's groups into one packed batch per learner rank, and into the step's metrics."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlpipe.data.packing import pack_step
 from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 EBFT = "ebft/"
-"""What the metrics of EBFT's scorer begin with."""
+"""Prefix of the metrics of EBFT's scorer."""
 NO_SPREAD = 1e-8
-"""Rewards whose standard deviation is less than this are the same."""
+"""Standard deviation below which rewards count as equal."""
 
 
 def assemble_step(
@@ -30,11 +30,11 @@ def assemble_step(
     replayed: Sequence[RolloutGroup] = (),
     skip_zero_advantage: bool = False,
 ) -> list[TrainBatch]:
-    """Sets the advantages of a step's rollouts and packs them; one batch a rank, each with the step's metrics.
+    """Set the advantages of a step's rollouts and pack them into one batch per rank, with the step's metrics.
 
-    ``replayed`` groups, of earlier steps, are trained beside ``groups``, which alone the rewards, lengths and staleness
-    are of. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators and left out of
-    the batch, as long as neither KL nor entropy gives them a gradient.
+    ``replayed`` groups of earlier steps are trained with ``groups``, but metrics of rewards, lengths and staleness
+    cover ``groups`` only. With ``skip_zero_advantage``, rollouts whose advantage is 0 are counted in the denominators
+    but left out of the batch, unless the KL or the entropy gives them a gradient.
     """
     trained = [*groups, *replayed]
     set_advantages(trained, algorithm, reward_weights)
@@ -75,7 +75,7 @@ def _add_truths(
     *,
     seed: int,
 ) -> None:
-    """Puts the ground truths of the step's groups beside its mini batches."""
+    """Add the ground truths of the step's groups to its mini batches."""
     packed = pack_step(
         [_truth_rollout(group) for group in groups],
         step=batches[0].step,
@@ -91,7 +91,7 @@ def _add_truths(
 
 
 def _truth_rollout(group: RolloutGroup) -> Rollout:
-    """The ground truth behind its prompt, which no policy drew."""
+    """Return the prompt with its ground truth as a rollout that no policy drew."""
     token_ids, mask = group.prompt.with_truth()
     return Rollout(
         group_id=group.group_id,
@@ -107,7 +107,7 @@ def _truth_rollout(group: RolloutGroup) -> Rollout:
 
 
 def has_signal(group: RolloutGroup, combine: str) -> bool:
-    """Whether the group's rewards differ: their sum, or, where each is normalised first, any of them."""
+    """Return whether the group's rewards differ: their sum, or any one of them if each is normalized first."""
     columns = [[rollout.reward for rollout in group]]
     if combine == "normalize_then_sum":
         columns = [[rollout.rewards.get(name) for rollout in group] for name in group.rollouts[0].rewards]
@@ -115,7 +115,7 @@ def has_signal(group: RolloutGroup, combine: str) -> bool:
 
 
 def _is_flat(group: RolloutGroup) -> bool:
-    """Whether all its advantages are 0."""
+    """Return whether all of the group's advantages are 0."""
     return not any(rollout.advantages is not None and rollout.advantages.any() for rollout in group)
 
 
@@ -124,14 +124,14 @@ def _advantages_std(group: RolloutGroup) -> float:
 
 
 def _without_loss(rollout: Rollout) -> Rollout:
-    """A copy of which no token is trained."""
+    """Return a copy of the rollout in which no token is trained."""
     return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
 
 
 def set_advantages(
     groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
 ) -> None:
-    """Writes each rollout's advantage to all its tokens."""
+    """Write each rollout's advantage to all its tokens."""
     weights = np.array(list(reward_weights.values()), np.float32)
     rewards = [
         combine_rewards(_reward_table(group, list(reward_weights)), weights, algorithm.combine, algorithm.advantage.eps)
@@ -147,13 +147,13 @@ def set_advantages(
 
 
 def _reward_table(group: RolloutGroup, names: list[str]) -> FloatArray:
-    """The rewards of a group, NaN where a reward left a rollout out."""
+    """Return the rewards of a group, with NaN where a reward skipped a rollout."""
     rows = [[rollout.rewards.get(name) for name in names] for rollout in group]
     return np.array([[np.nan if r is None else r for r in row] for row in rows], np.float32)  # [G, R]
 
 
 def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
-    """Rewards, completion lengths, staleness (in versions) and times (in seconds) of a step's groups."""
+    """Return rewards, completion lengths, staleness (in versions) and times (in seconds) of a step's groups."""
     rollouts = [rollout for group in groups for rollout in group]
     return {
         **reward_metrics(groups),
@@ -165,7 +165,7 @@ def step_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Mean and deviation of the rewards, and the share of groups that can't teach because all their rewards agree."""
+    """Return the rewards' mean and standard deviation, and the share of groups whose rewards are all equal."""
     rollouts = [rollout for group in groups for rollout in group]
     totals = _known([rollout.reward for rollout in rollouts])
     spreads = [float(np.std(_known([rollout.reward for rollout in group]))) for group in groups]
@@ -185,7 +185,7 @@ def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
-    """The values that are there; a lone NaN where none is, so that a mean of nothing shows as NaN."""
+    """Return the values that are not None, or a single NaN if all are, so that their mean is NaN."""
     return [value for value in values if value is not None] or [float("nan")]
 
 

@@ -1,4 +1,4 @@
-"""Holds scored groups and decides which of them a step trains."""
+"""The replay buffer, which holds scored groups and decides which of them a step trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlpipe.types import RolloutGroup
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Admitted:
-    """A group that has been started: the version that its sampling began with, and its prompt's place."""
+    """A started group, with the version that its sampling began with and its prompt's place."""
 
     group_id: int
     version: int
@@ -18,18 +18,18 @@ class Admitted:
     position: int
     prompt_id: int
     attempt: int = 0
-    """How many groups without reward variance it replaces."""
+    """Number of groups without reward variance that it replaces."""
     reroll: int = 0
-    """How often its prompt has been put back."""
+    """Number of times that its prompt has been put back."""
 
 
 class ReplayBuffer:
-    """Admitted groups until they are trained; a step takes those whose deadline comes first.
+    """Buffer of admitted groups until they are trained; a step takes those with the earliest deadlines.
 
     A group of version v must be trained by step v + ``max_staleness``. A step waits until it can be filled such that
-    all groups left behind, finished or not, can still meet their deadlines: for every later step there must be no
-    more groups due by then than the steps until then can take. Whether it must wait is decided on the number of
-    groups of each version, since it is asked after every group.
+    all remaining groups, finished or not, can still meet their deadlines: by any later step, no more groups may be
+    due than the steps until then can take. This is checked on the number of groups of each version, because the
+    check runs after every group.
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
@@ -37,15 +37,15 @@ class ReplayBuffer:
         self._max_staleness = max_staleness
         self._admitted: dict[int, Admitted] = {}
         self._scored: dict[int, RolloutGroup] = {}
-        self._num_admitted: Counter[int] = Counter()  # by version, as the next
-        self._scored_ids: defaultdict[int, set[int]] = defaultdict(set)
+        self._num_admitted: Counter[int] = Counter()  # by version
+        self._scored_ids: defaultdict[int, set[int]] = defaultdict(set)  # by version
 
     def admit(self, groups: list[Admitted]) -> None:
         self._admitted.update((group.group_id, group) for group in groups)
         self._num_admitted.update(group.version for group in groups)
 
     def add(self, group: RolloutGroup) -> None:
-        """Stores a scored group; raises ``ValueError`` if it was never admitted, or is here already."""
+        """Store a scored group; raise ``ValueError`` if it is not admitted, or is here already."""
         if group.group_id not in self._admitted:
             raise ValueError(f"group {group.group_id} was not admitted, or has been trained or discarded")
         if group.group_id in self._scored:
@@ -54,12 +54,12 @@ class ReplayBuffer:
         self._scored_ids[self._admitted[group.group_id].version].add(group.group_id)
 
     def discard(self, group_id: int) -> None:
-        """Forgets a group that will never be trained."""
+        """Remove a group that will never be trained, if it is here."""
         if group_id in self._admitted:
             self._remove(group_id)
 
     def take(self, step: int) -> list[RolloutGroup] | None:
-        """Removes and returns the groups of a step, in the order of their ids; None while the step must wait."""
+        """Remove and return the groups of a step, in the order of their ids, or None while the step must wait."""
         if len(self._scored) < self._groups_per_step or not self._may_fill(step):
             return None
         chosen: list[int] = []
@@ -71,12 +71,12 @@ class ReplayBuffer:
         return groups
 
     def holds(self, group_id: int) -> bool:
-        """Whether the group is scored and waits for a step."""
+        """Return whether the group is scored and waits for a step."""
         return group_id in self._scored
 
     @property
     def pending(self) -> list[Admitted]:
-        """The groups that are in flight or wait to be trained, in the order of their ids."""
+        """Groups that are in flight or wait to be trained, in the order of their ids."""
         return [self._admitted[group_id] for group_id in sorted(self._admitted)]
 
     @property
@@ -84,7 +84,7 @@ class ReplayBuffer:
         return len(self._scored)
 
     def _may_fill(self, step: int) -> bool:
-        """Whether the groups that are left behind if the step takes the most urgent ones can meet their deadlines."""
+        """Return whether, if the step takes the most urgent groups, the remaining ones can meet their deadlines."""
         still_to_choose, left_behind = self._groups_per_step, 0
         for version in sorted(self._num_admitted):
             chosen = min(len(self._scored_ids[version]), still_to_choose)

@@ -1,4 +1,4 @@
-"""Groups that the learner's ranks score between their steps: what is due, each rank's share, and the answers."""
+"""A queue of groups that the learner's ranks score between steps, with each rank's share and scores."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _Job:
     groups: Sequence[RolloutGroup]
     scores: asyncio.Future[list[GroupScores]]
     answers: dict[int, list[GroupScores]] = field(default_factory=dict)
-    """By rank."""
+    """Scores of each rank's share, by rank."""
 
 
 class FeatureBoard(Noticeboard):
-    """Jobs in the order in which they came; for one event loop. All calls of ranks can be repeated."""
+    """Queue of scoring jobs, oldest first, for one event loop; all calls of ranks can be repeated."""
 
     def __init__(self, *, num_ranks: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class FeatureBoard(Noticeboard):
         self._is_over = False
 
     async def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]:
-        """Waits until the ranks have scored the groups."""
+        """Return the groups' scores once the ranks have scored them all."""
         job = _Job(groups, asyncio.get_running_loop().create_future())
         job_id, self._next_id = self._next_id, self._next_id + 1
         self._jobs[job_id] = job
@@ -42,17 +42,17 @@ class FeatureBoard(Noticeboard):
             self._jobs.pop(job_id, None)
 
     async def due(self, timeout_s: float) -> int | None:
-        """The oldest job, as soon as there is one; None after ``timeout_s``."""
+        """Return the oldest job as soon as there is one, or None after ``timeout_s``."""
         await self.wait_for(lambda: self._jobs, timeout_s)
         return min(self._jobs, default=None)
 
     def share(self, job_id: int, rank: int) -> list[RolloutGroup]:
-        """What a rank is to score; nothing of a job that is over."""
+        """Return the groups of a job that a rank is to score; none if the job is over."""
         job = self._jobs.get(job_id)
         return [] if job is None else list(job.groups[rank :: self._num_ranks])
 
     def answer(self, job_id: int, rank: int, scores: Sequence[GroupScores]) -> None:
-        """Takes the scores of a rank's share; with those of all ranks, the job is done."""
+        """Keep the scores of a rank's share; once all ranks have answered, the job is done."""
         job = self._jobs.get(job_id)
         if job is None:
             return
@@ -63,15 +63,15 @@ class FeatureBoard(Noticeboard):
                 job.scores.set_result(list(chain.from_iterable(job.answers.values())))
 
     def begin_again(self) -> None:
-        """New ranks score all that is not done."""
+        """Drop the scores of unfinished jobs, which new ranks score again."""
         for job in self._jobs.values():
             job.answers.clear()
 
     async def end(self) -> None:
-        """Says that no more groups will come."""
+        """Record that no more groups will come."""
         self._is_over = True
         await self.notify()
 
     async def ended(self) -> None:
-        """Waits until no more groups will come."""
+        """Wait until no more groups will come."""
         await self.wait_for(lambda: self._is_over)

@@ -1,4 +1,4 @@
-"""Where coroutines wait until something has changed; for one event loop."""
+"""A base class for state that coroutines of one event loop wait on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 class Noticeboard:
-    """What boards that ranks and the controller look at have in common."""
+    """Base of the boards on which ranks and the controller wait for changes."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
 
     async def wait_for(self, condition: Callable[[], object], timeout_s: float | None = None) -> bool:
-        """Waits until something has changed such that ``condition`` holds; False after ``timeout_s``."""
+        """Wait until ``condition`` holds, and return True, or False after ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(condition)
@@ -22,6 +22,6 @@ class Noticeboard:
         return True
 
     async def notify(self) -> None:
-        """Lets those who wait look again."""
+        """Have all waiting coroutines check their conditions again."""
         async with self._changed:
             self._changed.notify_all()

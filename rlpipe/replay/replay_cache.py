@@ -1,4 +1,4 @@
-"""Keeps groups that have something to teach, to stand beside groups of later steps that have not."""
+"""A cache of groups with reward variance, to be trained again in later steps that have groups without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlpipe.types import RolloutGroup
 
 
 class KeptGroups:
-    """The newest ``limit`` groups with differing rewards; each is handed out once, the newest first."""
+    """Cache of the newest ``limit`` groups with differing rewards; each is handed out once, the newest first."""
 
     def __init__(self, *, limit: int, combine: str) -> None:
         self._combine = combine
@@ -24,7 +24,7 @@ class KeptGroups:
         self._groups.extend(group for group in groups if has_signal(group, self._combine))
 
     def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
-        """Takes what there is to keep of groups in that order, until it has enough."""
+        """Add groups with differing rewards as older ones, until the cache is full."""
         for group in newest_first:
             if len(self._groups) == self._groups.maxlen:
                 return
@@ -32,6 +32,6 @@ class KeptGroups:
                 self._groups.appendleft(group)
 
     def stand_in_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """One kept group for each of ``groups`` without signal, as far as there are any."""
+        """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
         wanted = sum(not has_signal(group, self._combine) for group in groups)
         return [self._groups.pop() for _ in range(min(wanted, len(self._groups)))]

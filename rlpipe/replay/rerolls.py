@@ -1,4 +1,4 @@
-"""Puts prompts back whose whole group earned nothing, once the policy has had time to learn."""
+"""A queue of prompts whose whole group earned nothing, to be put back once the policy has had time to learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlpipe.replay.buffer import Admitted
 
 
 class Rerolls:
-    """Each prompt comes back ``after_steps`` versions after it was sampled, at most ``per_step`` in a version."""
+    """Queue whose prompts come back ``after_steps`` versions after they were sampled, at most ``per_step`` a version."""
 
     def __init__(self, *, after_steps: int, per_step: int) -> None:
         self._after_steps, self._per_step = after_steps, per_step
@@ -22,7 +22,7 @@ class Rerolls:
         self._waiting.append(fruitless)
 
     def take(self, version: int, at_most: int) -> list[Admitted]:
-        """Those that are due at ``version``, the oldest first."""
+        """Remove and return up to ``at_most`` groups that are due at ``version``, the oldest first."""
         if version != self._version:
             self._version, self._taken = version, 0
         due: list[Admitted] = []

@@ -1,4 +1,4 @@
-"""Where ranks wait for the batches of a step, and the controller for news of trained ones."""
+"""The board on which ranks wait for the batches of a step, and the controller for reports of trained ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rlpipe.types import RolloutGroup, TrainBatch
 
 @dataclass(kw_only=True, slots=True)
 class StepReport:
-    """What became of a step."""
+    """Report on a step that was trained or, as an RL run's last one, compared."""
 
     step: int
     metrics: dict[str, float]
     samples: list[RolloutGroup] = field(default_factory=list)
-    """A few of its groups, for people to read."""
+    """A few of the step's groups, for people to read."""
     last: bool = False
-    """Whether none follows."""
+    """Whether this is the last step."""
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics on held-out rows, by version, where the learner evaluates (SFT, strided EBFT)."""
 
 
 class StepBoard(Noticeboard):
-    """The batches of the newest steps, one a rank; for one event loop.
+    """Batches of the newest steps, one per rank, for one event loop.
 
-    A step's batches may be there before it is wanted. They stay until the step after the next is there, so that a
-    slower rank still finds its own.
+    A step's batches may be ready before ranks ask for them. They are kept until the step after the next is ready, so
+    that a slower rank still finds its own.
     """
 
     def __init__(self, *, num_ranks: int) -> None:
@@ -40,12 +40,12 @@ class StepBoard(Noticeboard):
 
     @property
     def wanted(self) -> int | None:
-        """The step that ranks wait for, or None."""
+        """Step that ranks wait for, or None."""
         return self._wanted
 
     @property
     def due(self) -> int | None:
-        """The step that ranks wait for, or else the one that they will want next, if it is not there yet."""
+        """Step that ranks wait for, or else the one that they will want next, if it is not ready yet, or None."""
         if self._wanted is not None:
             return self._wanted
         following = self._newest + 1
@@ -53,14 +53,14 @@ class StepBoard(Noticeboard):
         return following if known and not self._is_past_the_end(following) else None
 
     def want(self, step: int) -> bool:
-        """Notes that a rank waits for ``step``; True if it is new."""
+        """Record that a rank waits for ``step``; return whether it is not ready and was not asked for before."""
         if step in self._batches or step == self._wanted:
             return False
         self._wanted = step
         return True
 
     async def put(self, step: int, batches: list[TrainBatch]) -> None:
-        """Hands out a step, one batch a rank, and drops those that no rank can want any more."""
+        """Hand out a step's batches, one per rank, and drop those of steps that no rank can want any more."""
         assert len(batches) == self._num_ranks
         self._batches = {old: kept for old, kept in self._batches.items() if old == step - 1}
         self._batches[step] = batches
@@ -68,13 +68,13 @@ class StepBoard(Noticeboard):
         await self.notify()
 
     async def stop(self) -> None:
-        """Hands out no further step; the one that some rank has begun, the others still get."""
+        """Hand out no further step, except that all ranks still get a step that one of them has begun."""
         if self._ends_before is None:
             self._ends_before = self._newest + 1
         await self.notify()
 
     async def begin_again(self) -> None:
-        """New ranks will ask, from any step on; what the old ones still ask for is answered with None."""
+        """Start over for new ranks, which may ask from any step on; waiting calls of the old ranks return None."""
         self._life += 1
         self._wanted, self._batches, self._newest = None, {}, -1
         if self._ends_before is not None:
@@ -82,7 +82,7 @@ class StepBoard(Noticeboard):
         await self.notify()
 
     async def batch(self, step: int, rank: int) -> TrainBatch | None:
-        """The rank's share of the step, once it is there; None if the run stops before it."""
+        """Return the rank's share of the step once it is ready, or None if the run stops before it."""
         life = self._life
 
         def is_over() -> bool:
