@@ -8,7 +8,7 @@ from rlpipe.replay.buffer import Admitted
 
 
 class Rerolls:
-    """Queue whose prompts come back ``after_steps`` versions after they were sampled, at most ``per_step`` a version."""
+    """Queue whose prompts come back ``after_steps`` versions after sampling, at most ``per_step`` per version."""
 
     def __init__(self, *, after_steps: int, per_step: int) -> None:
         self._after_steps, self._per_step = after_steps, per_step

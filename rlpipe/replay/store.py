@@ -1,4 +1,4 @@
-"""Everything that the replay actor decides: which groups count, which a step trains, and what the ledger says of it."""
+"""The replay store, which decides which groups are kept and which a step trains, and records it in the ledger."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from rlpipe.types import RolloutGroup, TrainBatch
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What became of groups that were handed in."""
+    """Result of handing in groups."""
 
     discarded: dict[int, str] = field(default_factory=dict)
-    """Group ids with the reasons; each leaves a place for another."""
+    """Reasons for discarding groups, by group id; each discarded group leaves its place to another."""
     attempts: list[int] = field(default_factory=list)
-    """For the groups among them that had no reward variance: the attempt that comes next."""
+    """Next attempt numbers, one for each discarded group without reward variance."""
     fruitless: list[Admitted] = field(default_factory=list)
-    """Groups that earned nothing, and whose prompts may be put back."""
+    """Groups that earned nothing, whose prompts may be put back."""
 
 
 @dataclass(kw_only=True, slots=True)
 class OpenAccounts:
-    """Where the accounts stand when a driver starts."""
+    """State of the ledger from which a driver starts."""
 
     place: Cursor
     next_group_id: int
     num_places_taken: int
-    """Groups that are in the driver's first step or a later one, or can still come into one."""
+    """Number of groups that are in the driver's first step or a later one, or can still join one."""
     unfinished: list[tuple[Admitted, GroupState]]
     attempts: list[int]
-    """Attempts that groups without reward variance have left open."""
+    """Attempt numbers that are still to be made for groups without reward variance."""
     fruitless: list[Admitted]
     last_event: int
     messages: list[str]
 
 
 class ReplayStore:
-    """Groups from admission to training, for one run; every change is in the ledger before it is answered."""
+    """A run's groups from admission to training; every change is in the ledger before the call returns."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ReplayStore:
         self._read_back()
 
     def accounts(self, messages: list[str], *, first_step: int = 0) -> OpenAccounts:
-        """What a driver needs to know to go on with ``first_step``, and ``messages`` for people."""
+        """Return the state from which a driver continues with ``first_step``, and ``messages`` for people."""
         events = self.ledger.events()
         return OpenAccounts(
             place=self.ledger.place,
@@ -90,13 +90,13 @@ class ReplayStore:
     # Groups -------------------------------------------------------------------------------------------------------
 
     def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed] = ()) -> None:
-        """Registers groups that are about to be generated; ``place`` is where the prompt source stands behind them."""
+        """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
         self.ledger.admit(groups, place, passed)
         self._buffer.admit([group for group in groups if group.group_id not in self._entries])
         self._entries.update((group.group_id, group) for group in groups)
 
     def generated(self, groups: Sequence[RolloutGroup]) -> Outcome:
-        """Keeps the tokens of groups until their scores come."""
+        """Keep the tokens of groups until their scores come, and discard groups that could not be sampled."""
         new = [group for group in groups if self._awaits(group.group_id) and group.group_id not in self._generated]
         whole = [group for group in new if group.failure is None]
         self.ledger.generated(whole)
@@ -106,7 +106,7 @@ class ReplayStore:
         return outcome
 
     def scored(self, group_ids: Sequence[int], pools: Iterable[Sequence[GroupScores]]) -> Outcome:
-        """Combines what every pool said of groups that were generated, and discards those that can't be trained."""
+        """Combine every pool's scores of generated groups, and discard groups that can't be trained."""
         scores: dict[int, list[GroupScores]] = {}
         for entry in (entry for pool in pools for entry in pool):
             scores.setdefault(entry.group_id, []).append(entry)
@@ -134,13 +134,13 @@ class ReplayStore:
         return outcome
 
     def unscored(self, group_ids: Iterable[int]) -> list[RolloutGroup]:
-        """Groups whose tokens are there, and whose scores are not."""
+        """Return those of the groups that were generated but not scored yet."""
         return [self._generated[group_id] for group_id in group_ids if group_id in self._generated]
 
     # Steps --------------------------------------------------------------------------------------------------------
 
     def batches(self, step: int) -> list[TrainBatch] | None:
-        """One batch for each rank, or None while the step can't be filled; the same ones whenever it is asked."""
+        """Return one batch per rank, or None while the step can't be filled; repeated calls give equal batches."""
         groups = self.ledger.groups_of(step)
         if groups is not None:
             return self._assemble(step, groups)
@@ -157,7 +157,7 @@ class ReplayStore:
         return batches
 
     def reports(self, after: int) -> list[StepReport]:
-        """What became of the steps behind ``after``, with a few groups of each, as far as they are at hand."""
+        """Return the reports of steps after ``after``, with a few groups of each that is still in memory."""
         reports = self.ledger.reports(after)
         for report in reports:
             report.samples = self._samples.get(report.step, [])
@@ -166,12 +166,12 @@ class ReplayStore:
         return reports
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint after ``step`` steps is whole."""
+        """Record that the checkpoint after ``step`` steps is complete, and drop tokens that are not needed any more."""
         self.ledger.checkpointed(step)
         self.ledger.drop_tokens(kept=self._kept.ids)
 
     def describe(self) -> dict[str, int | list[int]]:
-        """Its state in a few numbers, for error messages."""
+        """Return the state in a few numbers, for error messages."""
         pending = self._buffer.pending
         return {
             "scored_groups": self._buffer.num_scored,
@@ -193,7 +193,10 @@ class ReplayStore:
             self._kept.fill_up(self.ledger.newest_taken())
 
     def _answer_again(self, outcome: Outcome, group_ids: Iterable[int], *, with_tokens: bool) -> None:
-        """What a process that died had discarded, where its answer was lost and the call is repeated."""
+        """Add to ``outcome`` the groups that a dead process discarded, for calls repeated because its answer was lost.
+
+        ``with_tokens`` selects groups that were discarded after they were generated, else before.
+        """
         unknown = [group_id for group_id in group_ids if group_id not in self._entries]
         for group_id, attempt, reason in self.ledger.discarded(unknown, with_tokens=with_tokens):
             outcome.discarded[group_id] = reason
@@ -216,7 +219,7 @@ class ReplayStore:
         return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm.combine)
 
     def _fruitless(self) -> list[Admitted]:
-        """Those that the ledger knows, and whose prompts have not been put back."""
+        """Return the ledger's groups that earned nothing and whose prompts have not been put back."""
         return [] if self._replay.reroll_after is None else self.ledger.fruitless(self._replay.reroll_below)
 
     def _is_fruitless(self, group: RolloutGroup) -> bool:
@@ -242,7 +245,7 @@ class ReplayStore:
         return batches
 
     def _group_metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """How many are prompts that were put back, and how many were scored while others were still generated."""
+        """Return how many groups are of prompts put back, are refills, or were scored while others were generated."""
         attempts, rerolls, generated_at, scored_at = zip(
             *self.ledger.origins(group.group_id for group in groups), strict=True
         )

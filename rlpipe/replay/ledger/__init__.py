@@ -1,1 +1,1 @@
-"""The ledger of a run, in SQLite: every prompt, group, step and event, and what must hold among them."""
+"""The ledger of a run, in SQLite: every prompt, group, step and event, and the invariants among them."""

@@ -1,4 +1,4 @@
-"""Adds up the accounts of a run: each prompt of an epoch is trained exactly once, or discarded with a reason."""
+"""An audit of a run's ledger: each prompt of an epoch is trained exactly once, or discarded with a reason."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlpipe.replay.ledger.query import has_ended
 from rlpipe.replay.ledger.run_ledger import Ledger
 
 MAX_KEPT = 1000
-"""Contradictions of one check that are kept as text; all are counted."""
+"""Limit on the contradictions of one check that are kept as text; all are counted."""
 MAX_SHOWN = 20
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Finding:
-    """What became of one check."""
+    """Result of one check."""
 
     claim: str
     num_contradictions: int
@@ -28,26 +28,26 @@ class Finding:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Audit:
-    """The sums of a run, and what does not add up."""
+    """Totals of a run, and the contradictions in its ledger."""
 
     finished: bool
     num_steps: int
-    """Steps trained, those behind the newest checkpoint included."""
+    """Number of trained steps, including those after the newest checkpoint."""
     checkpoint_step: int
     repeated_steps: dict[int, int]
-    """Steps that were trained again after a crash, on the same groups, with how often they were trained."""
+    """Number of times that a step was trained, for steps trained again on the same groups after a crash."""
     prompts: dict[str, int]
-    """Prompts by the state of their first group; those of rows that can't be used as ``skipped``."""
+    """Number of prompts by the state of their first group; rows that can't be used count as ``skipped``."""
     put_back: dict[str, int]
-    """Groups of prompts that came back, by state."""
+    """Number of groups of prompts that were put back, by state."""
     discarded: dict[str, int]
-    """Groups by the reason why they were not trained."""
+    """Number of groups by the reason why they were not trained."""
     skipped: dict[str, int]
-    """Rows by the kind of reason why they can't be used."""
+    """Number of rows by the kind of reason why they can't be used."""
     replayed: int
-    """Groups that were trained in a second step."""
+    """Number of groups that were trained in a second step."""
     events: dict[str, int]
-    """By kind."""
+    """Number of events by kind."""
     findings: list[Finding]
 
     @property
@@ -56,7 +56,7 @@ class Audit:
 
 
 def audit(ledger: Ledger) -> Audit:
-    """Raises ``DataError`` if the ledger does not say which config its run has."""
+    """Add up and check a run's ledger; raise ``DataError`` if the ledger does not have the run's config."""
     values = _values(ledger)
     return Audit(
         finished=has_ended(ledger),
@@ -94,12 +94,12 @@ def _prompts(ledger: Ledger) -> dict[str, int]:
 
 
 def _counts(ledger: Ledger, query: str) -> dict[str, int]:
-    """The largest first."""
+    """Return the counts that a query selects, the largest first."""
     return dict(sorted(((str(key), count) for key, count in ledger.rows(query)), key=lambda item: -item[1]))
 
 
 def _values(ledger: Ledger) -> tuple[Any, ...]:
-    """What the checks compare with, in the order of ``TABLES``."""
+    """Return the values that the checks compare with, in the order of the parameters in ``TABLES``."""
     eras = list(_eras(ledger))
     trees = [tree for _, _, tree in eras]
     one_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
@@ -128,7 +128,7 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
 
 
 def _eras(ledger: Ledger) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-    """The first step, the one behind the last, and the config, for each that the run had."""
+    """Yield each config that the run had, with its first step and the step after its last."""
     config, first = ledger.get("config"), 0
     if config is None:
         raise DataError(f"{ledger.path} does not say which config its run has: it has not begun")
@@ -139,7 +139,7 @@ def _eras(ledger: Ledger) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
 
 
 def describe(result: Audit) -> Iterator[str]:
-    """The sums and the checks, as lines of text."""
+    """Yield the totals and the checks, as lines of text."""
     state = "a finished run" if result.finished else "a run that has not ended"
     yield f"{state}: {result.num_steps:,} steps trained, the newest checkpoint after {result.checkpoint_step:,}"
     again = len(result.repeated_steps)

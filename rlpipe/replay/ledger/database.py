@@ -1,4 +1,4 @@
-"""The ledger's file: an SQLite database with one writer and any number of readers, its copies, and its damage."""
+"""The ledger's SQLite file, with one writer and any number of readers: access, copies, and damage."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT, subject TEXT,
 
 
 class Database:
-    """Opens the file at ``path``, or makes it; raises ``LedgerError`` where it can't be read or written.
+    """The SQLite file at ``path``, which a writer creates; raises ``LedgerError`` if it can't be read or written.
 
-    A reader may say that the file is ``at_rest``, so that nothing is left beside it.
+    A reader may declare that the file is ``at_rest``, so that SQLite leaves no files beside it.
     """
 
     def __init__(self, path: Path, *, read_only: bool, at_rest: bool) -> None:
@@ -57,7 +57,7 @@ class Database:
         self._connection.close()
 
     def get(self, key: str) -> Any:
-        """A value of the run as a whole, or None."""
+        """Return a value of the run as a whole, or None."""
         if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             return None
         found = self._rows("SELECT value FROM meta WHERE key = ?", key)
@@ -68,13 +68,13 @@ class Database:
             self._set(**values)
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """The answer to any question, for people who look at the run."""
+        """Return the rows that any query selects, for people who inspect the run."""
         with self._errors():
             return self._rows(query, *values)
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Inside, every answer is as of one moment, whatever is written meanwhile."""
+        """Hold a read transaction, in which all queries see one state, whatever is written meanwhile."""
         with self._errors():
             self._connection.execute("BEGIN")
         try:
@@ -83,7 +83,7 @@ class Database:
             self._connection.rollback()
 
     def back_up(self, target: Path) -> None:
-        """Writes a consistent copy; may run on a thread of its own."""
+        """Write a consistent copy to ``target``; may run on a thread of its own."""
         with (
             self._errors(),
             closing(_connect(self.path, read_only=True)) as source,
@@ -117,7 +117,7 @@ class Database:
             try:
                 yield
             except BaseException:
-                if self._connection.in_transaction:  # a full disk has ended it already
+                if self._connection.in_transaction:  # not after a full disk, which has ended it already
                     self._connection.rollback()
                 raise
             self._connection.execute("COMMIT")
@@ -131,7 +131,7 @@ class Database:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file at ``path`` as a database, or with the groups that are still needed, or None."""
+    """Return what is wrong with the database at ``path`` or with its groups that are still needed, or None."""
     needed = (
         "SELECT group_id, record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id IN"
         " (SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED'))"
@@ -153,11 +153,12 @@ def damage(path: Path) -> str | None:
 
 
 def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.Connection:
-    """Transactions are explicit; ``synchronous=NORMAL`` loses no commit when a process dies, only when the machine
-    does, and then the newest ones.
+    """Open a connection with explicit transactions.
 
-    A reader makes SQLite put an empty log beside the file, where there is none. It must not, for a ledger ``at_rest``,
-    and can't, in a folder of somebody else; without a log nobody writes, and the file is read as it is.
+    ``synchronous=NORMAL`` loses no commit when a process dies; when the machine does, it may lose the newest ones.
+
+    For a reader, SQLite creates an empty log beside the file if there is none. It must not for a ledger ``at_rest``,
+    and can't in a folder that is not writable. Without a log nobody writes, so the file is then read as immutable.
     """
     if read_only:
         has_log = path.with_name(f"{path.name}-wal").exists()

@@ -1,4 +1,4 @@
-"""What must hold in the accounts of a run, and the questions that a ledger answers with whatever contradicts it."""
+"""The invariants of a run's ledger, with SQL queries that select their contradictions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ sizes(step, num_groups, num_flat) AS (
     SELECT step, count(*), sum(reward_std IS NULL OR reward_std < 1e-8) FROM groups WHERE step IS NOT NULL
     GROUP BY step)
 """
-"""The tables that the questions below share; the values are those of ``rlpipe.replay.ledger.audit``."""
+"""Tables that the queries below share; ``rlpipe.replay.ledger.audit`` supplies the parameters."""
 
 
 class Check(NamedTuple):
-    """Something that holds in every sound ledger."""
+    """Invariant that holds in every sound ledger."""
 
     claim: str
     contradictions: str
-    """Asks for a line of text for each."""
+    """Query that selects a line of text for each contradiction."""
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""Where the ledger of a run lies, and opening it to look at it."""
+"""The location of a run's ledger, and read access to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WANTED = "give the output folder of a run of reinforcement learning, one of its 
 
 
 def ledger_path(output: Path, name: str, folder: str | None) -> Path:
-    """Where the replay actor of the run ``name`` keeps the ledger, on its machine; ``folder`` is ``ledger.folder``."""
+    """Return the ledger's path on the replay actor's machine, for the run ``name``; ``folder`` is ``ledger.folder``."""
     return (output if folder is None else Path(folder) / name).absolute() / NAME
 
 
 def find_ledger(run: Path) -> Path:
-    """The ledger of a run's folder, of a checkpoint, or the file itself; raises ``DataError`` if there is none."""
+    """Return the ledger of a run's folder or a checkpoint, or the file itself; raise ``DataError`` if there is none."""
     if run.is_file():
         return run
     if not run.is_dir():
@@ -41,7 +41,7 @@ def find_ledger(run: Path) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The resolved config of a run; empty where there is none, as in a checkpoint."""
+    """Return the resolved config of a run, or an empty dict if there is none, as in a checkpoint."""
     if not path.is_file():
         return {}
     from omegaconf import OmegaConf
@@ -59,7 +59,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[Ledger]:
-    """The ledger as of one moment, whatever is written meanwhile; raises ``DataError`` if it can't be read."""
+    """Yield the ledger in one state, whatever is written meanwhile; raise ``DataError`` if it can't be read."""
     try:
         with closing(Ledger(path, read_only=True)) as ledger, ledger.snapshot():
             yield ledger

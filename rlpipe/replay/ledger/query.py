@@ -1,4 +1,4 @@
-"""What people ask of a ledger: its groups, steps and events, and what of them is new since they looked last."""
+"""Queries for people who inspect a ledger: its groups, steps and events, and which are new since the last look."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SORT_KEYS = {
     "generate": "generate_s",
     "score": "score_s",
 }
-"""Names that groups are sorted by, and what they stand for."""
+"""Names of sort keys for groups, with their SQL expressions."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupRow:
-    """What the ledger says of one group; the fields up to ``trained_at`` are its columns."""
+    """The ledger's record of one group; the fields up to ``trained_at`` are columns of the table."""
 
     group_id: int
     epoch: int
@@ -55,30 +55,30 @@ class GroupRow:
     assigned_at: float | None
     trained_at: float | None
     replayed_in: int | None
-    """A later step that took it once more."""
+    """Later step that trained the group again."""
     prompt: str | ChatMessages | None
-    """None if its tokens are dropped, or not there yet."""
+    """The prompt, or None if the group's tokens are dropped, or not there yet."""
 
     @property
     def staleness(self) -> int | None:
-        """In versions, from the one that drew its oldest token."""
+        """Number of versions from the one that drew the oldest token to the step's."""
         if self.step is None or self.oldest_version in (None, NO_VERSION):
             return None
         return self.step - (self.oldest_version or 0)
 
     @property
     def is_dropped(self) -> bool:
-        """Whether its tokens were there once, and are not any more."""
+        """Whether the group's tokens were stored once, and are dropped now."""
         return self.prompt is None and self.generated_at is not None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepRow:
-    """A step that was trained, or, as the last one, compared; step 0 makes version 1."""
+    """A step that was trained or, as the run's last one, compared; step 0 makes version 1."""
 
     step: int
     times: int
-    """How often it was trained; more than once only after a crash."""
+    """Number of times that the step was trained; more than one only after a crash."""
     ended_at: float
     last: bool
     metrics: dict[str, float]
@@ -86,7 +86,7 @@ class StepRow:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupFilter:
-    """Which groups are asked for; bounds are inclusive, None asks for any."""
+    """Filter for groups; bounds are inclusive, and None matches any value."""
 
     group_id: int | None = None
     first_step: int | None = None
@@ -98,7 +98,7 @@ class GroupFilter:
     prompt_id: int | None = None
 
     def condition(self) -> tuple[str, list[Any]]:
-        """SQL and its values."""
+        """Return the filter as an SQL condition and its parameters."""
         compared = {
             "group_id = ?": self.group_id,
             "step >= ?": self.first_step,
@@ -116,7 +116,7 @@ class GroupFilter:
 def find_groups(
     ledger: Ledger, wanted: GroupFilter, *, sort: str = "id", ascending: bool = False, limit: int | None = None
 ) -> list[GroupRow]:
-    """The first ``limit`` groups in the order of a key of ``SORT_KEYS``; those without a value come last."""
+    """Return the first ``limit`` groups, sorted by a key of ``SORT_KEYS``; groups without a value come last."""
     condition, values = wanted.condition()
     order = f"{SORT_KEYS[sort]} {'ASC' if ascending else 'DESC'}"
     return _read_groups(ledger, condition, values, f"({SORT_KEYS[sort]}) IS NULL, {order}, group_id DESC", limit)
@@ -146,7 +146,7 @@ def _read_groups(
 def find_steps(
     ledger: Ledger, *, first: int = 0, last: int | None = None, after: float = 0.0, limit: int | None = None
 ) -> list[StepRow]:
-    """The newest ``limit`` steps that have ended, after a time, in the order in which they did."""
+    """Return the newest ``limit`` steps that ended later than ``after``, in the order in which they ended."""
     rows = ledger.rows(
         "SELECT step, times, ended_at, last, metrics FROM steps WHERE step >= ? AND step <= ? AND ended_at > ?"
         " ORDER BY ended_at DESC LIMIT ?",
@@ -162,7 +162,7 @@ def find_steps(
 
 
 def has_ended(ledger: Ledger) -> bool:
-    """Whether the run has come to its end; one that was only stopped has not."""
+    """Return whether the run has finished; a run that was only stopped has not."""
     return bool(ledger.rows("SELECT 1 FROM steps WHERE last AND ended_at IS NOT NULL"))
 
 
@@ -171,7 +171,7 @@ ROW_TYPES = {GroupRow: "group", StepRow: "step", LedgerEvent: "event"}
 
 
 def to_tree(row: Row) -> dict[str, Any]:
-    """What becomes a JSON object, with the ``type`` of row; NaN and infinity as None."""
+    """Return a row as a dict for JSON, with its ``type``; metrics that are NaN or infinite become None."""
     tree: dict[str, Any] = {"type": ROW_TYPES[type(row)], **asdict(row)}
     if isinstance(row, GroupRow):
         tree["staleness"] = row.staleness
@@ -184,10 +184,10 @@ KNOWN_SINCE = "max(coalesce(admitted_at, 0), coalesce(scored_at, 0))"
 
 
 class Feed:
-    """What is new in a ledger since the last look, also where a copy has taken its place in between.
+    """Feed of rows that are new in a ledger since the last look, even if a copy has replaced the ledger in between.
 
-    A group is new once it is of the wanted ones; where no state is asked for, once its rewards are known or it is
-    discarded. What is there at the first look is old.
+    A group is new once it passes the filter; if the filter names no state, its rewards must be known, or it must be
+    discarded. Rows that are there at the first look are not new.
     """
 
     def __init__(self, wanted: GroupFilter) -> None:
@@ -201,7 +201,7 @@ class Feed:
         self._last_event = 0
 
     def look(self, ledger: Ledger, file: tuple[int, int]) -> list[Row]:
-        """Groups, then steps, then events; ``file`` tells one ledger from another at the same path."""
+        """Return new groups, then steps, then events; ``file`` distinguishes ledgers at the same path."""
         if self._file is None:
             self._newest_group, self._newest_step, self._newest_event = ledger.rows(
                 f"SELECT (SELECT coalesce(max({KNOWN_SINCE}), 0) FROM groups),"
@@ -224,20 +224,20 @@ class Feed:
         return [*groups, *steps, *events]
 
     def _pass_over(self, ledger: Ledger) -> None:
-        """What of a ledger has been looked at: all that was written before the newest of it."""
+        """Mark as seen what was written to the ledger up to the newest rows that have been looked at."""
         self._floor = min(self._floor, _first_open(ledger))
         self._shown = {group_id for group_id, since in self._open_groups(ledger) if since <= self._newest_group}
         query = "SELECT coalesce(max(id), 0) FROM events WHERE time <= ?"
         self._last_event = ledger.rows(query, self._newest_event)[0][0]
 
     def _open_groups(self, ledger: Ledger) -> list[tuple[int, float]]:
-        """Those of the wanted groups that could change at the last look, and since when they are known."""
+        """Return the wanted groups that could still change at the last look, with the times when they became known."""
         query = f"SELECT group_id, {KNOWN_SINCE} FROM groups WHERE {self._condition} AND group_id >= ?"
         return [(group_id, since) for group_id, since in ledger.rows(query, *self._values, self._floor)]
 
 
 def _first_open(ledger: Ledger) -> int:
-    """The first group that can still change, or the next one."""
+    """Return the id of the first group that can still change, or else of the next group to come."""
     states = "('ADMITTED', 'GENERATED', 'SCORED', 'ASSIGNED')"
     first: int | None = ledger.rows(f"SELECT min(group_id) FROM groups WHERE state IN {states}")[0][0]
     return ledger.next_group_id() if first is None else first

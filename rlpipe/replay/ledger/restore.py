@@ -1,4 +1,4 @@
-"""Finds the ledger that belongs to where a run goes on: the one in place, or the copy in the checkpoint."""
+"""The choice of the ledger that a run continues with: the one in place, or the copy in the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from rlpipe.replay.ledger.database import NAME, damage
 from rlpipe.replay.ledger.run_ledger import Ledger
 
 COMPANIONS = ("-wal", "-shm")
-"""SQLite's files beside a database."""
+"""Suffixes of SQLite's files beside a database."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class RunStart:
-    """What the accounts of a run begin or go on with."""
+    """Point at which a run starts or resumes, as its ledger must match it."""
 
     config: Mapping[str, Any]
-    """The resolved config, as ``rlpipe.configs.tree.to_tree`` gives it."""
+    """The resolved config, as returned by ``rlpipe.configs.tree.to_tree``."""
     changes_allowed: bool = False
     step: int = 0
     checkpoint: Path | None = None
     run_id: str | None = None
-    """Which run wrote the checkpoint."""
+    """Id of the run that wrote the checkpoint."""
     num_rows: int | None = None
-    """Rows of an epoch, skipped ones included."""
+    """Rows per epoch, including skipped ones."""
 
 
 def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger, list[str]]:
-    """The ledger to go on with, and what people should know of where it comes from.
+    """Open the ledger that a run continues with, and return it with messages for people on where it comes from.
 
-    A ledger that is damaged, or that does not fit the checkpoint, is set aside, and the checkpoint's copy takes its
-    place. Raises ``ConfigError`` if the ledger belongs to another run, or if there is nothing to go on with.
+    A ledger that is damaged, or that does not fit the checkpoint, is renamed and replaced by the checkpoint's copy.
+    Raises ``ConfigError`` if the ledger belongs to another run, or if there is nothing to continue with.
     """
     if (problem := why_not_writable(path.parent)) is not None:
         raise ConfigError(f"the ledger {path} can't be written: {problem}; choose another ledger.folder or output")
@@ -67,9 +67,9 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
 
 
 def why_unusable(path: Path, start: RunStart) -> str | None:
-    """Why the copy in the checkpoint is to take the place of the ledger at ``path``; None where the ledger will do.
+    """Return why the checkpoint's copy must replace the ledger at ``path``, or None if the ledger can be used.
 
-    Changes nothing. Raises ``ConfigError`` if neither will do, and if the ledger belongs to another run.
+    Changes nothing. Raises ``ConfigError`` if neither can be used, or if the ledger belongs to another run.
     """
     if path.exists():
         problem = damage(path)
@@ -91,7 +91,7 @@ def why_unusable(path: Path, start: RunStart) -> str | None:
 
 def _why_unfit(path: Path, start: RunStart) -> str | None:
     with closing(Ledger(path, read_only=True, at_rest=True)) as found:
-        if found.get("run_id") is None:  # its run died as it made it
+        if found.get("run_id") is None:  # its run died while creating it
             return None
         known = found.checkpoint_step
         if start.checkpoint is None and known:
@@ -106,7 +106,7 @@ def _why_unfit(path: Path, start: RunStart) -> str | None:
 
 
 def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Why groups that wait to be trained do not fit the steps to come."""
+    """Return why groups that wait to be trained do not fit the remaining steps under the new config, or None."""
     if new["algorithm"]["groups_per_step"] != old["algorithm"]["groups_per_step"]:
         return "algorithm.groups_per_step was changed"
     if new["replay"]["max_staleness"] < old["replay"]["max_staleness"]:
@@ -117,7 +117,10 @@ def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def _check_owner(ledger: Ledger, start: RunStart) -> bool:
-    """Whether options that matter for training have changed, which is allowed then."""
+    """Return whether options that matter for training have changed.
+
+    Raises ``ConfigError`` if they may not change, or if the ledger belongs to another run.
+    """
     owner = ledger.get("run_id")
     if start.run_id is not None and owner != start.run_id:
         raise ConfigError(
@@ -134,7 +137,7 @@ def _check_owner(ledger: Ledger, start: RunStart) -> bool:
 
 
 def _replace(path: Path, copy: Path) -> Path | None:
-    """Puts the copy there; answers the new name of what was there. A full disk changes nothing."""
+    """Replace the ledger with the copy, and return the old ledger's new name. A full disk changes nothing."""
     temporary = writing_path(path)
     try:
         shutil.copyfile(copy, temporary)
@@ -147,7 +150,7 @@ def _replace(path: Path, copy: Path) -> Path | None:
 
 
 def _set_aside(path: Path) -> Path | None:
-    """Renames the ledger with its companions, which SQLite would else take for those of the next one."""
+    """Rename the ledger with its companions, which SQLite would otherwise use for the next ledger."""
     there = [suffix for suffix in ("", *COMPANIONS) if path.with_name(path.name + suffix).exists()]
     number = 1
     while any((aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).parent.glob(f"{aside.name}*")):

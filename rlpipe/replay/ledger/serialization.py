@@ -1,4 +1,4 @@
-"""A group as two columns of the ledger: a JSON record, and its arrays as compressed safetensors."""
+"""The serialization of a group as two columns of the ledger: a JSON record, and compressed safetensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from safetensors.numpy import load, save
 from rlpipe.types import PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
 
 COMPRESSION = 1
-"""zlib's fastest; higher levels take three times as long for a tenth less."""
+"""zlib's fastest level; higher levels take three times as long to save a tenth of the size."""
 TOKEN_ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
 def pack_arrays(group: RolloutGroup) -> bytes:
-    """The tokens of all rollouts, one behind the other, and those of the prompt."""
+    """Return the packed arrays of a group: the concatenated rollouts, and the prompt's tokens, truth and images."""
     arrays: dict[str, NDArray[Any]] = {"prompt": group.prompt.token_ids}
     arrays["lengths"] = np.array([len(rollout.token_ids) for rollout in group], np.int32)
     for name in TOKEN_ARRAYS if len(group) else ():
@@ -35,7 +35,7 @@ def pack_arrays(group: RolloutGroup) -> bytes:
 
 
 def pack_record(group: RolloutGroup) -> str:
-    """All but the arrays and the row's columns, which the prompt source still has."""
+    """Return the JSON record: all but the arrays and the row's columns, which the prompt source still has."""
     record = {
         "prompt_id": group.prompt.prompt_id,
         "epoch": group.prompt.epoch,
@@ -60,7 +60,7 @@ def pack_record(group: RolloutGroup) -> str:
 
 
 def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[str, Any] | None = None) -> RolloutGroup:
-    """The group as it was stored; ``task`` are the row's columns, where they are needed again."""
+    """Return the group as it was stored; ``task`` holds the row's columns if they are needed again."""
     record, arrays = json.loads(record_text), load(zlib.decompress(packed))
     prompt = Prompt(
         prompt_id=record["prompt_id"],
