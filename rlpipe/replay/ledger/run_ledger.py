@@ -1,8 +1,8 @@
-"""The accounts of a run, in SQLite: what became of every prompt, and the groups that are still needed.
+"""The ledger of a run, in SQLite: the state of every prompt's groups, and the tokens that are still needed.
 
 A group is ADMITTED when its prompt is taken, GENERATED with its tokens, SCORED with its rewards, ASSIGNED once a step
-takes it, and TRAINED once a checkpoint at or past that step is whole; or DISCARDED, with a reason. One process writes,
-any number may read. Every method is one transaction, and doing it again changes nothing, so that a call whose answer
+takes it, and TRAINED once a checkpoint after that step is complete; or DISCARDED, with a reason. One process writes,
+any number may read. Every change of groups and steps is one transaction and idempotent, so that a call whose answer
 was lost can be repeated.
 """
 
@@ -47,11 +47,11 @@ UNFINISHED = (GroupState.ADMITTED, GroupState.GENERATED, GroupState.SCORED)
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LedgerEvent:
-    """Something that people should know of: a death, a recovery, a checkpoint that could not be written."""
+    """Event to show to people, such as a death, a recovery, or a checkpoint that could not be written."""
 
     number: int
     time: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     kind: str
     subject: str
     message: str
@@ -59,24 +59,24 @@ class LedgerEvent:
 
 @dataclass(kw_only=True, slots=True)
 class StepGroups:
-    """What a step trains."""
+    """Groups that a step trains."""
 
     fresh: list[RolloutGroup]
     replayed: list[RolloutGroup] = field(default_factory=list)
-    """Groups that earlier steps have trained once."""
+    """Groups that an earlier step has trained once."""
 
 
 class Ledger(Database):
-    """The accounts of one run; ``keep_steps`` behind the newest checkpoint, groups still have their tokens."""
+    """Ledger of one run, which keeps tokens of trained groups for ``keep_steps`` steps before the newest checkpoint."""
 
     def __init__(self, path: Path, *, keep_steps: int = 0, read_only: bool = False, at_rest: bool = False) -> None:
         super().__init__(path, read_only=read_only, at_rest=at_rest)
         self._keep_steps = keep_steps
 
-    # Accounts -----------------------------------------------------------------------------------------------------
+    # Changes ------------------------------------------------------------------------------------------------------
 
     def admit(self, groups: Iterable[Admitted], place: Cursor, passed: Iterable[Passed] = ()) -> None:
-        """Prompts are taken; the source stands at ``place`` behind them, having ``passed`` rows it can't use."""
+        """Record groups whose prompts are taken, the source's ``place`` after them, and skipped rows (``passed``)."""
         now = time.time()
         with self._transaction():
             self._connection.executemany(
@@ -95,7 +95,7 @@ class Ledger(Database):
                 self._set(place=[place.epoch, place.position])
 
     def generated(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps the tokens of groups that were admitted."""
+        """Store the tokens of groups that were admitted."""
         now = time.time()
         with self._transaction():
             for group in groups:
@@ -119,11 +119,11 @@ class Ledger(Database):
                     self._connection.execute(
                         "INSERT OR REPLACE INTO payloads VALUES (?, ?)", (group.group_id, pack_record(group))
                     )
-                    # Apart, because SQLite writes a row anew, arrays and all, whenever one of its columns changes.
+                    # A separate table, because SQLite rewrites a row, arrays included, whenever a column changes.
                     self._connection.execute("INSERT INTO tokens VALUES (?, ?)", (group.group_id, pack_arrays(group)))
 
     def scored(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps the rewards of groups that were generated."""
+        """Store the rewards of groups that were generated."""
         now = time.time()
         with self._transaction():
             for group in groups:
@@ -140,7 +140,7 @@ class Ledger(Database):
                     )
 
     def discard(self, reasons: Mapping[int, str]) -> None:
-        """Groups that will never be trained."""
+        """Discard groups that will never be trained, with the reasons, by group id."""
         with self._transaction():
             self._connection.executemany(
                 "UPDATE groups SET state = 'DISCARDED', reason = ? WHERE group_id = ? AND step IS NULL",
@@ -149,7 +149,7 @@ class Ledger(Database):
             self._connection.executemany("DELETE FROM payloads WHERE group_id = ?", [(g,) for g in reasons])
 
     def assign(self, step: int, groups: StepGroups) -> None:
-        """A step takes groups, whose advantages are known."""
+        """Assign groups, whose advantages are known, to a step."""
         now = time.time()
         with self._transaction():
             self._connection.executemany(
@@ -165,7 +165,7 @@ class Ledger(Database):
             )
 
     def release(self, step: int, reason: str) -> None:
-        """Discards the groups of no step, and those that ``step`` and later ones have not trained for good."""
+        """Discard groups that no step has taken, and those of ``step`` and later steps that no checkpoint holds."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE groups SET state = 'DISCARDED', reason = ?, step = NULL"
@@ -174,12 +174,12 @@ class Ledger(Database):
             )
 
     def complete(self, report: StepReport) -> None:
-        """A step was trained, or, as the last one, compared."""
+        """Record that a step was trained or, as the run's last one, compared."""
         with self._transaction():
             self._connection.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, 1, ?) ON CONFLICT (step) DO UPDATE SET"
                 " metrics = excluded.metrics, ended_at = excluded.ended_at, last = excluded.last,"
-                " times = times + (ended_at IS NULL OR metrics != excluded.metrics)",  # not where a call is repeated
+                " times = times + (ended_at IS NULL OR metrics != excluded.metrics)",  # not if a call is repeated
                 (report.step, json.dumps(report.metrics), time.time(), report.last),
             )
             if report.last:
@@ -189,7 +189,7 @@ class Ledger(Database):
                 )
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint after ``step`` steps is whole."""
+        """Record that the checkpoint after ``step`` steps is complete."""
         with self._transaction():
             self._set(checkpoint_step=max(step, self.checkpoint_step))
             self._connection.execute(
@@ -198,7 +198,7 @@ class Ledger(Database):
             )
 
     def drop_tokens(self, *, kept: Collection[int] = ()) -> None:
-        """Those of steps that are ``keep_steps`` behind the checkpoint, but for the groups in ``kept``."""
+        """Drop tokens of groups trained over ``keep_steps`` steps before the checkpoint, except those in ``kept``."""
         before = self.checkpoint_step - self._keep_steps
         with self._transaction():
             self._connection.execute(
@@ -210,9 +210,9 @@ class Ledger(Database):
             )
 
     def begin_again(self, step: int, num_steps: int) -> None:
-        """Training goes on behind ``step`` steps: later ones are trained again, on the same groups.
+        """Resume after ``step`` steps: later steps are trained again, on the same groups.
 
-        Groups that an end of the run, now moved, only compared, are of no step any more.
+        If the run's end has moved, groups that were only compared at the old end no longer belong to a step.
         """
         with self._transaction():
             self._connection.execute("UPDATE steps SET ended_at = NULL, last = 0 WHERE step >= ?", (step,))
@@ -233,39 +233,39 @@ class Ledger(Database):
     # Settings -----------------------------------------------------------------------------------------------------
 
     def change_config(self, config: Mapping[str, Any]) -> None:
-        """Steps that have taken no group yet are trained with other options than those before them."""
+        """Set the config of steps that have taken no group yet, and keep the old one for the steps before them."""
         first = self._rows("SELECT coalesce(max(step) + 1, 0) FROM groups")[0][0]
         earlier = [*(self.get("earlier_configs") or []), {"steps": first, "config": self.get("config")}]
         self.set(config=config, earlier_configs=earlier)
 
     @property
     def place(self) -> Cursor:
-        """Where the prompt source stands."""
+        """The prompt source's place."""
         return Cursor(*(self.get("place") or (0, 0)))
 
     @property
     def checkpoint_step(self) -> int:
-        """Steps of the newest checkpoint that the ledger knows to be whole."""
+        """Steps of the newest checkpoint that the ledger knows to be complete."""
         return self.get("checkpoint_step") or 0
 
-    # What is there ------------------------------------------------------------------------------------------------
+    # Queries ------------------------------------------------------------------------------------------------------
 
     def unfinished(self) -> list[tuple[Admitted, GroupState]]:
-        """The groups that no step has taken, in the order of their ids."""
+        """Return the groups that no step has taken, with their states, in the order of their ids."""
         condition = _is_in(*UNFINISHED)
         groups = self._admitted(condition)
         states = dict(self._rows(f"SELECT group_id, state FROM groups WHERE {condition}"))
         return [(group, GroupState(states[group.group_id])) for group in groups]
 
     def load(self, group_ids: Iterable[int]) -> Iterator[RolloutGroup]:
-        """Those of the groups whose tokens are still there."""
+        """Yield those of the groups whose tokens are still there."""
         for group_id in group_ids:
             query = "SELECT record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id = ?"
             for record, arrays in self._rows(query, group_id):
                 yield unpack_group(group_id, record, arrays)
 
     def groups_of(self, step: int) -> StepGroups | None:
-        """What a step took, or None if it has taken nothing yet."""
+        """Return the groups that a step took, or None if none; raise ``LedgerError`` if their tokens are dropped."""
         fresh = [row[0] for row in self._rows("SELECT group_id FROM groups WHERE step = ? ORDER BY group_id", step)]
         if not fresh:
             return None
@@ -279,7 +279,7 @@ class Ledger(Database):
         return groups
 
     def newest_taken(self) -> Iterator[RolloutGroup]:
-        """Groups that steps took once and whose tokens are still there, the newest first."""
+        """Return groups that only one step has taken and whose tokens are still there, the newest first."""
         query = (
             "SELECT group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
             " AND group_id NOT IN (SELECT group_id FROM replays) ORDER BY step DESC, group_id DESC"
@@ -287,7 +287,7 @@ class Ledger(Database):
         return self.load(row[0] for row in self._rows(query))
 
     def open_attempts(self) -> list[int]:
-        """Attempts that groups without reward variance have left open, because the run ended there."""
+        """Return the attempts due for groups without reward variance that the run did not make before it ended."""
         left: Counter[int] = Counter()
         for attempt, count in self._rows(
             "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE ? GROUP BY attempt",
@@ -299,7 +299,7 @@ class Ledger(Database):
         return sorted(left.elements())
 
     def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[int, int, str]]:
-        """Those of the groups that were discarded once they had tokens, or before: id, attempt and reason."""
+        """Return id, attempt and reason of those groups that were discarded with tokens, or before they had any."""
         return self._rows(
             "SELECT group_id, attempt, reason FROM groups WHERE state = 'DISCARDED' AND step IS NULL"
             f" AND (generated_at IS NOT NULL) = ? AND group_id IN ({', '.join(map(str, group_ids))})",
@@ -307,14 +307,14 @@ class Ledger(Database):
         )
 
     def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
-        """Of groups with scores: attempt, re-roll, and when they were generated and scored, in seconds since 1970."""
+        """Return attempt, re-roll, and generation and scoring times (seconds since 1970) of groups with scores."""
         return self._rows(
             "SELECT attempt, reroll, generated_at, scored_at FROM groups"
             f" WHERE group_id IN ({', '.join(map(str, group_ids))})"
         )
 
     def fruitless(self, at_most: float) -> list[Admitted]:
-        """Groups of which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
+        """Return groups in which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
         return self._admitted(
             "state NOT IN ('DISCARDED') AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups AS later"
             " WHERE later.epoch = groups.epoch AND later.position = groups.position"
@@ -323,23 +323,23 @@ class Ledger(Database):
         )
 
     def counts(self) -> dict[GroupState, int]:
-        """Groups in each state."""
+        """Return the number of groups in each state."""
         return {GroupState(state): n for state, n in self._rows("SELECT state, count(*) FROM groups GROUP BY state")}
 
     def num_places_taken(self, step: int) -> int:
-        """Groups that were admitted, and are in ``step`` or a later one, or can still come into one."""
+        """Return the number of groups that are in ``step`` or a later one, or can still join one."""
         query = f"SELECT count(*) FROM groups WHERE step >= ? OR {_is_in(*UNFINISHED)}"
         return int(self._rows(query, step)[0][0])
 
     def has_steps(self, before: int) -> bool:
-        """Whether it knows what each step before that one took; a power failure may have taken the newest from it."""
+        """Return whether all steps before ``before`` have groups; a power failure may have lost the newest ones."""
         return self._rows("SELECT count(DISTINCT step) FROM groups WHERE step < ?", before) == [(before,)]
 
     def next_group_id(self) -> int:
         return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
 
     def reports(self, after: int) -> list[StepReport]:
-        """The steps that have ended behind ``after``."""
+        """Return the reports of steps after ``after`` that have ended."""
         rows = self._rows(
             "SELECT step, metrics, last FROM steps WHERE step > ? AND ended_at IS NOT NULL ORDER BY step", after
         )
@@ -347,7 +347,7 @@ class Ledger(Database):
 
     @property
     def last_step(self) -> int:
-        """The newest step that has ended, or -1."""
+        """Newest step that has ended, or -1."""
         return int(self._rows("SELECT coalesce(max(step), -1) FROM steps WHERE ended_at IS NOT NULL")[0][0])
 
     def events(self, after: int = 0) -> list[LedgerEvent]:
