@@ -1,4 +1,4 @@
-"""Trains language models with reinforcement learning on Ray; names are imported when first used."""
+"""Reinforcement learning of language models on Ray; public names are imported on first use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HOMES = {
     "RolloutGroup": "rlpipe.types",
     **dict.fromkeys(ERRORS, "rlpipe.errors"),
 }
-"""Where each public name lives."""
+"""Modules that define the public names."""
 
 __all__ = [*HOMES, "__version__"]
 

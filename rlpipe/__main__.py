@@ -1,4 +1,4 @@
-"""``python -m rlpipe`` is ``rlpipe``."""
+"""The entry point of ``python -m rlpipe``, which is the same as ``rlpipe``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: each command imports what it needs when it runs."""
+"""The command line, whose commands import what they need when they run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlpipe.commands.arguments import OneLineParser
 from rlpipe.errors import Interrupted, RlpipeError
 
 LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
-"""Loggers of libraries that report what they did not find on this machine, which no run needs."""
+"""Loggers of libraries whose messages about missing optional components are hidden."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
+    """Run one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     for name in LIBRARIES:
         logging.getLogger(name).addFilter(_is_of_use)
@@ -38,18 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Whether a user can act on what a library logs while others import it."""
+    """Return whether a library's log message is useful to the user."""
     return not record.getMessage().startswith(("Setting accelerator to CPU", "Failed to load CPU gemm_4bit"))
 
 
 def describe_error(error: RlpipeError) -> str:
-    """The message in one line; an error that crossed Ray has the remote traceback in its text, but not in its cause."""
+    """Return the message in one line; if the error crossed Ray, its cause has the text without the remote traceback."""
     cause = getattr(error, "cause", None)
     return " ".join(str(cause if isinstance(cause, RlpipeError) else error).split())
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Positional arguments may stand between the options, which argparse alone refuses."""
+    """Parse the arguments; positional ones may stand between options, which argparse alone refuses."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def take_config_file(parser: OneLineParser, arguments: argparse.Namespace) -> None:
-    """A YAML file may stand among the overrides, instead of behind ``--config``."""
+    """Move a YAML file among the overrides to ``config``, as if it had been passed with ``--config``."""
     is_file = [text.endswith((".yaml", ".yml")) and "=" not in text and text[0] != "~" for text in arguments.overrides]
     files = [text for text, yes in zip(arguments.overrides, is_file, strict=True) if yes]
     given = [*files, *([] if arguments.config is None else [arguments.config])]

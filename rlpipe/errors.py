@@ -1,4 +1,4 @@
-"""Every exception that rlpipe raises on purpose.
+"""The exceptions that rlpipe raises.
 
 RlpipeError
 ├── InputError(ValueError)     wrong input from the user: exit code 2, one line, no traceback
@@ -10,25 +10,25 @@ RlpipeError
     ├── WaitTimeout            something awaited did not come in time
     ├── WeightsMismatch        an engine does not serve the weights that were published
     ├── EngineFailed           a rollout engine died or raised
-    │   └── EngineNotStarted   its process has taken the place of a dead one, and has no model yet
-    ├── RewardFailed           a reward failed whose config says ``fail: raise``
-    ├── LearnerFailed          the learner group died too often, or its steps went bad
+    │   └── EngineNotStarted   its process has replaced a dead one, and has no model yet
+    ├── RewardFailed           a reward with ``fail: raise`` failed
+    ├── LearnerFailed          the learner group died, or too many steps were not finite
     ├── HeadLost               Ray's head died or was cut off
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
     ├── AccountsDiffer         `rlpipe audit` found a difference: exit code 3
     └── LedgerError            the ledger can't be read or written
-        └── LedgerLost         it stayed on another machine
+        └── LedgerLost         the ledger is on a machine that was lost
 """
 
 
 class RlpipeError(Exception):
-    """Base of all errors below."""
+    """Base class of all of rlpipe's errors."""
 
     exit_code = 1
 
 
 class InputError(RlpipeError, ValueError):
-    """Wrong input; the message names the thing and the fix."""
+    """Wrong input; the message names the option or file and the fix."""
 
     exit_code = 2
 
@@ -50,27 +50,27 @@ class RewardImportError(InputError):
 
 
 class RunError(RlpipeError):
-    """The run failed after its input was found good."""
+    """Failure of a run whose input was valid."""
 
 
 class WaitTimeout(RunError):
-    """Something awaited did not come in time; says what, how long, and the other side's state."""
+    """Timeout of a wait; the message names what was awaited, the limit, and the other side's state."""
 
 
 class WeightsMismatch(RunError):
-    """An engine does not serve the weights that were published; names the engine."""
+    """An engine does not serve the weights that were published; the message names the engine."""
 
 
 class EngineFailed(RunError):
-    """A rollout engine died or raised; names the engine and the cause."""
+    """A rollout engine died or raised; the message names the engine and the cause."""
 
 
 class EngineNotStarted(EngineFailed):
-    """The process of an engine has taken the place of a dead one, and has no model yet."""
+    """An engine's process has replaced a dead one, and has no model yet."""
 
 
 class RewardFailed(RunError):
-    """A reward failed whose config says ``fail: raise``."""
+    """A reward with ``fail: raise`` in its config failed."""
 
 
 class LearnerFailed(RunError):
@@ -78,15 +78,15 @@ class LearnerFailed(RunError):
 
 
 class LedgerError(RunError):
-    """The ledger can't be read or written; names the file."""
+    """The ledger can't be read or written; the message names the file."""
 
 
 class LedgerLost(LedgerError):
-    """The replay actor came up where the ledger is not; the run goes on from the copy in the last checkpoint."""
+    """The replay actor restarted on a machine without the ledger; the run resumes from the last checkpoint's copy."""
 
 
 class AccountsDiffer(RunError):
-    """The sums of a run's ledger do not add up."""
+    """The audit of a run's ledger found an inconsistency."""
 
     exit_code = 3
 
@@ -96,6 +96,6 @@ class HeadLost(RunError):
 
 
 class Interrupted(RunError):
-    """Somebody stopped the run, which has written a checkpoint."""
+    """A signal stopped the run; once training has begun, the learner writes a checkpoint first."""
 
     exit_code = 130

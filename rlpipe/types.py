@@ -1,4 +1,4 @@
-"""The typed objects that flow between the parts of a run; plain numpy, so that Ray reads them without a copy.
+"""The data types that the parts of a run exchange; their arrays are numpy's, which Ray reads without a copy.
 
 Shapes: T tokens of one rollout, P tokens of its prompt, N packed tokens of a micro batch, S sequences in it.
 """
@@ -21,37 +21,37 @@ BoolArray = NDArray[np.bool_]
 ByteArray = NDArray[np.uint8]
 
 NO_VERSION = -1
-"""The policy version of tokens that no policy drew (prompts, tool results)."""
+"""Policy version of tokens that no policy drew (prompts, tool results)."""
 NO_GROUP = -1
-"""The group of a sequence that only fills a micro batch."""
+"""Group id of a sequence that only pads a micro batch."""
 
 ALIGNMENT, DIVERSITY = "alignment", "diversity"
-"""EBFT's two rewards, of which the second is a mean over a rollout's pairs with its siblings."""
+"""Names of EBFT's two rewards; the second is a mean over a rollout's pairs with its siblings."""
 
 ChatMessages = list[dict[str, Any]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PlacedImage:
-    """An image within a token sequence."""
+    """Image within a token sequence."""
 
     place: int
-    """The first of the tokens that stand for it."""
+    """Index of the first of the tokens that stand for the image."""
     num_tokens: int
     content: bytes
-    """Encoded, as in a file: PNG, JPEG and so on."""
+    """Bytes of the encoded image (PNG, JPEG and so on)."""
 
     def moved(self, distance: int) -> PlacedImage:
-        """Where its sequence begins ``distance`` tokens later."""
+        """Return the image with its place moved by ``distance`` tokens."""
         return replace(self, place=self.place + distance)
 
 
 Images = tuple[PlacedImage, ...]
-"""By their places."""
+"""Images of one sequence, ordered by place."""
 
 
 class RolloutStatus(StrEnum):
-    """How the sampling of a rollout ended."""
+    """Outcome of sampling a rollout."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -61,52 +61,52 @@ class RolloutStatus(StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Truth:
-    """What follows the prompt in a row that has a ground truth."""
+    """Ground truth of a row: the tokens that follow its prompt."""
 
     token_ids: IntArray  # [T], from the assistant's first token on
     is_assistant: BoolArray  # [T]
 
     def turns(self) -> list[tuple[int, int]]:
-        """The first token of each turn of the assistant, and the one behind it."""
+        """Return the half-open token range of each turn of the assistant."""
         edges = np.flatnonzero(np.diff(np.r_[False, self.is_assistant, False])).tolist()
         return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
-    """One rendered row of the prompt source."""
+    """Rendered row of the prompt source."""
 
     prompt_id: int
-    """Row number in the source, from 0; stays the same in every epoch."""
+    """Row number in the source, from 0; the same in every epoch."""
     epoch: int
     token_ids: IntArray  # [P]
     prompt: str | ChatMessages
-    """What reward functions receive as ``prompts``: the text, or the chat messages."""
+    """Text or chat messages that reward functions receive in ``prompts``."""
     task: Mapping[str, Any]
-    """The row's other columns."""
+    """Other columns of the row."""
     max_tokens: int | None = None
-    """The longest completion of this prompt; None: the run's limit alone."""
+    """Limit on the completion's tokens, in addition to the run's; None: the run's limit only."""
     turns: Sequence[IntArray] = ()
-    """What comes behind the policy's first turn, its second one, and so on, each up to where the policy goes on."""
+    """Tokens between the policy's turns: those after its first turn, its second turn, and so on."""
     truth: Truth | None = None
-    """What the policy should have written, where rewards compare with it."""
+    """Ground truth completion, if a reward or loss compares with it."""
     images: Images = ()
     folded_ids: IntArray | None = None  # [F]
-    """The tokens with a single placeholder for each image, as vLLM takes them; None without images."""
+    """Tokens with a single placeholder for each image, as vLLM takes them; None without images."""
 
     @property
     def is_chat(self) -> bool:
         return not isinstance(self.prompt, str)
 
     def followed_by(self, token_ids: IntArray) -> Prompt:
-        """The prompt of a later turn, for which ``token_ids`` ``[T]`` begin with those of this one."""
+        """Return the prompt of a later turn, whose ``token_ids`` ``[T]`` begin with this prompt's tokens."""
         folded = self.folded_ids
         if folded is not None:
             folded = np.concatenate([folded, token_ids[len(self.token_ids) :]])
         return replace(self, token_ids=token_ids, folded_ids=folded, turns=())
 
     def with_truth(self) -> tuple[IntArray, BoolArray]:
-        """The tokens of the prompt and the ground truth behind it, and which of them the policy should have written."""
+        """Return the tokens of the prompt and its ground truth, and a mask of those that the assistant wrote."""
         assert self.truth is not None, "prompts without ground truth are skipped"
         before = np.zeros(len(self.token_ids), np.bool_)
         return (
@@ -115,16 +115,17 @@ class Prompt:
         )
 
     def limit(self, max_tokens: int) -> int:
-        """The longest completion of this prompt in a run with the limit ``max_tokens``."""
+        """Return the limit on this prompt's completion in a run with the limit ``max_tokens``."""
         return max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens)
 
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    """One token sequence, of which ``loss_mask`` marks the tokens that the policy drew.
+    """Token sequence in which ``loss_mask`` marks the tokens that the policy drew.
 
     The arrays have equal length T. ``logprobs`` are those of the sampling policy, 0 where unmasked;
-    ``policy_versions`` is ``NO_VERSION`` where unmasked. Raises ``ValueError`` if these do not fit together.
+    ``policy_versions`` is ``NO_VERSION`` where unmasked. Raises ``ValueError`` if the lengths differ, or if the first
+    token is marked.
     """
 
     group_id: int
@@ -162,38 +163,38 @@ class Rollout:
 
     @property
     def completion_ids(self) -> IntArray:
-        """All tokens after the prompt: from the first drawn one to the end."""
+        """Tokens after the prompt, from the first drawn one to the end."""
         drawn = np.flatnonzero(self.loss_mask)
         return self.token_ids[drawn[0] :] if len(drawn) else self.token_ids[:0]
 
     @property
     def oldest_version(self) -> int:
-        """The version that drew its oldest token, or ``NO_VERSION`` if none was drawn."""
+        """Oldest policy version that drew one of its tokens, or ``NO_VERSION`` if none was drawn."""
         drawn = self.policy_versions[self.loss_mask]
         return int(drawn.min()) if len(drawn) else NO_VERSION
 
     @property
     def newest_version(self) -> int:
-        """The version that drew its newest token, or ``NO_VERSION`` if none was drawn."""
+        """Newest policy version that drew one of its tokens, or ``NO_VERSION`` if none was drawn."""
         return int(self.policy_versions[self.loss_mask].max(initial=NO_VERSION))
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-    """The sibling rollouts of one prompt."""
+    """Sibling rollouts of one prompt."""
 
     group_id: int
     prompt: Prompt
     rollouts: list[Rollout]
     failure: str | None = None
-    """Why the group can't be trained, or None."""
+    """Reason why the group can't be trained, or None."""
     generate_s: float = 0.0
     """Seconds from the engine's receipt of the request to its last token."""
     score_s: float = 0.0
     engine: str = ""
-    """Which one sampled it."""
+    """Name of the engine that sampled the group."""
     logged: dict[str, float] = field(default_factory=dict)
-    """What reward functions gave to ``log_metric``, each the mean over the group."""
+    """Means over the group of the metrics that reward functions passed to ``log_metric``."""
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -217,7 +218,7 @@ class RolloutGroup:
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
-    """Sequences packed one after the other without padding; one forward pass.
+    """Sequences of one forward pass, packed one after the other without padding.
 
     Entry t of ``logprobs``, ``advantages`` and so on belongs to token t, which the hidden state at t-1 predicts;
     the first token of every sequence is therefore never in ``loss_mask``.
@@ -233,7 +234,7 @@ class MicroBatch:
     group_ids: IntArray  # [S]
     ref_logprobs: FloatArray | None = None  # [N]
     images: Images = ()
-    """Placed among the N tokens."""
+    """Images of all sequences, placed within the N tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -246,33 +247,33 @@ class MicroBatch:
 
 @dataclass(kw_only=True, slots=True)
 class MiniBatch:
-    """One optimizer update: this rank's micro batches, and the denominators of the update on **all** ranks.
+    """One rank's micro batches of an optimizer update, and the denominators of the update on **all** ranks.
 
-    Every rank has the same number of micro batches; one without work carries an empty loss mask.
+    Every rank has the same number of micro batches; a micro batch that only pads has an empty loss mask.
     """
 
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
     num_sequences: int
     truth: MiniBatch | None = None
-    """Ground truths, whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
+    """Ground truths whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
-    """What one learner rank receives for one step."""
+    """Batch that one learner rank receives for one step."""
 
     step: int
     mini_batches: list[MiniBatch]
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the replay buffer knows of the step (rewards, lengths, staleness); equal on all ranks."""
+    """Metrics that the replay buffer knows (rewards, lengths, staleness); equal on all ranks."""
     resume: dict[str, Any] = field(default_factory=dict)
-    """Where the prompts stood when the step was assembled; part of a checkpoint taken after the step."""
+    """Place of the prompt source when the step was assembled; stored in a checkpoint after the step."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupRequest:
-    """Asks an engine for one group."""
+    """Request to an engine for one group."""
 
     group_id: int
     prompt: Prompt
@@ -281,17 +282,17 @@ class GroupRequest:
     temperature: float
     seed: int
     min_version: int = 0
-    """The oldest policy version that may draw its tokens."""
+    """Oldest policy version that may draw its tokens."""
     sampling: SamplingConfig | None = None
-    """All but its temperature and length; None: the run's."""
+    """Sampling options other than temperature and length; None: the run's."""
     use_adapter: bool = True
-    """False: the model beneath the adapter draws its tokens, which no version changes."""
+    """False: sample from the base model without the adapter, which is the same in every version."""
     goes_first: bool = False
-    """Before those that wait and do not."""
+    """True: start before waiting requests that do not have this set."""
 
     @property
     def outstanding_tokens(self) -> int:
-        """The most tokens that the request can still cost."""
+        """Upper bound of the tokens that the request costs."""
         return len(self.prompt.token_ids) + self.group_size * self.max_tokens
 
 
@@ -302,44 +303,44 @@ class WeightsKind(StrEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorOutline:
-    """A tensor that is sent: all but its values."""
+    """Name, type and shape of a tensor that is sent."""
 
     name: str
     dtype: str
-    """As torch calls it, without ``torch.``."""
+    """Name of the torch dtype, without ``torch.``."""
     shape: tuple[int, ...]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Transfer:
-    """Where the first learner rank and the engines' workers meet, for weights that go to them directly."""
+    """Process group of the first learner rank and the engines' workers, for sending weights directly."""
 
     address: str
     port: int
     outlines: Sequence[TensorOutline]
-    """What is sent, in this order."""
+    """Tensors that are sent, in this order."""
     buffer_bytes: int
-    """Of each of the two buffers that NCCL sends from."""
+    """Size of each of the two buffers that NCCL sends from."""
     num_processes: int = 1
-    """The learner's, rank 0, and all workers."""
+    """Number of processes: the learner's, which has rank 0, and all workers."""
     first_rank: int = 1
-    """Of the engine's first worker."""
+    """Rank of the engine's first worker."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsManifest:
-    """Describes one published version; its tensors travel beside it as safetensors bytes, in buckets."""
+    """Description of one published version; its tensors are sent separately, as buckets of safetensors bytes."""
 
     version: int
     kind: WeightsKind
     digest: str
-    """What an engine that serves this version must answer (see ``rlpipe.rollout.digest``)."""
+    """Digest that an engine with this version must report (see ``rlpipe.rollout.digest``)."""
     num_buckets: int
     num_bytes: int
     adapter_config: Mapping[str, Any] | None = None
-    """PEFT's adapter config, for LoRA."""
+    """PEFT's adapter config, for LoRA only."""
     transfer: Transfer | None = None
-    """How the tensors come where they are in no buckets; the digest follows once they are sent."""
+    """Process group over which tensors are sent instead of in buckets; the digest then follows once they are sent."""
 
 
 Buckets = Sequence[ByteArray]
@@ -347,7 +348,7 @@ Buckets = Sequence[ByteArray]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineHealth:
-    """What an engine says of itself."""
+    """State that an engine reports of itself."""
 
     name: str
     version: int

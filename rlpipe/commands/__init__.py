@@ -1,1 +1,1 @@
-"""One file for each command, or for those that look at the same thing; what they import when they run is heavy."""
+"""The commands, one file per subject; heavy imports are deferred until a command runs."""

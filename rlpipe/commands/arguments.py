@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: a parser that errs in one line, and types that check."""
+"""Shared parts of the commands' arguments: a parser with one-line errors, and validating types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlpipe.errors import InputError
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line, without the usage."""
+    """Parser that reports a wrong argument in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(InputError.exit_code, f"rlpipe: error: {message}; see {self.prog} --help\n")
@@ -65,7 +65,7 @@ def at_least(kind: type[int] | type[float], minimum: float) -> Callable[[str], f
 
 
 def span(kind: type[int] | type[float], between: str) -> Callable[[str], tuple[Any, Any]]:
-    """Parses one value, or two bounds, either of which may be left out."""
+    """Return a parser of one value, or of two bounds of which either may be left out."""
 
     def parse(text: str) -> tuple[Any, Any]:
         first, found, last = text.partition(between)

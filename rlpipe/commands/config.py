@@ -1,4 +1,4 @@
-"""``rlpipe config``: the resolved config of a run, and all that can be set."""
+"""``rlpipe config``: print the resolved config of a run, or list all options and groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_config(arguments: argparse.Namespace) -> None:
 
 
 def print_tree(arguments: argparse.Namespace) -> None:
-    """The tree is shown even where it is incomplete or contradictory; the exit code then says so."""
+    """Print the config, even if it is incomplete or contradictory, and then raise ``ConfigError`` if it is."""
     from rlpipe.configs.compose import build_config, compose_tree, show_tree
     from rlpipe.configs.validate import require_rewards
 
@@ -39,7 +39,7 @@ def print_tree(arguments: argparse.Namespace) -> None:
 
 
 def document_options(prefixes: Sequence[str]) -> Iterator[str]:
-    """Every option under one of the prefixes, or all: its default, its type, its range and what it does."""
+    """Yield the default, type, range and description of every option under one of the prefixes, or of all options."""
     from rlpipe.configs.option_list import describe_default, options
 
     found = [option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)]
@@ -55,7 +55,7 @@ def covers(prefix: str, name: str) -> bool:
 
 
 def document_groups(groups: Sequence[str]) -> Iterator[str]:
-    """The choices of the config groups, or of all, and what each is for."""
+    """Yield the choices of the given config groups, or of all groups, with their descriptions."""
     from rlpipe.configs.groups import describe_choice, list_groups
 
     for group in groups:

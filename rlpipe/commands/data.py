@@ -1,4 +1,4 @@
-"""``rlpipe data``: the rows of a run, as it renders them."""
+"""``rlpipe data``: preview, count or prepare the rows of a run, as the run renders them."""
 
 from __future__ import annotations
 
@@ -146,14 +146,14 @@ def run_prepare(arguments: argparse.Namespace) -> None:
 
 
 def show_progress(num_done: int, num_rows: int) -> None:
-    """One line on a terminal, which is gone at the end."""
+    """Show the progress in one line of the terminal, which is erased at the end."""
     if sys.stderr.isatty():
         text = f"{num_done:,} of {num_rows:,} rows" if num_done < num_rows else ""
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def with_progress(places: Iterable[RowPlace], sizes: Sequence[int | None]) -> Iterable[RowPlace]:
-    """Shown on a terminal, and gone at the end; ``sizes``: how many rows each part has, as far as it is known."""
+    """Return ``places`` with a temporary progress bar on a terminal; ``sizes``: rows of each part, None if unknown."""
     from rich.console import Console
     from rich.progress import track
 
@@ -163,7 +163,7 @@ def with_progress(places: Iterable[RowPlace], sizes: Sequence[int | None]) -> It
 
 
 def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase]:
-    """The config, of which only data and tokenizer must be there, and the tokenizer."""
+    """Return the config and the tokenizer; of the config's files, only the data and the tokenizer must exist."""
     from rlpipe.configs.compose import load_config
 
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)

@@ -1,4 +1,4 @@
-"""``rlpipe export``: the policy of a checkpoint, for others to load."""
+"""``rlpipe export``: write the policy of a checkpoint in a format that other tools load."""
 
 from __future__ import annotations
 

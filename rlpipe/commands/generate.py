@@ -1,4 +1,4 @@
-"""``rlpipe generate``: samples from a policy and adapter, without Ray."""
+"""``rlpipe generate``: sample from a policy and adapter, without Ray."""
 
 from __future__ import annotations
 

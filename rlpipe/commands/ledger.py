@@ -1,4 +1,4 @@
-"""``rlpipe audit`` and ``rlpipe inspect``, which read a run's ledger."""
+"""``rlpipe audit`` and ``rlpipe inspect``: check or show a run's ledger."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         refuse(arguments, "shows one group whole", "--group", [*GROUP_FILTERS, "step", "limit", "subjects", "follow"])
         inspect_group(run, arguments.group, as_json=as_json)
     elif arguments.follow:
-        with suppress(KeyboardInterrupt):  # how people leave it
+        with suppress(KeyboardInterrupt):  # the usual way to end it
             follow(run, make_question(arguments), as_json=as_json)
     else:
         inspect(run, make_question(arguments), as_json=as_json)
 
 
 def make_question(arguments: argparse.Namespace) -> Question:
-    """What the arguments ask of a ledger; raises ``InputError`` where they do not fit together."""
+    """Return the query that the arguments describe; raise ``InputError`` if they contradict each other."""
     from rlpipe.commands.ledger_display import Question
     from rlpipe.replay.ledger.query import SORT_KEYS, GroupFilter
     from rlpipe.replay.ledger.run_ledger import GroupState
@@ -133,7 +133,7 @@ def check_choice(option: str, value: str, known: Sequence[str]) -> None:
 
 
 def refuse(arguments: argparse.Namespace, why: str, because: str, others: Sequence[str]) -> None:
-    """Raises ``InputError`` if one of the ``others`` is given, which have no effect then."""
+    """Raise ``InputError`` if one of the options ``others`` is given, because it would have no effect."""
     for name in others:
         if getattr(arguments, name) not in (None, False):
             option = "--groups, --steps and --events" if name == "subjects" else f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Shows people what is in a run's ledger, in the terminal or as JSON, also while the run goes on."""
+"""Display of a run's ledger in the terminal or as JSON, also while the run is active."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
 POLL_S = 0.5
 PATIENCE = 4
-"""Looks in a row that fail before it is said: a ledger that gives way to a copy is away for a moment."""
+"""Failed reads in a row before a message: a ledger that is being replaced by a copy is missing for a moment."""
 Subject = Literal["groups", "steps", "events"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Question:
-    """What is to be shown of a ledger."""
+    """Selection and order of the ledger's rows to show."""
 
     subjects: tuple[Subject, ...] = ("groups",)
     wanted: GroupFilter = field(default_factory=GroupFilter)
@@ -61,7 +61,7 @@ class Question:
 
 
 def inspect(run: Path, question: Question, *, as_json: bool = False) -> None:
-    """Prints what a question asks for, the newest first; raises ``DataError`` if there is no ledger."""
+    """Print the rows that a question selects, the newest first; raise ``DataError`` if there is no ledger."""
     with reading(find_ledger(run)) as ledger:
         for subject in question.subjects:
             rows = _find(ledger, subject, question)
@@ -72,9 +72,9 @@ def inspect(run: Path, question: Question, *, as_json: bool = False) -> None:
 
 
 def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
-    """Prints the newest ``limit`` of each subject, and then what comes, until the run has ended.
+    """Print the newest ``limit`` rows of each subject, and then new rows until the run has ended.
 
-    Goes on while the writer is dead, and where a copy takes the ledger's place.
+    Continues while the writing process is dead, and when a copy replaces the ledger.
     """
     path, feed, failures = find_ledger(run), Feed(question.wanted), 0
     show = _print_json if as_json else _print_lines
@@ -99,7 +99,7 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
 
 @contextmanager
 def _identified(path: Path) -> Iterator[tuple[Ledger, tuple[int, int]]]:
-    """The ledger, and what tells it from others; raises ``DataError`` if another one takes its place just now."""
+    """Yield the ledger and its device and inode; raise ``DataError`` if it is replaced while it is opened."""
     before = path.stat()
     with reading(path) as ledger:
         after = path.stat()
@@ -192,7 +192,7 @@ SUBJECTS: dict[type, Subject] = {GroupRow: "groups", StepRow: "steps", LedgerEve
 
 
 def inspect_group(run: Path, group_id: int, *, as_json: bool = False) -> None:
-    """Prints one group whole; raises ``DataError`` if the ledger does not know it."""
+    """Print all details of one group; raise ``DataError`` if it is not in the ledger."""
     with reading(find_ledger(run)) as ledger:
         found = find_groups(ledger, GroupFilter(group_id=group_id))
         if not found:
@@ -208,7 +208,7 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False) -> None:
 
 
 def _decode(groups: Sequence[RolloutGroup], config: Any) -> tuple[list[str | None], str | None]:
-    """The completions as text, or None for each, and why."""
+    """Return the text of each completion, or None for each and the reason if the tokenizer can't be loaded."""
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
     if not completions or config is None:
         return [None] * len(completions), None
@@ -223,7 +223,7 @@ def _decode(groups: Sequence[RolloutGroup], config: Any) -> tuple[list[str | Non
 
 
 def _versions(rollout: Rollout) -> dict[int, int]:
-    """Drawn tokens by the policy version that drew them."""
+    """Return the number of drawn tokens per policy version."""
     versions, counts = np.unique(rollout.policy_versions[rollout.loss_mask], return_counts=True)
     return dict(zip(versions.tolist(), counts.tolist(), strict=True))
 

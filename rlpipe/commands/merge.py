@@ -1,4 +1,4 @@
-"""``rlpipe merge``: folds an adapter into its base."""
+"""``rlpipe merge``: merge an adapter into its base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlpipe plan``: what a run will take, before it starts."""
+"""``rlpipe plan``: estimate the memory and time of a run before it starts."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def run_plan(arguments: argparse.Namespace) -> None:
         print_measurement(measure_machine(), as_json=arguments.json)
         return
     config = load_config(arguments.overrides, file=arguments.config, need_files=False)
-    # Before what follows, which imports torch.
+    # Before the imports below, which load torch.
     device = measure_machine() if arguments.calibrate else find_device(arguments.device)
     if arguments.host_memory_gib is not None:
         if not 0 < arguments.host_memory_gib < math.inf:
             raise InputError(f"--host-memory-gib is {arguments.host_memory_gib:g}: give a number above 0")
         device = replace(device, host_memory_bytes=int(arguments.host_memory_gib * 2**30))
-    with without_collection():  # the largest part of a plan is imports, the next a trace of a million small objects
+    with without_collection():  # most of the time goes to imports, and then to a trace of a million small objects
         from rlpipe.plan.report import make_report
 
         report = make_report(config, device)

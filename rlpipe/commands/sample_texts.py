@@ -1,4 +1,4 @@
-"""Samples from a policy and adapter in this process, for ``rlpipe generate``."""
+"""Sampling from a policy and adapter in this process, for ``rlpipe generate``."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ UNLIMITED = 2**31 - 1
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SamplingRequest:
-    """The policy, and how to sample from it."""
+    """Policy, and options for sampling from it."""
 
     model: str
-    """A folder or hub id."""
+    """Folder or hub id of the policy."""
     adapter: str | None = None
     engine: str = "auto"
     dtype: str = "auto"
-    """auto: bfloat16 where this machine is faster in it, else float32."""
+    """Type to compute in; auto: bfloat16 if this machine is faster in it, else float32."""
     tensor_parallel_size: int = 1
     """GPUs that share the model (vllm)."""
     chat: bool = True
-    """Prompts go through the chat template, as a user turn."""
+    """True: render each prompt as a user turn with the chat template."""
     system_prompt: str | None = None
     images: Sequence[str] = ()
-    """Files of images that stand before each prompt."""
+    """Image files that precede each prompt."""
     num: int = 1
-    """Completions of each prompt."""
+    """Number of completions of each prompt."""
     max_tokens: int = 256
     temperature: float = 1.0
-    """0 takes the likeliest token each time."""
+    """Sampling temperature; 0 selects the most likely token."""
     top_p: float = 1.0
     seed: int = 0
 
@@ -65,12 +65,12 @@ class Completion:
     finish_reason: str
     num_tokens: int
     logprob: float
-    """Sum over the tokens, under the distribution that they were drawn from."""
+    """Sum of the tokens' log-probs under the distribution that they were drawn from."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SampledPrompt:
-    """A prompt with its completions."""
+    """Prompt with its completions."""
 
     prompt: str
     completions: list[Completion]
@@ -83,7 +83,7 @@ class SampledPrompt:
 
 
 def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[SampledPrompt]:
-    """The completions of each prompt, in the order of the prompts, as soon as they are finished.
+    """Yield the completions of each prompt as soon as they are finished, in the order of the prompts.
 
     Raises ``InputError`` if the model, the adapter or a prompt can't be used, ``EngineFailed`` if sampling fails.
     """
@@ -104,10 +104,10 @@ def sample_texts(prompts: Sequence[str], request: SamplingRequest) -> Iterator[S
 
 
 def settle_dtype(model: str, asked: str) -> tuple[str, str | None]:
-    """The type that ``asked`` stands for on this machine, and what the user should know of it."""
-    if asked == WIDE:  # which no device is slow in
+    """Return the type that ``asked`` selects on this machine, and a line about it for the user, or None."""
+    if asked == WIDE:  # float32 is slow on no device
         return asked, None
-    # Of GPUs by the driver's library: torch would start CUDA in this process, which processes of vLLM's fork off.
+    # GPUs are queried through the driver's library: torch would start CUDA in this process, from which vLLM forks.
     import torch
 
     from rlpipe.actors.node import node_types
@@ -168,7 +168,7 @@ def group_request(prompt: Prompt, request: SamplingRequest) -> GroupRequest:
 
 
 def finished_in_order(engine: Engine, count: int) -> Iterator[RolloutGroup]:
-    """Steps the engine until every group is finished; holds back those that overtake an earlier one."""
+    """Step the engine until every group is finished, and yield the groups in the order of their ids."""
     finished: dict[int, RolloutGroup] = {}
     for group_id in range(count):
         while group_id not in finished:

@@ -1,4 +1,4 @@
-"""``rlpipe simulate``: a run in virtual time."""
+"""``rlpipe simulate``: simulate a run in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlpipe train`` and ``rlpipe eval``."""
+"""``rlpipe train`` and ``rlpipe eval``: train or evaluate a policy."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files, imports, the hub and formatted numbers, for every other package; needs neither torch nor Ray."""
+"""Helpers for files, imports, the hub and formatted numbers, used by all packages; without torch or Ray."""

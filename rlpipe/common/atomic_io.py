@@ -1,5 +1,7 @@
-"""Folders and files that appear whole or not at all, so that a killed process or a full disk leaves nothing that looks
-finished; and whether there is room for them."""
+"""Atomic writing of files and folders, and checks for free disk space.
+
+A file or folder appears complete or not at all, so that a killed process or a full disk leaves no partial result.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,23 @@ from glob import glob
 from pathlib import Path
 
 RESERVE = 16 * 2**20
-"""Bytes that large files leave free, so that the ledger and the metrics beside them can still be written."""
+"""Bytes that large files must leave free, so that the ledger and the metrics can still be written."""
 LOCK = ".lock"
 
 
 def user_cache() -> Path:
-    """Under ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    """Return rlpipe's folder under ``XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlpipe"
 
 
 def python_files(folder: Path) -> list[str]:
-    """Python's files in a folder and those below, linked ones too, by their paths in it; in order."""
+    """Return the relative paths of the Python files in a folder and its subfolders, also linked ones, sorted."""
     return sorted(glob("**/*.py", root_dir=folder, recursive=True))
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """An empty folder to write to, which takes ``target``'s place once the block ends without an error."""
+    """Yield an empty folder to write to, which replaces ``target`` when the block ends without an error."""
     temporary = begin_folder(target)
     try:
         yield temporary
@@ -41,7 +43,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Whether no other process holds the folder; holds it until the block, or the process, ends."""
+    """Lock the folder until the block or the process ends; yield False if another process holds the lock."""
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,7 +54,7 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def begin_folder(target: Path) -> Path:
-    """Makes the empty folder beside ``target`` in which it is written."""
+    """Create an empty temporary folder next to ``target``, in which its content is written."""
     temporary = writing_path(target)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -64,7 +66,7 @@ def writing_path(target: Path) -> Path:
 
 
 def complete_folder(temporary: Path, target: Path) -> None:
-    """Renames; what has the name already steps aside first, as a folder can't be renamed onto another."""
+    """Rename ``temporary`` to ``target``; an existing folder there is moved away first and then removed."""
     aside = target.with_name(f".{target.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)
     if target.exists():
@@ -74,7 +76,7 @@ def complete_folder(temporary: Path, target: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that takes ``path``'s place once it is whole."""
+    """Write a text file that replaces ``path`` once it is complete."""
     temporary = writing_path(path)
     try:
         temporary.write_text(text)
@@ -85,7 +87,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """What keeps files from being written to a folder, or the folder from being made; None where nothing does."""
+    """Return why a folder can't be created or written to, or None if it can."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
         return f"{there} is no folder"
@@ -93,7 +95,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises ``OSError`` if a large file would not leave ``RESERVE`` free."""
+    """Raise ``OSError`` if a file of ``num_bytes`` would not leave ``RESERVE`` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes + RESERVE:
         wanted = f"{num_bytes / 2**20:.1f} MiB, and {RESERVE / 2**20:.0f} MiB for the ledger and the metrics"

@@ -1,10 +1,10 @@
-"""Numbers with their units, as people read them."""
+"""Human-readable numbers with their units."""
 
 from __future__ import annotations
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in GiB, or smaller units."""
+    """Format a number of bytes in GiB, or in a smaller unit."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -12,7 +12,7 @@ def gib(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """Of parameters, in billions or millions."""
+    """Format a number of parameters in billions or millions."""
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
@@ -21,5 +21,5 @@ def duration(seconds: float) -> str:
 
 
 def giga(rate: float) -> str:
-    """A rate in billions, without its unit."""
+    """Format a rate in billions, without its unit."""
     return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"

@@ -1,4 +1,4 @@
-"""Asks the Hugging Face hub whether a repository exists, without the minutes of retries of its clients."""
+"""A quick check whether a repository exists on the Hugging Face hub, without the long retries of its clients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def hub_has(
     revision: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> bool:
-    """True if the hub has the repository, False if the hub can't be reached (or ``HF_HUB_OFFLINE`` is set).
+    """Return True if the hub has the repository, False if the hub can't be reached or ``HF_HUB_OFFLINE`` is set.
 
-    Raises ``error``, naming the config's ``option``, if the name is no hub id or the hub knows no such repository.
+    Raises ``error``, naming the config's ``option``, if the name is not a hub id, or if the hub has no such repository
+    or revision.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError

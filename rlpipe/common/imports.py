@@ -1,4 +1,4 @@
-"""Imports what a config names as ``package.module:name`` or ``path/to/file.py:name``."""
+"""Import of objects that a config names as ``package.module:name`` or ``path/to/file.py:name``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlpipe.errors import InputError, RlpipeError
 
 
 def import_object(path: str, *, what: str = "object", error: type[InputError] = InputError) -> Any:
-    """The object at ``package.module:name`` or ``path/to/file.py:name``; the name may be dotted (``Class.method``).
+    """Return the object at ``package.module:name`` or ``path/to/file.py:name``; the name may be dotted.
 
-    Modules in the working directory can be imported. Raises ``error``, which calls the object a ``what``, if the path
-    has another form, its module can't be imported, or the module lacks the name.
+    Modules in the working directory can be imported. Raises ``error``, whose message calls the object ``what``, if the
+    path has another form, its module can't be imported, or the module lacks the name.
     """
     module_path, separator, name = path.rpartition(":")
     if not (separator and module_path and name):
@@ -38,13 +38,13 @@ def import_object(path: str, *, what: str = "object", error: type[InputError] = 
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
+    """Return an exception's type and the first line of its message."""
     lines = message_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says; nothing where its class, which may be a user's, can't."""
+    """Return an exception's message, or an empty string if its class, which may be a user's, fails to format it."""
     try:
         return str(error).strip()
     except Exception:  # noqa: BLE001 - the exception's class is user code too
@@ -73,7 +73,7 @@ def _make_working_directory_importable() -> None:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Runs a Python file as a module once; its name holds a digest of its path, so that no other module is shadowed."""
+    """Load a Python file as a module, once; a digest of the path in its name avoids shadowing other modules."""
     name = f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -91,9 +91,9 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def enter_folder(folder: str) -> None:
-    """Makes the driver's working directory that of this process, so that the user's own files are found.
+    """Change to the driver's working directory, so that the user's own files are found.
 
-    On another machine, which does not have it, the job's own working directory stays.
+    On a machine that does not have the folder, the job's working directory is kept.
     """
     if Path(folder).is_dir():
         os.chdir(folder)
@@ -101,7 +101,7 @@ def enter_folder(folder: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Switches the garbage collector off: it takes a sixth of the time of large imports, which leave next to none."""
+    """Disable garbage collection: it takes a sixth of the time of large imports, which create almost no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,1 +1,1 @@
-"""Starts Ray's worker processes as forks of processes that have their imports done."""
+"""Fast start of Ray's worker processes, as forks of processes that have already imported the libraries."""

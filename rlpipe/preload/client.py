@@ -1,7 +1,7 @@
-"""Started by Ray for each worker process: asks a preloaded process for a fork, else starts the worker as Ray does.
+"""The script that Ray runs for each worker: forks a preloaded process, or else starts the worker as usual.
 
-It runs in place of Ray's own ``setup_worker.py`` and takes the same arguments. It imports the standard library alone,
-as its start is part of the start of every worker.
+It runs in place of Ray's own ``setup_worker.py`` and takes the same arguments. It imports only the standard library,
+because its own start delays the start of every worker.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 import sys
 
 FOLDER = "RLPIPE_PRELOAD_FOLDER"
-"""Environment variable with the folder of the preloaded processes' sockets."""
+"""Environment variable that holds the folder of the preloaded processes' sockets."""
 STAGE = "RLPIPE_PRELOAD_STAGE"
-"""Environment variable with the name of the stage that an actor's process is forked from."""
+"""Environment variable that holds the name of the stage that an actor's process is forked from."""
 DEFAULT_STAGE = "actor"
 MAX_REQUEST_BYTES = 2**20
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _runtime_env(arguments: list[str]) -> dict[str, dict[str, str]] | None:
-    """What Ray's runtime environment asks for; None if that is more than variables, which only Ray can set up."""
+    """Return the variables of Ray's runtime environment, or None if it needs more, which only Ray can set up."""
     texts = [text.partition("=")[2] for text in arguments if text.startswith("--serialized-runtime-env-context=")]
     context = json.loads(texts[0]) if texts else {}
     variables = context.get("env_vars", {})
@@ -44,7 +44,7 @@ def _runtime_env(arguments: list[str]) -> dict[str, dict[str, str]] | None:
 
 
 def _forked(arguments: list[str]) -> bool:
-    """Whether a preloaded process has forked the worker; False if none answers."""
+    """Ask the preloaded process to fork the worker, and return whether it did."""
     path = os.path.join(os.environ.get(FOLDER, ""), os.environ.get(STAGE, DEFAULT_STAGE))
     worker = [text for text in arguments if not text.startswith(("--serialized-runtime-env-context=", "--language="))]
     request = json.dumps({"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}).encode()

@@ -1,4 +1,4 @@
-"""Starts the preloaded processes of a local cluster, and has Ray ask them for its workers."""
+"""The preloaded processes of a local cluster, and the hook that makes Ray fork its workers from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlpipe.rollout.engine import resolve_engine
 
 
 class Preloading:
-    """The preloaded processes of one local cluster; they end with ``end``, or with this process."""
+    """Preloaded processes of one local cluster; they end with ``end``, or with this process."""
 
     def __init__(self, stages: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rlpipe-preload-")
@@ -27,7 +27,7 @@ class Preloading:
         self._server = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            # What libraries print when they are imported: what fails there fails in the worker, too, and is told.
+            # Hide what libraries print on import; an import that fails here fails in the worker, too, which reports it.
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=_environment(),
@@ -36,7 +36,7 @@ class Preloading:
 
     @contextmanager
     def used_by_ray(self) -> Iterator[None]:
-        """A local cluster that is started within has its workers forked."""
+        """Fork the workers of a local cluster that is started within the block."""
         from ray._private import parameter
 
         client = str(Path(__file__).with_name("client.py"))
@@ -52,26 +52,26 @@ class Preloading:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with rlpipe importable from every working directory."""
+    """Return this process's environment, with rlpipe importable from every working directory."""
     paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 _preloading: Preloading | None = None
-"""That of the local cluster which runs, or is about to be started; this process has at most one."""
+"""Preloaded processes of the local cluster that runs or is about to start; this process has at most one cluster."""
 
 
 def begin(config: Config) -> None:
-    """Starts to load what the run's local cluster will need, unless that is under way or the run joins a cluster.
+    """Start preloading for the run's local cluster, unless that has been done already or the run joins a cluster.
 
-    Called first of all, the libraries load while this process reads its data and starts Ray.
+    If it is called first, the libraries load while this process reads its data and starts Ray.
     """
     if starts_cluster(config) and config.cluster.preload:
         begin_stages(stages_of(config))
 
 
 def begin_stages(stages: Sequence[str]) -> None:
-    """As ``begin``, for a local cluster that several runs will join from this process."""
+    """Start preloading the given stages; called directly for a local cluster that several runs of this process join."""
     global _preloading
     if _preloading is None and sys.platform == "linux":
         _preloading = Preloading(stages)
@@ -79,7 +79,7 @@ def begin_stages(stages: Sequence[str]) -> None:
 
 @contextmanager
 def used_by_ray() -> Iterator[None]:
-    """A local cluster that is started within has its workers forked from what ``begin`` started, if it has."""
+    """Fork the workers of a local cluster that is started within the block, if ``begin`` has preloaded anything."""
     if _preloading is None:
         yield
     else:
@@ -88,7 +88,7 @@ def used_by_ray() -> Iterator[None]:
 
 
 def end() -> None:
-    """Ends the preloaded processes, after the cluster that used them."""
+    """End the preloaded processes; to be called after the cluster that used them has ended."""
     global _preloading
     if _preloading is not None:
         _preloading.end()
@@ -96,24 +96,24 @@ def end() -> None:
 
 
 def stage_variables(stage: str) -> Mapping[str, str]:
-    """Environment variables of an actor whose process is to be forked from a stage; none if nothing is preloaded."""
+    """Return the environment variables of an actor to be forked from a stage; empty if nothing is preloaded."""
     return {} if _preloading is None else {STAGE: stage}
 
 
 def starts_cluster(config: Config) -> bool:
-    """Whether the run will start a local cluster, rather than join one."""
+    """Return whether the run will start a local cluster instead of joining one."""
     if config.cluster.address or os.environ.get("RAY_ADDRESS"):
         return False
     return "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
 
 
 def stages_of(config: Config) -> list[str]:
-    """What is preloaded: on GPUs no torch, whose libraries may open the device before a process forks."""
+    """Return the stages to preload; with GPUs none imports torch, because it may open the device before the fork."""
     if config.learner.num_gpus or (config.algorithm.kind == "rl" and config.rollout.num_gpus):
         return [DEFAULT_STAGE]
     return ["learner", engine_stage(config)] if config.algorithm.kind == "rl" else ["learner"]
 
 
 def engine_stage(config: Config) -> str:
-    """The stage that engines are forked from; transformers' own needs what a learner does."""
+    """Return the stage to fork engines from; the transformers engine needs the same imports as a learner."""
     return "engine" if resolve_engine(config.rollout.engine) == "vllm" else "learner"

@@ -1,9 +1,9 @@
-"""Processes that import what workers need once, and fork a worker for each request of ``client``.
+"""The preloaded processes, which import the libraries once and fork a worker for each request of ``client``.
 
 ``python -m rlpipe.preload.server FOLDER STAGE [STAGE ...]`` opens a socket for each stage in the folder. A stage is a
-process forked from its parent stage, so that a worker has the imports that it needs and few others. No process here
-starts a thread or opens a device before it forks. All of them end when their standard input ends, which is a pipe from
-the process that started the first.
+process forked from its parent stage, so that a worker has the imports that it needs and few others. No process starts
+a thread or opens a device before it forks. All of them exit at the end of their standard input, a pipe from the process
+that started the server.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BACKLOG = 128
 
 @dataclass(frozen=True, kw_only=True)
 class PreloadStage:
-    """What a process imports after its parent.
+    """Modules that a stage's process imports in addition to its parent's.
 
-    Ray reads its variables, such as the job's id, when it is imported: ``ray_modules`` wait for the first worker.
+    ``ray_modules`` are imported at the first request, because Ray reads variables such as the job's id on import.
     """
 
     parent: str | None
@@ -71,7 +71,7 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A worker process that Ray asked for; ``fds`` are its standard input, output and error."""
+    """Worker process that Ray has requested; ``fds`` are its standard input, output and error."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -80,7 +80,7 @@ class Worker:
 
 
 def serve(folder: Path, stages: Sequence[str]) -> Worker:
-    """Serves the stages and those above them; returns in each forked worker, with what it is to become."""
+    """Serve the stages and their parents; return only in each forked worker, with its request."""
     wanted = _with_parents(stages)
     listeners = {name: _listen(folder / name) for name in wanted}
     stage: str | None = DEFAULT_STAGE
@@ -105,7 +105,7 @@ def _with_parents(stages: Sequence[str]) -> list[str]:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Requests wait in the socket until the stage has its imports done."""
+    """Open a stage's socket, in which requests wait until the stage has finished its imports."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(BACKLOG)
@@ -114,7 +114,7 @@ def _listen(path: Path) -> socket.socket:
 
 @contextmanager
 def without_ray() -> Iterator[None]:
-    """As if Ray were not installed, for libraries that look whether it is."""
+    """Make Ray look as if it were not installed, for libraries that check for it when they are imported."""
     sys.modules["ray"] = None  # type: ignore[assignment]
     try:
         yield
@@ -131,7 +131,7 @@ def _import_all(modules: Sequence[str]) -> None:
 
 
 def _fork_children(stage: str, wanted: Sequence[str]) -> str | None:
-    """Starts the stages below; returns the name of its stage in each of these, None in this process."""
+    """Fork the stages whose parent is ``stage``; return the stage's name in each child, None in this process."""
     for name in wanted:
         if STAGES[name].parent == stage and os.fork() == 0:
             return name
@@ -139,15 +139,15 @@ def _fork_children(stage: str, wanted: Sequence[str]) -> str | None:
 
 
 class Server:
-    """Forks the workers of one cluster from one stage."""
+    """Process of one stage, from which the workers of one cluster are forked."""
 
     def __init__(self, listener: socket.socket, ray_modules: Sequence[str]) -> None:
         self._listener, self._ray_modules = listener, ray_modules
         self._cluster: dict[str, str | None] | None = None
-        """What is the same for all workers that can be forked from here; None before the first."""
+        """Variables that all workers forked from here have in common; None before the first request."""
 
     def run(self) -> Worker:
-        """Answers requests, and returns in each forked worker; exits when standard input ends."""
+        """Answer requests until standard input ends, then exit; return only in each forked worker."""
         woken, wake = socket.socketpair()
         wake.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -162,7 +162,7 @@ class Server:
                     woken.recv(4096)
                     _reap()
                 if sys.stdin in ready and not os.read(0, 4096):
-                    os._exit(0)  # libraries would print what they find at an orderly end
+                    os._exit(0)  # libraries would print messages at a normal exit
                 if self._listener in ready:
                     worker = self._answer()
         signal.set_wakeup_fd(-1)
@@ -171,7 +171,7 @@ class Server:
         return worker
 
     def _answer(self) -> Worker | None:
-        """Forks the worker that a client asks for; None in this process, and for a client that is turned away."""
+        """Answer one client: return the worker in the forked process, None in this process."""
         connection, _ = self._listener.accept()
         with connection, suppress(OSError, ValueError):
             connection.settimeout(REQUEST_TIMEOUT_S)
@@ -186,7 +186,7 @@ class Server:
         return None
 
     def _serves(self, environment: Mapping[str, str]) -> bool:
-        """Whether the worker is of the cluster and the job that Ray was imported for here, at the first request."""
+        """Return whether a worker is of this process's cluster and job, which the first request sets, importing Ray."""
         cluster = {name: environment.get(name) for name in ("RAY_JOB_ID", "RAY_RAYLET_PID")}
         if self._cluster is None and all(cluster.values()):
             self._cluster = cluster
@@ -213,7 +213,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def become(worker: Worker) -> None:
-    """Runs Ray's script for worker processes, as a new interpreter would."""
+    """Run Ray's script for worker processes, as a new interpreter would."""
     os.setpgrp()  # Ray ends the whole process group of a worker that died
     for number, fd in enumerate(worker.fds):
         os.dup2(fd, number)
@@ -231,11 +231,11 @@ def become(worker: Worker) -> None:
 
 
 _given = dict(os.environ)
-"""The environment, without what libraries have set in it when they were imported."""
+"""Environment without the variables that libraries set when they were imported."""
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
-    """Takes over the variables of a worker; what libraries have set stays."""
+    """Set the variables of a worker, and keep those that libraries have set."""
     global _given
     set_by_imports = {name: value for name, value in os.environ.items() if _given.get(name) != value}
     _given = dict(environment)
@@ -244,7 +244,7 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 
 def _draw_seeds() -> None:
-    """numpy's generator would be the same in all forks; Python's own seeds itself."""
+    """Seed numpy's generator, which would otherwise be the same in all forks; Python's own reseeds itself."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 

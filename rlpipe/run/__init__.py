@@ -1,1 +1,1 @@
-"""A run from end to end: its cluster, its workers, and the loops that keep them at work."""
+"""A run from end to end: its cluster, its workers, and the loops that control them."""

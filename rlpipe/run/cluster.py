@@ -1,4 +1,4 @@
-"""Joins or starts the Ray cluster, checks that the run fits on it, and starts actors that answer."""
+"""The Ray cluster of a run: joins or starts it, checks that the run fits on it, and starts and ends its actors."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from rlpipe.run.host_watch import leave_to_watch
 logger = logging.getLogger(__name__)
 
 ENGINE_CALLS = 4
-"""Calls that a rollout actor answers at one time: a waiting collect, a load, a submission, a health check."""
+"""Concurrent calls of a rollout actor: a waiting collect, a load, a submission, a health check."""
 QUESTION_CALLS = 128
-"""Questions of scoring processes that it answers at one time besides."""
+"""Concurrent questions from scoring processes that a rollout actor answers in addition."""
 ASYNC_CALLS = 1000
-"""Calls that an actor of coroutines answers at one time."""
+"""Concurrent calls of an actor whose methods are coroutines."""
 END_TIMEOUT_S = 60.0
-"""Seconds that the actors of a run may take to end."""
+"""Time limit for the actors of a run to end, in seconds."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Need:
-    """What one process of the run asks of the cluster."""
+    """Resources that one process of the run requests from the cluster."""
 
     name: str
     num_cpus: float = 0.0
@@ -54,29 +54,29 @@ class Need:
     resources: Mapping[str, float] = field(default_factory=dict)
     remedy: str = "lower what the config asks for, or join a larger cluster"
     products: Products | None = None
-    """What it computes most of on a CPU, by whose speed ``dtype=auto`` chooses a type."""
+    """Main matrix products of the process on a CPU; ``dtype=auto`` chooses a type by their speed."""
 
     @property
     def all_resources(self) -> dict[str, float]:
-        """By Ray's names."""
+        """Amounts of all resources, by Ray's names."""
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
 
     @property
     def asked(self) -> dict[str, float]:
-        """Those of them that are not 0."""
+        """Amounts of the resources that are not 0, by Ray's names."""
         return {name: amount for name, amount in self.all_resources.items() if amount}
 
 
 def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
-    """Joins the cluster of the config or of RAY_ADDRESS, else starts a local one, and says whether it has.
+    """Join the cluster of the config or of RAY_ADDRESS, or else start a local one; return whether one was started.
 
-    Raises ``ConfigError`` if the run asks for more than there is, and ``RunError`` if Ray does not start.
+    Raises ``ConfigError`` if the run needs more than the cluster has, and ``RunError`` if Ray does not start.
     """
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
         leave_to_watch()
-        # Ray says at warning level that its own cluster asks for a token, which it then hands out by itself.
+        # Ray warns that its own cluster needs a token, and then provides that token by itself.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
         if address is None:
@@ -91,7 +91,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
                 f"cluster.address={address}: no Ray cluster answers there ({error}); "
                 "one that asks for a token needs RAY_AUTH_MODE=token in the environment"
             ) from None
-        except Exception as error:  # Ray raises a bare one where its processes are not up in time
+        except Exception as error:  # Ray raises a bare Exception if its processes do not start in time
             if address is not None:
                 raise
             raise RunError(
@@ -103,7 +103,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
 
 
 def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
-    """Raises ``ConfigError`` naming the resource, the parts that ask for it, and what the cluster has."""
+    """Raise ``ConfigError`` if the cluster has too little of a resource, naming the processes that need it."""
     total: Counter[str] = Counter()
     for need in needs:
         total.update(need.asked)
@@ -118,10 +118,10 @@ def check_fit(needs: Sequence[Need], available: Mapping[str, float]) -> None:
 
 
 class Reservation:
-    """Places on the cluster, one for each need, that are held until ``release``.
+    """Placement group with one bundle for each need, held until ``release``.
 
-    Raises ``WaitTimeout`` with what is asked for and what is free if the cluster can't hold them all in time; what
-    the cluster has in all is checked before, by ``check_fit``.
+    Raises ``WaitTimeout``, with the requested and the free resources, if the cluster can't place all bundles in time.
+    ``check_fit`` compares the needs with the whole cluster's resources beforehand.
     """
 
     def __init__(self, needs: Sequence[Need], timeout_s: float) -> None:
@@ -134,7 +134,7 @@ class Reservation:
             raise timeout
 
     def place(self, name: str) -> dict[str, Any]:
-        """The options that put an actor into the place of the need of that name."""
+        """Return the options that start an actor in the bundle of the need called ``name``."""
         if self._group is None or name not in self._index:
             return {}
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._index[name])
@@ -147,20 +147,20 @@ class Reservation:
 
 
 def placement_groups() -> set[str]:
-    """Ids of those that this driver's job holds; an id ends with the job's."""
+    """Return the ids of the placement groups that this driver's job holds; an id ends with the job's."""
     job = ray.get_runtime_context().get_job_id()
     table = placement_group_table()
     return {group for group, entry in table.items() if group.endswith(job) and entry["state"] != "REMOVED"}
 
 
 def release_placement_groups(ids: Set[str]) -> None:
-    """For those whose owner has died: Ray keeps them until the job ends."""
+    """Remove placement groups whose owner has died, which Ray would keep until the job ends."""
     for group in ids:
         remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))
 
 
 def no_room(asked: Mapping[str, Mapping[str, float]], timeout_s: float) -> WaitTimeout:
-    """The error for processes, with what each asks, that found no place in time."""
+    """Return the error for processes that were not placed in time; ``asked`` is what each of them requests."""
     return WaitTimeout(
         f"the cluster had no room for {asked} within cluster.schedule_timeout_s={timeout_s:g} seconds: it has "
         f"{_readable(ray.cluster_resources())}, free are {_readable(ray.available_resources())}; "
@@ -182,12 +182,12 @@ def start_actor(
     stage: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
-    """Starts an actor whose name on the dashboard is that of the need, in its reserved place or that of ``place``.
+    """Start an actor with the need's name, in the bundle reserved for it or for ``place``.
 
-    ``concurrency_groups`` are calls of their own, beside those of ``max_concurrency``. Where it ``restarts``, Ray puts
-    another process in the place of a dead one; where it also ``repeats_calls``, that one gets the calls which the dead
-    one had not answered. ``beside_driver`` places it on the driver's host, so that no other host's death concerns it.
-    ``stage`` is the one of ``rlpipe.preload`` that a local process is forked from.
+    ``concurrency_groups`` allow further concurrent calls, in addition to ``max_concurrency``. With ``restarts``, Ray
+    replaces a dead process by a new one; with ``repeats_calls``, the new one also gets the calls that the dead one had
+    not answered. ``beside_driver`` places the actor on the driver's host, so that the death of another host does not
+    affect it. ``stage`` is the stage of ``rlpipe.preload`` that a local process is forked from.
     """
     options: dict[str, Any] = {"name": need.name, "num_cpus": need.num_cpus, "num_gpus": need.num_gpus}
     # Ray's head keeps 3 KB of every call it traces, up to 100,000 calls; a run makes several for every group.
@@ -200,7 +200,7 @@ def start_actor(
     if stage is not None and (variables := preloading.stage_variables(stage)):
         options["runtime_env"] = {"env_vars": dict(variables)}
     if beside_driver:
-        # Ray forgets a NodeAffinitySchedulingStrategy where an actor asks for no resources.
+        # Ray ignores a NodeAffinitySchedulingStrategy if an actor requests no resources.
         options["label_selector"] = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
     if reservation is not None:
         options |= reservation.place(place or need.name)
@@ -211,27 +211,27 @@ def start_actor(
 
 
 def shares_gpus(config: Config) -> bool:
-    """Whether an engine and a learner rank may be placed on the same GPU: both ask for a part of one."""
+    """Return whether an engine and a learner rank may share a GPU, because both request a fraction of one."""
     return config.rollout.num_gpus % 1 > 0 and config.learner.num_gpus % 1 > 0
 
 
 MAX_STARTS = 3
-"""Processes that may die at their start, one after the other, in one place."""
+"""Attempts to start a process before the run fails."""
 RESTART_PAUSE_S = 1.0
-"""Before the next of them starts: Ray may not know yet that the last one is dead."""
+"""Seconds before the next attempt, because Ray may not know yet that the last process is dead."""
 
 
 class DiedAtStart(RunError):
-    """The process of an actor ended, or went out of Ray's reach, before it was ready."""
+    """Error raised when an actor's process ends, or Ray can't reach it any more, before it is ready."""
 
 
 async def until_ready(
     name: str, start: ObjectRef, start_again: Callable[[], tuple[str, ObjectRef]], timeout_s: float
 ) -> None:
-    """Waits for the ``start()`` of an actor; has another process start where that one dies, which may have a new name.
+    """Wait for the ``start()`` of an actor; if its process dies, start another one, which may have a new name.
 
-    Raises the actor's own error, ``WaitTimeout`` naming one that has not started within ``timeout_s``, or ``RunError``
-    after ``MAX_STARTS`` deaths.
+    Raises the actor's own error, ``WaitTimeout`` naming an actor that has not started within ``timeout_s``, or
+    ``RunError`` after ``MAX_STARTS`` deaths.
     """
     for starts_left in reversed(range(MAX_STARTS)):
         try:
@@ -249,7 +249,7 @@ async def until_ready(
 
 
 def wait_started(name: str, start: ObjectRef, timeout_s: float) -> None:
-    """Waits for the ``start()`` of an actor; raises its own error, ``DiedAtStart``, or ``WaitTimeout`` naming it."""
+    """Wait for the ``start()`` of an actor; raise its own error, ``DiedAtStart``, or ``WaitTimeout`` naming it."""
     with _failures_at_start(name, timeout_s):
         ray.get(start, timeout=timeout_s)
 
@@ -258,7 +258,7 @@ def wait_started(name: str, start: ObjectRef, timeout_s: float) -> None:
 def _failures_at_start(name: str, timeout_s: float) -> Iterator[None]:
     try:
         yield
-    except TimeoutError:  # Ray's own is one as well
+    except TimeoutError:  # Ray's GetTimeoutError is a TimeoutError as well
         raise WaitTimeout(
             f"actor {name} has not started within cluster.start_timeout_s={timeout_s:g} seconds"
         ) from None
@@ -269,10 +269,10 @@ def _failures_at_start(name: str, timeout_s: float) -> Iterator[None]:
 
 
 def end_actors(kept: Set[str]) -> None:
-    """Ends the named actors of this job but ``kept``, and waits until their names are free for the next run.
+    """Kill the named actors of this job except ``kept``, and wait until their names are free for the next run.
 
-    Call it before their places are released: Ray holds on to the name of an actor that dies with its place for as
-    long as anything here refers to it.
+    Call it before the placement groups are released: if an actor dies with its placement group, Ray keeps its name for
+    as long as this process holds a reference to it.
     """
     ended = set(ray.util.list_named_actors()) - kept
     for name in ended:
@@ -284,6 +284,6 @@ def end_actors(kept: Set[str]) -> None:
 
 
 def _readable(resources: Mapping[str, float]) -> dict[str, float]:
-    """The countable resources, without Ray's node and memory entries."""
+    """Return the countable resources, without Ray's node and memory entries."""
     hidden = ("node:", "memory", "object_store_memory")
     return {name: amount for name, amount in sorted(resources.items()) if not name.startswith(hidden)}

@@ -1,4 +1,4 @@
-"""The controller: admits prompts, follows versions and steps, and sees to it that the run goes on or says why not.
+"""The controller of an RL run: admits prompts, follows versions and steps, and stops a run that no longer progresses.
 
      prompts ──> [admit] ──> engine pool ──> scoring pools ──> replay actor ──> learner group
      (cursor)       ^        (rollout actors)  (rewards)       (ledger)         (Ray Train)
@@ -6,9 +6,9 @@
                     |             | every version, digest checked  | news            |
                     +── version ──+────────── weights actor <──────+── publish ──────+
 
-Synchronous (``max_staleness=0``) and asynchronous training differ in nothing but the capacity that ``Admission``
-gives. After the last step comes one pass that is not trained: engines and learner hold the same version, and the
-learner reports how far their log-probs differ.
+Synchronous (``max_staleness=0``) and asynchronous training differ only in the capacity that ``Admission`` grants.
+After the last step, the groups of one more step are generated but not trained: engines and learner then hold the same
+version, and the learner reports how far their log-probs differ.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from rlpipe.types import GroupRequest, Prompt
 
 
 class Controller:
-    """Runs the loops of one RL run on one event loop.
+    """Loops of one RL run, on one event loop.
 
-    ``accounts`` is where the ledger stands, and ``first_step`` the steps that are trained already; the last of them may
-    not be among the ``num_steps_logged``, as the driver that should have logged them was killed.
+    ``accounts`` is the state of the ledger, and ``first_step`` the number of steps that are already trained.
+    ``num_steps_logged`` is lower if the previous driver was killed before it logged the last of them.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Controller:
         self._last_evaluated = first_step - 1
         self._evaluations: list[asyncio.Task[None]] = []
         self._admitting: dict[int, asyncio.Future[None]] = {}
-        """Groups whose entry in the ledger is on its way."""
+        """Ledger entries that are still being written, by group id."""
         self._stop_reason: RunError | None = None
         self._stopped, self._last_version = asyncio.Event(), asyncio.Event()
         self._admits = False
-        """Whether all parts have started."""
+        """True once all engines and scoring pools have started."""
         self._follower = Follower(
             "replay",
             replay,
@@ -119,10 +119,11 @@ class Controller:
         self._ask = self._follower.ask
 
     async def run(self, start_learner: Callable[[], Awaitable[None]]) -> None:
-        """Runs until the last step is reported, all is evaluated, and the learner group has ended.
+        """Run until the last step is reported, all evaluations are done, and the learner group has ended.
 
-        The learner group starts beside engines and scorers, unless it may share GPUs with engines: these measure how
-        much memory is free. Raises why the run stopped before its end, once the learner has written a checkpoint.
+        The learner group starts at the same time as engines and scorers. If it may share GPUs with engines, it starts
+        after them, because they measure how much memory is free. A run that stops early raises the reason after the
+        learner has written a checkpoint.
         """
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._follower.follow())]
@@ -148,20 +149,20 @@ class Controller:
             raise self._stop_reason
 
     async def _until_finished(self) -> None:
-        """Until all is reported and evaluated."""
+        """Wait until every step is reported and every evaluation is done."""
         await self._follower.ended.wait()
         await self._last_version.wait()
         await asyncio.gather(*self._evaluations)
 
     async def _let_learner_go(self) -> None:
-        """Says that nothing is left to score, which the learner may do; again, as the actor may be a new one."""
+        """Report to the replay actor that nothing is left to score; repeat it, since Ray may restart the actor."""
         await self._until_finished()
         while True:
             await self._ask(self._replay.end_features.remote(), "the learner to be let go")
             await asyncio.sleep(POLL_S)
 
     async def stop(self, reason: RunError) -> None:
-        """Has the learner write a checkpoint after the step that it is in; ``run`` then raises the reason."""
+        """Stop after the learner's current step, with a checkpoint; ``run`` then raises ``reason``."""
         if self._stop_reason is None:
             self._stop_reason = reason
             self._stopped.set()
@@ -170,7 +171,7 @@ class Controller:
             await self._follower.stop_learner()
 
     async def _until_started(self, starting: asyncio.Task[None], *beside: asyncio.Future[None]) -> None:
-        """Raises why the run stops or fails meanwhile: there is nothing yet that a checkpoint could keep."""
+        """Wait for ``starting``; raise as soon as the run is stopped or fails: there is nothing to checkpoint yet."""
         stopped = asyncio.create_task(self._stopped.wait())
         awaited: list[asyncio.Future[Any]] = [starting, stopped, *beside]
         try:
@@ -187,8 +188,10 @@ class Controller:
     # Admission ----------------------------------------------------------------------------------------------------
 
     async def _take_up(self, tasks: asyncio.TaskGroup) -> None:
-        """Goes on with groups that no step had taken when the last driver died: what is generated is scored, the
-        rest is generated."""
+        """Continue with the groups that belonged to no step when the last driver died.
+
+        Groups that are already generated are scored; the others are generated.
+        """
         requests: list[GroupRequest] = []
         generated: dict[int, Prompt] = {}
         for group, state in self._accounts.unfinished:
@@ -210,7 +213,7 @@ class Controller:
             tasks.create_task(self._flow.score(ray.put(groups), ids))
 
     async def _start_groups(self) -> None:
-        """Fills the capacity: prompts that are to come back first, then the next ones."""
+        """Admit groups up to the capacity: first the rerolls that are due, then new prompts."""
         version, capacity = self._admission.version, self._admission.capacity
         if not capacity or self._stop_reason is not None:
             return
@@ -267,14 +270,14 @@ class Controller:
 
     async def _generated(self, groups: ObjectRef, group_ids: GroupIds) -> None:
         training = [index for index, group_id in group_ids.items() if not self._evaluator.owns(group_id)]
-        # An actor may run calls in another order than they were made in, and engines may be quick.
+        # The ledger entry must come first: actors may reorder calls, and an engine may finish before the entry exists.
         await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
         if training:
             call: Any = self._replay.generated.remote(groups, training)
             await self._settle(await self._ask(call, f"a receipt for the tokens of {len(training)} groups"))
 
     async def _scored(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
-        """Hands evaluated groups to their evaluation, the scores of the others to the replay actor."""
+        """Pass evaluation groups to their evaluation, and the scores of the other groups to the replay actor."""
         evaluated = {group_id for group_id in group_ids.values() if self._evaluator.owns(group_id)}
         if evaluated:
             await add_evaluated(self._evaluator, groups, evaluated, scores)
@@ -284,7 +287,7 @@ class Controller:
             await self._settle(await self._ask(call, f"a receipt for the scores of {len(training)} groups"))
 
     async def _settle(self, outcome: Outcome) -> None:
-        """Others take the places of discarded groups; prompts that earned nothing come back later."""
+        """Replace discarded groups by new ones, and queue prompts that earned nothing for a reroll."""
         for group_id, reason in outcome.discarded.items():
             self._reporter.discarded(group_id, reason)
         self._attempts.extend(outcome.attempts)
@@ -296,7 +299,7 @@ class Controller:
     # Versions and steps -------------------------------------------------------------------------------------------
 
     async def _follow_versions(self, tasks: asyncio.TaskGroup) -> None:
-        """Opens the next step as soon as the engines serve its version, and evaluates where it is due."""
+        """Open further steps whenever the engines serve a new version, and start the evaluations that are due."""
         number, version = 0, self._first_step - 1
         while True:
             served: Served | None = await answer(
@@ -309,7 +312,7 @@ class Controller:
                 continue
             number = served.number
             self._take_served(served)
-            if served.version <= version:  # the learner has begun again at a checkpoint
+            if served.version <= version:  # the learner has restarted from a checkpoint
                 continue
             version = served.version
             self._reporter.served(served.sync_s)
@@ -376,14 +379,14 @@ class Controller:
                 )
 
     def _notice(self, subject: str, message: str) -> None:
-        """The ledger keeps it; from there it comes to the terminal, with the news."""
+        """Record an event in the ledger; the terminal shows it when the follower reads it from there."""
         self._replay.note.remote("engine", subject, message)
 
 
 async def add_evaluated(
     evaluator: Evaluator, groups: ObjectRef, group_ids: set[int], scores: Sequence[Sequence[GroupScores]]
 ) -> None:
-    """Fetches those of the groups that belong to an evaluation, and adds them with their scores."""
+    """Fetch the groups that belong to an evaluation, and add them to it with their scores."""
     by_group: dict[int, list[GroupScores]] = {group_id: [] for group_id in group_ids}
     for entry in (entry for pool in scores for entry in pool if entry.group_id in group_ids):
         by_group[entry.group_id].append(entry)
@@ -397,12 +400,12 @@ def _cursor(group: Admitted) -> Cursor:
 
 
 def _group_seed(seed: int, group_id: int) -> int:
-    """A seed for the group, the same in every run; below 2^31."""
+    """Return the seed of a group, below 2^31; it depends only on the run's seed and the group id."""
     return int(np.random.SeedSequence([seed, group_id]).generate_state(1)[0]) >> 1
 
 
 def make_admission(config: Config, accounts: OpenAccounts, first_step: int) -> Admission:
-    """Admission with the config's bound of staleness, after what the ledger has admitted already."""
+    """Return an ``Admission`` with the config's staleness bound that counts the groups admitted already."""
     return Admission(
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.replay.max_staleness,
@@ -413,7 +416,7 @@ def make_admission(config: Config, accounts: OpenAccounts, first_step: int) -> A
 
 
 def make_rerolls(config: Config, accounts: OpenAccounts) -> Rerolls:
-    """The prompts that are tried again later, with those that the ledger knows of."""
+    """Return the queue of prompts to reroll, filled with those in the ledger."""
     rerolls = Rerolls(
         after_steps=round((config.replay.reroll_after or 0) * config.algorithm.num_steps),
         per_step=config.replay.rerolls_per_step,

@@ -1,4 +1,4 @@
-"""Keeps the engines of a run at work: hands out requests, collects groups, and replaces engines that die or hang."""
+"""The pool of a run's engines: distributes requests, collects groups, and replaces engines that die or hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlpipe.rollout.router import Router
 from rlpipe.types import GroupRequest
 
 POLL_S = 5.0
-"""Seconds after which an engine answers that nothing is finished, or sooner where silence is suspected sooner."""
+"""Longest wait for finished groups in one call of an engine, in seconds; a third of ``suspect_after_s`` if shorter."""
 RESTART_PAUSE_S = 1.0
 """Seconds between attempts to start an engine that Ray can't reach."""
 MAX_GROUPS_PER_COLLECT = 64
@@ -30,11 +30,11 @@ MAX_GROUPS_PER_COLLECT = 64
 Collected = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
 """Takes the reference to a list of groups, and their receipts."""
 LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
-"""Has an engine load the newest version; answers which it serves now, or why it could not."""
+"""Makes an engine load the newest version; returns the version that it then serves, or why loading failed."""
 
 
 class EngineDied(Exception):
-    """Ends the collecting from one engine; the message is the reason."""
+    """Exception that ends the collection from one engine; its message is the reason."""
 
     def __init__(self, reason: str, *, process_lives: bool = True) -> None:
         super().__init__(reason)
@@ -42,12 +42,12 @@ class EngineDied(Exception):
 
 
 class EnginePool:
-    """The engines behind one queue of requests; for one event loop.
+    """Engines that share one queue of requests; for one event loop.
 
-    What a dead engine worked on, the others do. Ray restarts it, or, where it hangs, it is killed first; it gets work
-    again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` says for how long.
-    An engine that dies again and again (``cluster.max_engine_failures``) is retired; after the last one, ``give_up`` is
-    called.
+    The groups of a dead engine go to the others. Ray restarts the engine (one that hangs is killed first), and it gets
+    work again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` is the
+    duration. An engine that dies more than ``cluster.max_engine_failures`` times in a row without finishing a group is
+    retired; when all are retired, ``give_up`` is called.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class EnginePool:
 
     @property
     def num_groups(self) -> int:
-        """Groups that are being generated, or wait for an engine."""
+        """Number of groups that are being generated or wait for an engine."""
         return self._router.num_groups + len(self._waiting)
 
     def describe(self) -> dict[str, Any]:
-        """Every engine's state and outstanding tokens, for error messages."""
+        """Return every engine's state and outstanding tokens, for error messages."""
         return {"engines": self._fleet.describe(), "outstanding_tokens": self._router.outstanding}
 
     def dispatch(self, requests: Sequence[GroupRequest]) -> None:
-        """Sends each request to the serving engine with the least outstanding tokens."""
+        """Send each request to the serving engine with the fewest outstanding tokens."""
         serving = self._fleet.serving
         if not serving:
             self._waiting.extend(requests)
@@ -97,29 +97,29 @@ class EnginePool:
             self._engines[name].submit.remote(share)
 
     def published(self, version: int) -> None:
-        """There is a new version."""
+        """Record that a new version was published."""
         self._fleet.published(version)
 
     def loaded(self, name: str, version: int) -> None:
-        """An engine serves a version, and is given work if that is the newest."""
+        """Record the version that an engine serves, and give the engine work if that is the newest."""
         self._fleet.loaded(name, version)
         if name in self._fleet.serving:
             self._router.add(name)
             self._dispatch_waiting()
 
     def fail_all_but(self, version: int) -> None:
-        """The engines that serve another version have missed one, and will get no other."""
+        """Replace the engines that serve another version: they have missed an update and will not receive it again."""
         for name in self._fleet.serving:
             if self._fleet.version(name) != version:
                 reason = f"it serves version {self._fleet.version(name)}, and missed version {version}"
                 self._give_up_on(name, EngineDied(reason))
 
     def failed(self, name: str, failure: NotLoaded) -> None:
-        """An engine does not serve a version that it should."""
+        """Replace an engine that failed to load a version."""
         self._give_up_on(name, EngineDied(failure.reason, process_lives=failure.process_lives))
 
     async def run(self) -> None:
-        """Serves until it is cancelled."""
+        """Serve requests until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for name in self._engines:
                 tasks.create_task(self._serve(name, tasks))
@@ -130,7 +130,7 @@ class EnginePool:
                     self._give_up_on(name, EngineDied(reason))
 
     def _give_up_on(self, name: str, death: EngineDied) -> None:
-        """Ends what is collected from an engine whose process may live."""
+        """End the collection from an engine, whose process may still be alive."""
         if name in self._deaths and not self._deaths[name].done():
             self._deaths[name].set_exception(death)
 
@@ -145,7 +145,7 @@ class EnginePool:
                 death = await self._replace(name, death)
 
     async def _retire(self, name: str, reason: str) -> None:
-        """An engine that dies again and again is not started any more; without any other the run gives up."""
+        """Retire an engine that died too often; if it was the last one, give up the run."""
         limit = self._cluster.max_engine_failures
         message = (
             f"engine {name} died {limit + 1} times without finishing a group (cluster.max_engine_failures={limit}); "
@@ -158,7 +158,7 @@ class EnginePool:
             self._notice(name, f"{message}; the run goes on without it")
 
     async def _until_death(self, name: str, tasks: asyncio.TaskGroup) -> EngineDied:
-        """Collects what the engine finishes; answers why it stopped to."""
+        """Collect finished groups until the engine dies, and return the reason."""
         death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._deaths[name] = death
         collecting = asyncio.ensure_future(self._collect(name, tasks))
@@ -182,7 +182,7 @@ class EnginePool:
                 if isinstance(error.cause, EngineNotStarted):
                     raise EngineDied(KILLED, process_lives=False) from None
                 raise EngineDied(describe_failure(error)) from None
-            except RayError as error:  # it died, or Ray ended it for its memory, or can't reach it
+            except RayError as error:  # it died, Ray killed it for its memory use, or Ray can't reach it
                 lives = isinstance(error, ActorUnavailableError)
                 raise EngineDied(describe_failure(error), process_lives=lives) from None
             self._fleet.answered(name, finished=bool(receipts))
@@ -207,7 +207,7 @@ class EnginePool:
             self.dispatch(requests)
 
     def _mourn(self, name: str, reason: str) -> None:
-        """Gives the dead engine's work to the others."""
+        """Report an engine's death, and give its work to the others."""
         self._fleet.died(name, reason)
         lost = self._router.remove(name)
         again = f"; its {len(lost)} groups are generated again" if lost else ""
@@ -215,7 +215,7 @@ class EnginePool:
         self.dispatch(lost)
 
     async def _until_started(self, name: str) -> None:
-        """Waits, too, until Ray knows that the host of the last process is dead: before, calls go to where it was."""
+        """Start the engine; retry until Ray knows that the last host is dead, since calls go there until then."""
         while True:
             try:
                 await self._start(name)
@@ -225,7 +225,7 @@ class EnginePool:
                 return
 
     async def _replace(self, name: str, death: EngineDied) -> EngineDied | None:
-        """Brings a new process up; answers why that failed, or None."""
+        """Start a new process that serves the newest version; return why that failed, or None."""
         self._fleet.restarting(name)
         limit = self._cluster.start_timeout_s
         if death.process_lives:
@@ -245,7 +245,7 @@ class EnginePool:
         version = await self._load_newest(name)
         if isinstance(version, NotLoaded):
             return EngineDied(version.reason, process_lives=version.process_lives)
-        self.published(version)  # the learner may have begun again at an older one
+        self.published(version)  # the learner may have restarted from an older one
         self.loaded(name, version)
         self._notice(name, f"engine {name} serves again, version {version}")
         return None

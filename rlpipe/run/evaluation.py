@@ -1,4 +1,4 @@
-"""Evaluates a policy version on the held-out prompts: greedy completions, scored like any other."""
+"""Evaluation of a policy version on the held-out prompts, with greedy completions that are scored as in training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Metrics = dict[str, float]
 
 
 class Evaluator:
-    """Makes the requests of evaluations and collects their groups; for one event loop.
+    """Requests and results of evaluations; for one event loop.
 
-    Its group ids are negative, so that evaluations leave the ids (and with them the seeds) of training as they are.
+    Its group ids are negative, so that evaluations do not change the ids (and thus the seeds) of training groups.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Evaluator:
         self._next_id = -1
 
     def start(self, version: int) -> tuple[list[GroupRequest], asyncio.Future[Metrics]]:
-        """The requests of one evaluation, and its metrics to come; no policy older than ``version`` may answer.
+        """Return the requests of one evaluation of ``version`` or a newer policy, and a future of its metrics.
 
-        ``eval/accuracy`` is the share of all held-out prompts whose reward, or the one ``correct_by``, is at least
-        ``correct_at``; a group that can't be scored counts as wrong, and in ``eval/num_failed``.
+        ``eval/accuracy`` is the share of all held-out prompts whose reward, or the one named by ``correct_by``, is
+        at least ``correct_at``; a group that can't be scored counts as wrong, and in ``eval/num_failed``.
         """
         evaluation = _Evaluation(len(self.prompts), self._config)
         requests = []
@@ -60,18 +60,18 @@ class Evaluator:
         return requests, evaluation.result
 
     def owns(self, group_id: int) -> bool:
-        """Whether the group belongs to an evaluation that still runs."""
+        """Return whether the group belongs to an evaluation that still runs."""
         return group_id in self._running
 
     def add(self, group: RolloutGroup, scores: Sequence[GroupScores]) -> None:
-        """Takes one scored group."""
+        """Add one group and its scores to its evaluation."""
         if group.failure is None:
             apply_scores(group, scores, self._rewards)
         self._running.pop(group.group_id).add(group)
 
 
 class _Evaluation:
-    """The groups of one evaluation, until all are there."""
+    """Groups of one evaluation, collected until it is complete."""
 
     def __init__(self, num_groups: int, config: HeldOutConfig) -> None:
         self._num_groups, self._config = num_groups, config

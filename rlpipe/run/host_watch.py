@@ -1,4 +1,4 @@
-"""Says which host of the cluster is silent and what it ran, and ends a run before Ray's head takes it along."""
+"""Monitoring of the cluster's hosts: reports silent hosts and what they ran, and ends a run whose Ray head is lost."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from ray.exceptions import RpcError
 from rlpipe.errors import HeadLost
 
 PROBE_S = 1.0
-"""Seconds between two knocks at a host's door, and the most that one may take."""
+"""Interval between two connection attempts to a host, and the limit of each, in seconds."""
 LIST_S = 5.0
-"""Seconds between two looks at what Ray knows of hosts and actors, and the most that one may take."""
+"""Interval between two queries of Ray's hosts and actors, and the limit of each, in seconds."""
 SILENT_AFTER_S = 5.0
-"""Seconds without an answer after which a host is named."""
+"""Seconds without an answer after which a host is reported as silent."""
 HEAD_OPTION = "RAY_gcs_rpc_server_reconnect_timeout_s"
 HEAD_LIMIT_S = 60.0
-"""Ray's default of that: it ends processes, without a word, that have not reached the head for so long."""
+"""Ray's default of that option: seconds without the head after which Ray ends a process, without a message."""
 LEAVE_S = 5.0
-"""Seconds that a driver may take to leave a cluster without a head; mostly it would wait for the head."""
+"""Seconds that a driver may take to leave a cluster that has lost its head, which it would usually wait for."""
 TITLES = {"RayTrainWorker": "learner rank", "ServeReplica": "replica"}
-"""What the nameless actors of a run are, by the start of their class's name; others are Ray's own helpers."""
+"""Titles of a run's unnamed actors, by class name prefix; all other unnamed actors are Ray's own helpers."""
 
 RAYS_OWN = (
     r"^Task [\s\S]* failed\. There are .* retries remaining",
     r"^The node with node id: .* has been marked dead because the detector has missed too many heartbeats",
 )
-"""What Ray prints by the dozen while a host is silent, or says once of a host's end."""
+"""Patterns of Ray's own messages: those repeated many times while a host is silent, and that of a host's death."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A node of the cluster, as Ray knows it."""
+    """Node of the cluster, as Ray lists it."""
 
     address: str
     port: int
-    """One at which a process of Ray listens."""
+    """Port at which one of Ray's processes listens."""
     is_head: bool = False
 
 
@@ -59,11 +59,11 @@ class _Contact:
     heard_at: float
     runs: str = ""
     since: float | None = None
-    """Time of the day at which a host that was named as silent was last heard of."""
+    """Time (``time.time``) of the last answer of a host that was reported as silent; None for other hosts."""
 
 
 class HostWatch:
-    """What is known of each host of a run, and the lines that say so; ``clock`` counts seconds."""
+    """State of each host of a run, whose changes are reported to ``say``; ``clock`` counts seconds."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -71,22 +71,22 @@ class HostWatch:
 
     @property
     def hosts(self) -> dict[str, Host]:
-        """Those that belong to the cluster, by Ray's id."""
+        """Hosts of the cluster, by Ray's node id."""
         return {node: contact.host for node, contact in self._contacts.items()}
 
     @property
     def head_silent_s(self) -> float:
-        """Seconds since the head was last heard of."""
+        """Seconds since the head last answered."""
         heads = [contact.heard_at for contact in self._contacts.values() if contact.host.is_head]
         return self._clock() - max(heads) if heads else 0.0
 
     def listed(self, hosts: Mapping[str, Host], actors: Mapping[str, Iterable[str]]) -> None:
-        """Takes what the head knows: the living hosts, and the run's actors on each."""
+        """Update the living hosts and the run's actors on each, as listed by the head."""
         for node in self._contacts.keys() - hosts.keys():
             self._given_up(self._contacts.pop(node))
         for node, host in hosts.items():
             contact = self._contacts.setdefault(node, _Contact(host, self._clock()))
-            if self._silence(contact) < 2 * PROBE_S:  # of a silent one the head may know that its actors are lost
+            if self._silence(contact) < 2 * PROBE_S:  # the actors of a silent host may already be lost
                 contact.runs = describe_actors(actors.get(node, ()))
 
     def heard(self, node: str) -> None:
@@ -98,7 +98,7 @@ class HostWatch:
         contact.heard_at, contact.since = self._clock(), None
 
     def check(self) -> None:
-        """Names the hosts that have been silent for a while; not what runs nothing of this run."""
+        """Report the hosts that have become silent, except those that run nothing of this run."""
         for contact in self._contacts.values():
             concerns = contact.runs or contact.host.is_head
             if concerns and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
@@ -127,19 +127,19 @@ def _what_runs(contact: _Contact) -> str:
 
 
 def describe_actors(names: Iterable[str]) -> str:
-    """``replay, rollout-0, 2 x learner rank``: each name once, with how many there are."""
+    """Return each name once with its count, such as ``replay, rollout-0, 2 x learner rank``."""
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
 
 
 def leave_to_watch() -> None:
-    """Keeps off the terminal what Ray itself prints of an outage; ``RAY_DEDUP_LOGS=0`` shows it nevertheless."""
+    """Hide Ray's own messages about an outage from the terminal; ``RAY_DEDUP_LOGS=0`` still shows them."""
     lines = ray_logging.stdout_deduplicator
     asked = [RAY_DEDUP_LOGS_SKIP_REGEX] if RAY_DEDUP_LOGS_SKIP_REGEX else []
     lines.skip_re = re.compile("|".join([*asked, *RAYS_OWN]))
 
 
 def end_soon(error: HeadLost) -> None:
-    """Ends this process with the error, though leaving the cluster takes a head: Ray would end it without the error."""
+    """End this process with the error after ``LEAVE_S``; leaving a lost cluster would hang or hide the error."""
 
     def end() -> None:
         print(f"rlpipe: error: {error}", file=sys.stderr, flush=True)
@@ -151,7 +151,7 @@ def end_soon(error: HeadLost) -> None:
 
 
 async def watch_hosts(say: Callable[[str], None]) -> None:
-    """Until it is cancelled; raises ``HeadLost`` once the head has been silent for most of what Ray bears."""
+    """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head."""
     limit_s = 0.75 * float(os.environ.get(HEAD_OPTION, HEAD_LIMIT_S))
     watch = HostWatch(say)
     listing = asyncio.ensure_future(_list(watch))
@@ -170,7 +170,7 @@ async def watch_hosts(say: Callable[[str], None]) -> None:
 
 
 async def _list(watch: HostWatch) -> None:
-    """Asks the head again and again; while it does not answer, what it said last holds."""
+    """Query the head every ``LIST_S`` seconds; while it does not answer, its last answer stays valid."""
     while True:
         with suppress(RpcError, TimeoutError):
             watch.listed(*await _ask_head())
@@ -204,7 +204,7 @@ async def _ask_head() -> tuple[dict[str, Host], dict[str, list[str]]]:
 
 
 async def _knock(watch: HostWatch, node: str, host: Host) -> None:
-    """The host is heard of if it takes a connection; nothing is sent."""
+    """Mark the host as heard if it accepts a connection; nothing is sent."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(PROBE_S):
             _, writer = await asyncio.open_connection(host.address, host.port)

@@ -1,4 +1,4 @@
-"""Starts the processes of a run: what each asks of the cluster, and its name there."""
+"""The processes of a run: their names, the resources that they request, and how they start."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COORDINATING: dict[str, Any] = {
     "repeats_calls": True,
     "beside_driver": True,
 }
-"""How the actors start that learner ranks and the controller talk to."""
+"""Options of the actors that coordinate learner ranks and controller."""
 
 
 def engine_needs(config: Config) -> list[Need]:
@@ -88,7 +88,7 @@ def learner_needs(config: Config) -> list[Need]:
 
 
 def pool_need(pool: RewardPool) -> Need:
-    """Return what one process of a pool asks for."""
+    """Return the resources that one process of a pool requests."""
     if pool.is_served:
         name, remedy = f"replica-{pool.name}", "lower serve.replicas, num_cpus or num_gpus of what Ray Serve serves"
     else:
@@ -98,19 +98,19 @@ def pool_need(pool: RewardPool) -> Need:
 
 
 def pool_needs(pools: Iterable[RewardPool], *, served: bool) -> list[Need]:
-    """Return what each process asks for: those that this run starts, or the replicas that Ray Serve places itself."""
+    """Return the needs of the scoring processes that this run starts, or of the replicas that Ray Serve places."""
     needs = [(pool_need(pool), pool.size) for pool in pools if pool.is_served == served]
     return [replace(need, name=f"{need.name}-{index}") for need, size in needs for index in range(size)]
 
 
 def generation_needs(run: Run) -> list[Need]:
-    """Those of all that makes and scores groups."""
+    """Return the needs of all processes that generate and score groups."""
     pools = resolve_pools(run.config, run.rewards).values()
     return [*engine_needs(run.config), *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
 
 
 def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
-    """That of each process of the pool that scores ``members``."""
+    """Return the memory limit of each process of the pool that scores ``members``, or None."""
     name, reward = next(iter(members.items()))
     limit = MemoryLimit(option="scoring.memory_gb", gb=config.scoring.memory_gb) if config.scoring.memory_gb else None
     if reward.num_processes is None or reward.isolation == "sandbox" or reward.memory_gb == config.scoring.memory_gb:
@@ -120,8 +120,10 @@ def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryL
 
 @contextmanager
 def open_served_pools(run: Run, engines: Engines, cluster_is_own: bool) -> Iterator[list[ServedPool]]:
-    """The pools of rewards that Ray Serve serves; nothing is deployed yet. Their applications end with the context, or
-    with the cluster."""
+    """Yield the pools of rewards that Ray Serve serves, not deployed yet.
+
+    Their applications end with the context, or with the cluster if it is the run's own.
+    """
     served = [pool for pool in resolve_pools(run.config, run.rewards).values() if pool.is_served]
     if not served:
         yield []
@@ -162,11 +164,11 @@ def _served_pool(
 
 
 def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engines) -> Callable[[], GroupScorer]:
-    """Makes a replica's scorer, there."""
+    """Return a function that makes a replica's scorer, called in the replica."""
     from rlpipe.actors.served import make_features, make_scorer
 
     if next(iter(members.values())).path == FEATURE_PATH:
-        # It computes by itself, perhaps on another kind of device than the policy.
+        # It holds its own copy of the model, perhaps on another kind of device than the policy.
         model = replace(run.model, dtype=run.asked_dtype)
         return partial(make_features, model, run.config.algorithm.ebft.features)
     return partial(
@@ -176,10 +178,10 @@ def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engine
 
 @contextmanager
 def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: bool = False) -> Iterator[Parts]:
-    """The processes of engines and scorers; they have loaded nothing yet.
+    """Start the processes of engines and scorers, which have loaded nothing yet; end them with the context.
 
-    ``replay`` is the replay actor, by which the learner is reached where it scores, too. A cluster of the run's own
-    is about to end with all that it serves.
+    ``replay`` is the replay actor, through which groups reach the learner if it computes rewards. ``cluster_is_own``
+    says that the cluster ends with the run, so that Ray Serve's applications need not be ended.
     """
     config, cluster = run.config, run.config.cluster
     needs = {need.name: need for need in engine_needs(config)}
@@ -210,7 +212,7 @@ def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: b
             pools.append(LearnerPool(learner_rewards, replay, cluster))
 
         def start_engine(name: str) -> ObjectRef:
-            # Repeated, so that it waits for the new process where the old one is just ending.
+            # Retried, so that the call waits for the new process if the old one is just ending.
             call: Any = engines[name].start.options(max_task_retries=3)
             ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
@@ -219,7 +221,7 @@ def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: b
 
 
 def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:
-    """Starts the scoring actors; they are not ready yet."""
+    """Start the scoring actors, without waiting until they are ready."""
     return [
         ScorerPool(
             pool.name,
@@ -235,7 +237,7 @@ def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerP
 
 
 def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
-    """Starts the actor that serves supervised rows, and waits until it has opened them."""
+    """Start the actor that serves supervised rows, and wait until it has opened them."""
     config, need = run.config, Need(name="dataset")
     setup = DatasetSetup(
         data=config.data,
@@ -254,7 +256,7 @@ def start_dataset(run: Run, start: ResumePoint) -> ActorHandle:
 
 
 def start_replay(run: Run) -> ActorHandle:
-    """Starts the replay actor, which has no ledger yet."""
+    """Start the replay actor, which has no ledger yet."""
     setup = ReplaySetup.of(run.config, ledger_path(run.output, run.config.name, run.config.ledger.folder), run.rewards)
     if run.config.scoring.on_rollouts_scored is not None:
         hook = start_actor(
@@ -270,7 +272,7 @@ def start_replay(run: Run) -> ActorHandle:
 
 
 def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHandle:
-    """Starts the actor that hands weights to the engines."""
+    """Start the actor that passes weights to the engines."""
     need, names, timeout_s = Need(name="weights"), list(engines), config.weights.timeout_s
     if config.weights.transport == "object_store":
         return start_actor(WeightsActor, need, engines=names, timeout_s=timeout_s, **COORDINATING)
@@ -281,7 +283,7 @@ def start_weights(config: Config, engines: Mapping[str, ActorHandle]) -> ActorHa
 
 
 def _callables_of(run: Run, members: Mapping[str, RewardConfig]) -> dict[str, RewardLike]:
-    """Those of the rewards that were handed over as objects."""
+    """Return the rewards among ``members`` that the caller passed as objects."""
     return {name: run.callables[name] for name in members if name in run.callables}
 
 

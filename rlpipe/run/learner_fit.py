@@ -1,4 +1,4 @@
-"""Has Ray Train run the learner group until it ends, and turns its errors into rlpipe's own."""
+"""Execution of the learner group by Ray Train, whose errors become rlpipe's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Started = Callable[[ActorHandle], None]
 
 
 def fit(config: Config, setup: LearnerSetup, *, is_over: Event, started: Started) -> Exception | None:
-    """Runs the group until it ends, and returns the error that it ended with; ``started`` gets each controller."""
+    """Run the group until it ends, and return its error, or None; ``started`` is called with each controller."""
     try:
         _fit_until_over(config, setup, is_over, started)
     except WorkerGroupError as failure:
@@ -70,7 +70,7 @@ def _fit_until_over(config: Config, setup: LearnerSetup, is_over: Event, started
 
 
 def _learner_error(failure: WorkerGroupError) -> RlpipeError:
-    """rlpipe's own error out of those of the ranks; any other becomes ``LearnerFailed`` with its traceback."""
+    """Return rlpipe's own error among those of the ranks, or else a ``LearnerFailed`` with the tracebacks."""
     for error in failure.worker_failures.values():
         cause = getattr(error, "cause", error)
         if isinstance(cause, RlpipeError):

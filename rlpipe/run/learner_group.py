@@ -1,4 +1,4 @@
-"""Runs the learner group on Ray Train, from a thread of the driver, and says why it ended."""
+"""The learner group, run by Ray Train from a thread of the driver."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ THREAD_END_S = 10.0
 
 
 def start_learner(config: Config, setup: LearnerSetup) -> asyncio.Future[None]:
-    """Runs the learner group on a thread of its own; cancelling the future leaves it to ``end_learner``."""
+    """Start the learner group on its own thread; cancelling the future does not end it, ``end_learner`` does."""
     thread = LearnerThread(config, setup)
     thread.start()
     return thread.ended
 
 
 def end_learner() -> None:
-    """Ends a learner group that is left of a failed run.
+    """End a learner group that is left over from a failed run.
 
-    Called before the driver leaves the cluster: Ray ends the process of a thread that calls it after that.
+    Must be called before the driver leaves the cluster: Ray ends the process of a thread that calls it afterwards.
     """
     for thread in threading.enumerate():
         if isinstance(thread, LearnerThread):
@@ -35,13 +35,16 @@ def end_learner() -> None:
 
 
 def loading_phase(setup: LearnerSetup) -> str:
-    """What the ranks do until their first version of the weights."""
+    """Return the name of the phase before the ranks publish their first version of the weights."""
     return "loading the learner" if setup.resume_from is None else f"restoring {setup.resume_from.name}"
 
 
 class LearnerThread(threading.Thread):
-    """Ray Train restarts ranks that die. Where they die at their start, or its own controller dies, and the ranks with
-    it, another controller begins."""
+    """Thread that runs Ray Train's controller of the learner group until the group ends.
+
+    Ray Train restarts ranks that die. If they die at their start, or if the controller dies and the ranks with it, the
+    thread starts another controller.
+    """
 
     def __init__(self, config: Config, setup: LearnerSetup) -> None:
         super().__init__(name="learner-group", daemon=True)
@@ -53,17 +56,17 @@ class LearnerThread(threading.Thread):
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        from rlpipe.run.learner_fit import fit  # Ray Train and torch load beside the engines
+        from rlpipe.run.learner_fit import fit  # imported here, so that Ray Train and torch load while the engines load
 
         try:
             error = fit(self._config, self._setup, is_over=self._is_over, started=self._take_controller)
         except SystemExit:  # Ray raises it in threads that wait for something when the driver disconnects
             return
-        with suppress(RuntimeError):  # the loop is closed where the run has failed elsewhere
+        with suppress(RuntimeError):  # the loop is closed if another part of the run failed
             self._loop.call_soon_threadsafe(self._finish, error)
 
     def end(self) -> None:
-        """Kills the controller, with which the ranks end, and waits for the thread."""
+        """Kill the controller, which ends the ranks too, and wait for the thread."""
         self._is_over.set()
         if self._controller is not None:
             ray.kill(self._controller)
@@ -79,5 +82,5 @@ class LearnerThread(threading.Thread):
 
     def _take_controller(self, controller: ActorHandle) -> None:
         self._controller = controller
-        if self._is_over.is_set():  # it was too late to be ended with the others
+        if self._is_over.is_set():  # it started too late for ``end`` to kill it
             ray.kill(controller)

@@ -1,4 +1,4 @@
-"""A pool without processes of its own: the learner's ranks score its groups between their steps."""
+"""The scoring pool without processes of its own: the learner's ranks score its groups between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlpipe.scoring.scorer import GroupScores
 
 
 class LearnerPool(ScoringPool):
-    """Hands groups to the replay actor, where the ranks ask for them; these may be in the middle of a step."""
+    """Pool that passes groups to the replay actor, where the ranks fetch them once their current step ends."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig], replay: ActorHandle, cluster: ClusterConfig) -> None:
         super().__init__(rewards, size=1)
@@ -25,7 +25,7 @@ class LearnerPool(ScoringPool):
         self._limit_s = cluster.start_timeout_s + cluster.step_timeout_s
 
     async def start(self) -> None:
-        """The ranks start by themselves, beside the engines or behind them."""
+        """Do nothing, because the ranks are started by the learner group."""
 
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         call: Any = self._replay.score_features.remote(groups, list(indices))

@@ -1,4 +1,4 @@
-"""Follows what the replay or dataset actor has to tell, and stops a run in which nothing moves any more."""
+"""Monitoring of the replay or dataset actor: passes its reports on, and stops a run that makes no progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlpipe.errors import WaitTimeout
 from rlpipe.replay.step_queue import StepReport
 
 POLL_S = 10.0
-"""Seconds after which a wait for news is asked again; news itself comes at once."""
+"""Seconds after which a request for news is repeated; news itself arrives without delay."""
 
 
 class Follower:
-    """Hands on the reports and messages of one run, from the actor of that name; for one event loop."""
+    """Forwarder of one run's reports and messages from the actor called ``name``; for one event loop."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Follower:
         """Set once the last step is reported."""
 
     async def follow(self) -> None:
-        """Until it is cancelled; raises the error with which a rank has ended the run."""
+        """Forward reports and messages until cancelled; raise the error with which a rank has ended the run."""
         while True:
             call: Any = self._batches.wait_news.remote(self._last_step, self._last_event, POLL_S)
             news: News = await self.ask(call, "news of the run", more_s=POLL_S)
@@ -55,15 +55,15 @@ class Follower:
                     self.ended.set()
 
     async def watch(self, describe: Callable[[], Any] = dict) -> None:
-        """Until it is cancelled; raises ``WaitTimeout`` if no step has ended for ``cluster.step_timeout_s``.
+        """Watch the progress until cancelled; raise ``WaitTimeout`` if no step ends for ``cluster.step_timeout_s``.
 
-        ``describe`` adds the state of the parts that only the driver knows.
+        ``describe`` adds the state that only the driver knows to the error message.
         """
         limit, started = self._cluster.step_timeout_s, time.monotonic()
         while True:
             await asyncio.sleep(min(POLL_S, limit / 4))
             if self._stops:
-                await self.stop_learner()  # again, as the actor may be a new process
+                await self.stop_learner()  # again, because the actor may be a new process
             state = await self.ask(self._batches.describe.remote(), "the state of the run")
             if self.ended.is_set():
                 state["learner_group"] = "has reported its last step, but Ray Train has not ended it"
@@ -73,11 +73,11 @@ class Follower:
                 )
 
     async def stop_learner(self) -> None:
-        """Lets the learner write a checkpoint and end after the step that it is in."""
+        """Make the learner write a checkpoint and end after its current step."""
         self._stops = True
         await self.ask(self._batches.stop.remote(), "the learner to be stopped")
 
     async def ask(self, call: Any, what: str, *, more_s: float = 0.0) -> Any:
-        """What the actor answers; raises ``WaitTimeout`` after ``cluster.call_timeout_s``, and ``more_s``."""
+        """Return the actor's answer; raise ``WaitTimeout`` after ``cluster.call_timeout_s`` plus ``more_s`` seconds."""
         limit = self._cluster.call_timeout_s + more_s
         return await answer(call, f"{what} from the {self._name} actor", within=limit, option="cluster.call_timeout_s")

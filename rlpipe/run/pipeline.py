@@ -1,4 +1,4 @@
-"""Runs a config from end to end: starts its processes, trains or evaluates, and sums up."""
+"""Runs from end to end: start the processes, train or evaluate, and write the summary."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ logger = logging.getLogger(__name__)
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 HOOK_DRAIN_S = 10.0
-"""Seconds that ``scoring.on_rollouts_scored`` gets at the end of a run."""
+"""Time that ``scoring.on_rollouts_scored`` has at the end of a run, in seconds."""
 
 Result = TypeVar("Result")
 
 
 def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
-    """Trains as the config says and returns what ``summary.json`` holds.
+    """Train according to the config, and return the content of ``summary.json``.
 
-    ``rewards`` are reward functions or ``RewardActor`` classes beside those of the config, each with weight 1 under
-    its ``__name__``. Raises ``InputError`` where the input is wrong, ``RunError`` where the run fails.
+    ``rewards`` are reward functions or ``RewardActor`` classes in addition to those of the config, each with weight 1
+    under its ``__name__``. Raises ``InputError`` if the input is wrong, ``RunError`` if the run fails.
     """
     with PHASES.run() as phases:
         return _train(config, rewards, phases)
@@ -114,7 +114,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
 
 
 def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
-    """As ``train_rl``; where the ledger stayed on a lost machine, goes on from the copy in the last checkpoint."""
+    """Run ``train_rl``; if the ledger is lost with its machine, run it again from the copy in the last checkpoint."""
     while True:
         try:
             return train_rl(run, start)
@@ -126,7 +126,7 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
 
 
 def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
-    """Reinforcement learning; returns figures for the summary that the metrics do not hold."""
+    """Train by reinforcement learning, and return the figures of the summary that are not in the metrics."""
     config = run.config
     notes: list[str] = []
     with PHASES.phase("reading the data"), told(notes.append, warnings=False):
@@ -139,10 +139,10 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     policy_needs = [*launch.engine_needs(config), *launch.learner_needs(config)]
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
-        # Before models are loaded, which takes minutes where they are large.
+        # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = launch.start_replay(run)
         accounts = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
-        # The ledger keeps the config as it was written: a run that goes on from it alone may find another type.
+        # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
         run, types = settle_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
         parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
         weights = launch.start_weights(config, parts.engines)
@@ -180,7 +180,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
 
 
 def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
-    """Supervised fine-tuning on the same learner group, without engines."""
+    """Train by supervised fine-tuning on the same learner group, without engines."""
     config = run.config
     needs = launch.learner_needs(config)
     with ExitStack() as stack:
@@ -215,7 +215,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
                 with stop_on_signals(stop):
                     await start_learner(config, setup)
                     if start.step < config.algorithm.num_steps and not stopped:
-                        with suppress(TimeoutError):  # ranks that began again behind the last step have none to report
+                        with suppress(TimeoutError):  # ranks that resumed after the last step report none
                             async with asyncio.timeout(config.cluster.call_timeout_s):
                                 await follower.ended.wait()
                 for task in endless:
@@ -228,7 +228,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
 
 
 def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[RewardLike] = ()) -> dict[str, float]:
-    """Held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
+    """Return the held-out metrics of the config's policy, or of that policy with the PEFT adapter in a folder."""
     features = replace(config.algorithm.ebft.features, weights="own")
     algorithm = replace(config.algorithm, ebft=replace(config.algorithm.ebft, features=features))
     config = replace(config, model=without_learner(config.model, adapter), algorithm=algorithm)
@@ -247,7 +247,7 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
 
 
 def _drain_hook(config: Config, replay: ActorHandle) -> None:
-    """Leaves the hook some time for the groups of the last steps."""
+    """Wait up to ``HOOK_DRAIN_S`` for the hook to process the groups of the last steps."""
     if config.scoring.on_rollouts_scored is not None:
         with suppress(GetTimeoutError, RayActorError):
             ray.get(replay.drain_hook.remote(HOOK_DRAIN_S), timeout=2 * HOOK_DRAIN_S)
@@ -257,7 +257,7 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     evaluator = _evaluator(run, prompts)
 
     async def ignore(groups: ObjectRef, group_ids: GroupIds) -> None:
-        """Nothing is kept of an evaluation's tokens."""
+        """Ignore the groups, since an evaluation's tokens are not stored."""
 
     async def end(failure: EngineFailed) -> None:
         raise failure
@@ -291,7 +291,7 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
 
 
 def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> OpenAccounts:
-    """Has the replay actor open the ledger that belongs to where the run goes on."""
+    """Make the replay actor open the ledger at the resume point, and return the state of the ledger."""
     cluster = run.config.cluster
     accounts: OpenAccounts = get_answer(
         replay.start.remote(replace(run_start(run.config, start), num_rows=num_rows)),
@@ -335,7 +335,7 @@ def _learner_setup(run: Run, start: ResumePoint, batches: ActorHandle, weights: 
 
 
 def _run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Runs the event loop; of several errors, the one that came first is raised alone."""
+    """Run the event loop; of several errors, raise only the first."""
     try:
         return asyncio.run(main)
     except BaseExceptionGroup as group:
@@ -357,7 +357,7 @@ def _first_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def _cluster(config: Config, needs: Sequence[Need]) -> Iterator[bool]:
-    """A cluster that the run fits on; what the run started is ended with it. Says whether it is the run's own."""
+    """Join or start a cluster that the run fits on, and yield whether it was started; end the run's actors at exit."""
     joined = ray.is_initialized()
     preloading.begin(config)
     with PHASES.phase("joining Ray" if joined or config.cluster.address else "starting Ray"):

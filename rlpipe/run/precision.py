@@ -1,4 +1,4 @@
-"""The type that a run computes in: one answer for its learner, engines and checkpoints, before any of them starts."""
+"""Choice of the type that learner, engines and checkpoints of a run share, before any of them starts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from rlpipe.scoring.pools import FEATURE_PATH
 from rlpipe.scoring.rewards import RewardActor, load_reward
 
 Ask = Callable[[Need, str], Sequence[DeviceTypes]]
-"""What the devices compute in that a process of this need may be given; of CPUs with their rates in a type."""
+"""Returns the types of the devices that a process may be placed on; of CPUs with their speed in the given type."""
 
 
 def settle_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
-    """The run with a type in the place of ``auto``, and what people should know of it.
+    """Return the run with ``auto`` replaced by a type, and lines about the choice for the user.
 
-    ``needs`` are those of the processes that hold the policy; all of them have to compute in the type. ``begun`` is
-    that of the checkpoint that the run goes on from, which ``auto`` keeps. Models of rewards settle their own type
-    where they are loaded; what they will find is among the lines where it is another than the policy's.
+    ``needs`` are those of the processes that hold the policy, all of which compute in the type. ``begun`` is the
+    type of the checkpoint that the run resumes from, which ``auto`` keeps. Rewards with their own model choose its type
+    when they load it; a line announces it if it differs from the policy's. Raises ``ConfigError`` if the model can't be
+    used in the type.
     """
     asked = run.config.model.dtype
     measured = (begun or AUTO) if asked == AUTO else asked
@@ -68,7 +69,7 @@ def _reward_lines(run: Run, policy_dtype: str, ask: Ask) -> Iterator[str]:
 
 
 def _own_model(run: Run, name: str) -> tuple[str, str] | None:
-    """Where a reward's model comes from and the type that it was asked for in; None where it has none of its own."""
+    """Return the source and the requested type of a reward's own model, or None if it has none."""
     reward = run.rewards[name]
     if reward.path == FEATURE_PATH:
         return (run.model.path, run.config.model.dtype) if reward.is_served else None
@@ -83,12 +84,12 @@ def _own_model(run: Run, name: str) -> tuple[str, str] | None:
 
 
 def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
-    """Asks all nodes that have what a process needs, each question once; ``is_own``: this machine is the cluster."""
+    """Return a function that asks each node for its types once; ``is_own``: the cluster is this machine alone."""
     known: dict[tuple[str, Products | None, str], list[DeviceTypes]] = {}
 
     def ask(need: Need, dtype: str) -> list[DeviceTypes]:
         made = need.products
-        # Else another process times the products, as this one does without torch.
+        # Unmeasured products are timed by another process, because this one does not import torch.
         if is_own and (made is None or kept_rates(made, NARROW if dtype == AUTO else dtype) is not None):
             return node_types(dtype, made)
         nodes = nodes_for(need, ray.nodes())
@@ -106,7 +107,7 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
 
 
 def nodes_for(need: Need, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Ids of those of Ray's living nodes that have what a process needs; all of them where none has it alone."""
+    """Return the ids of Ray's living nodes that meet a process's needs, or of all living nodes if none does alone."""
     alive = [node for node in nodes if node["Alive"]]
     able = [node for node in alive if all(node["Resources"].get(name, 0) >= much for name, much in need.asked.items())]
     return [node["NodeID"] for node in able or alive]

@@ -1,4 +1,4 @@
-"""Checks and completes what a run needs before any process starts: folders, policy, rewards, where to resume."""
+"""Preparation of a run before any process starts: its folder, policy, rewards and resume point."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ RewardLike = Callable[..., Any]
 
 @dataclass(kw_only=True, frozen=True)
 class ResumePoint:
-    """Where a run goes on; the defaults are those of a new one."""
+    """State from which a run continues; the defaults are those of a new run."""
 
     checkpoint: Path | None = None
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
-    """Of the rows of SFT; the prompts of RL have theirs in the ledger."""
+    """Place in the rows of SFT; RL keeps the place in its prompts in the ledger."""
     run_id: str | None = None
-    """Which run wrote the checkpoint."""
+    """Id of the run that wrote the checkpoint."""
     dtype: str | None = None
-    """The type that it computed in."""
+    """Type that the run computed in."""
     messages: Sequence[str] = ()
-    """What people should know of it."""
+    """Lines about the resume point for the user."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Run:
-    """The checked input of a run."""
+    """Checked input of a run."""
 
     config: Config
     model: ModelConfig
-    """The config's, with absolute paths, so that it means the same in every process."""
+    """The config's model with absolute paths, which are valid in any working directory."""
     rewards: Mapping[str, RewardConfig]
     callables: Mapping[str, RewardLike]
-    """The rewards that were handed over as objects."""
+    """Rewards that the caller passed as objects, by name."""
     output: Path
     asked_dtype: str
-    """``model.dtype`` as it was written, which may be ``auto`` where config and model have a type by now."""
+    """``model.dtype`` as the user wrote it; in ``config`` and ``model``, ``auto`` may have been replaced by a type."""
 
 
 def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
-    """Imports every reward, and then makes the policy where ``model.prepare`` is to make it.
+    """Import every reward, then create the policy with ``model.prepare`` if it does not exist yet.
 
-    Raises ``InputError`` where any of it can't be used.
+    Raises ``InputError`` if a reward or the policy can't be used.
     """
     run_rewards, callables = _collect_rewards(config, rewards)
     if config.model.prepare is not None and not Path(config.model.path).exists():
@@ -88,7 +88,7 @@ def prepare_run(config: Config, rewards: Sequence[RewardLike] = ()) -> Run:
 
 
 def _converting(path: str) -> AbstractContextManager[None]:
-    """The phase in which a GGUF file becomes a folder, where that is still to be done."""
+    """Return the progress phase of converting a GGUF file, or a null context if there is nothing to convert."""
     if not is_gguf(path) or converted_folder(path).exists():
         return nullcontext()
     return PHASES.phase(f"dequantising {path}, which is done once")
@@ -96,7 +96,7 @@ def _converting(path: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def open_output(run: Run) -> Iterator[None]:
-    """Makes the run's folder, with the resolved config in it, and keeps other runs out of it meanwhile.
+    """Create the run's folder, write the resolved config to it, and lock it against other runs.
 
     Raises ``ConfigError`` if it can't be written, or if another run writes there.
     """
@@ -112,7 +112,7 @@ def open_output(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _naming(output: Path) -> Iterator[None]:
-    """An ``OSError`` becomes one line that names the output."""
+    """Turn an ``OSError`` into a ``ConfigError`` that names the output."""
     try:
         yield
     except OSError as error:
@@ -140,7 +140,7 @@ def _absolute(path: Any) -> Any:
 def _collect_rewards(
     config: Config, given: Sequence[RewardLike]
 ) -> tuple[dict[str, RewardConfig], dict[str, RewardLike]]:
-    """The rewards of the config and those handed over, by name."""
+    """Return all rewards, of the config and from the caller, and the objects of the caller's; both by name."""
     rewards: dict[str, RewardConfig] = {}
     callables: dict[str, RewardLike] = {}
     if config.scoring.on_rollouts_scored is not None:
@@ -178,8 +178,11 @@ def _check_run(name: str, reward: RewardLike, entry: RewardConfig, config: Confi
 
 
 def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: ScoringConfig) -> RewardConfig:
-    """With its processes and its memory: classes, and what asks for GPUs, run in processes of their own, without limit;
-    functions are limited."""
+    """Return the reward's config with its number of processes and its memory limit filled in.
+
+    Classes and rewards that request GPUs run in processes of their own, without a default memory limit; functions get
+    the limit of ``scoring.memory_gb``. Raises ``ConfigError`` if the options contradict each other.
+    """
     if isinstance(reward, type) and entry.isolation == "sandbox":
         raise ConfigError(
             f"scoring.rewards.{name}.isolation: a sandbox is a fresh process for each call, in which the state of a "
@@ -205,7 +208,7 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
 
 
 def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
-    """Raises ``DataError`` if a reward function needs a column that one of the prompts does not have."""
+    """Raise ``DataError`` if a reward function needs a column that one of the prompts lacks."""
     for name, reward in run.rewards.items():
         if reward.path == FEATURE_PATH:
             continue  # rows without ground truth are skipped
@@ -217,7 +220,7 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
 
 
 def check_context(run: Run) -> None:
-    """Raises ``ConfigError`` if the longest prompt and completion are more than the policy has positions for."""
+    """Raise ``ConfigError`` if the longest prompt and completion exceed the policy's maximum number of positions."""
     rollout, prompt_tokens = run.config.rollout, run.config.data.max_prompt_tokens
     wanted = rollout.max_model_len or prompt_tokens + rollout.sampling.max_tokens
     positions = _num_positions(run.model)
@@ -228,7 +231,7 @@ def check_context(run: Run) -> None:
 
 
 def _num_positions(model: ModelConfig) -> int | None:
-    """As far as its config says."""
+    """Return the maximum number of positions in the model's config, or None if it has none."""
     known = read_known_config(model.path)
     if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
         config: Any = SimpleNamespace(**known)
@@ -240,17 +243,17 @@ def _num_positions(model: ModelConfig) -> int | None:
                 model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
             ).get_text_config()
         except (OSError, ValueError):
-            return None  # the engine and the learner say what is wrong with it
+            return None  # the engine and the learner report what is wrong with it
     positions = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None) or {}
     return None if positions is None else int(positions * scaling.get("factor", 1))
 
 
 def find_resume_point(config: Config) -> ResumePoint:
-    """Where ``resume`` says that the run goes on; refuses a checkpoint or ledger of a run with another meaning.
+    """Return the point from which the run continues, according to ``resume``.
 
-    Checkpoints that are not whole, or that lie behind an older one to go on from, are renamed, once nothing speaks
-    against the run.
+    Raises ``ConfigError`` if the output can't be written, or if its checkpoint or ledger does not fit the config. After
+    these checks, damaged checkpoints and those newer than the one to resume from are renamed.
     """
     output = Path(config.output).absolute()
     folder = output / "checkpoints"
@@ -260,7 +263,7 @@ def find_resume_point(config: Config) -> ResumePoint:
     start = ResumePoint() if config.resume == "never" else _read_resume_point(config, folder)
     if config.resume == "never":
         _check_is_new(output, ledger)
-    if config.algorithm.kind == "rl" and config.ledger.folder is None:  # else it may be on another machine
+    if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine
         why_unusable(ledger, run_start(config, start))
     with _naming(output):
         aside = set_damaged_aside(folder)
@@ -301,7 +304,7 @@ def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
 
 
 def run_start(config: Config, start: ResumePoint) -> RunStart:
-    """What the accounts of the run begin or go on with."""
+    """Return the state that the run's ledger starts or continues with."""
     return RunStart(
         config=to_tree(config),
         changes_allowed=config.resume_changes == "allow",

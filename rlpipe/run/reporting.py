@@ -1,4 +1,4 @@
-"""Turns what happens in a run into metrics for the trackers, lines for the terminal, and figures for the summary."""
+"""Reports of a run: metrics for the trackers, lines for the terminal, and figures for the summary."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 MAX_REASONS_SHOWN = 5
 SAMPLE_EVERY_S = 30.0
-"""Seconds between completions that are shown."""
+"""Shortest time between two completions that are shown, in seconds."""
 
 
 def cut_notice(sampling: SamplingConfig) -> str | None:
-    """What a run says once where it does not sample from the policy's whole distribution; None where it does."""
+    """Return a notice that sampling changes the policy's distribution, or None if it does not."""
     options = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     options["repetition_penalty"] = sampling.repetition_penalty != 1
     changed = [name for name, is_set in options.items() if is_set]
@@ -35,7 +35,7 @@ def cut_notice(sampling: SamplingConfig) -> str | None:
 
 
 class Reporter:
-    """Follows one run; steps are counted from 1, and step n leads to policy version n."""
+    """Reporter of one run; steps are counted from 1, and step n produces policy version n."""
 
     def __init__(self, tracker: Tracker, progress: Progress, completions: CompletionsLog) -> None:
         self._tracker, self._progress, self._completions = tracker, progress, completions
@@ -45,13 +45,13 @@ class Reporter:
         self._reasons: Counter[str] = Counter()
         self._num_tokens = 0.0
         self.num_steps = 0
-        """Steps trained by this process."""
+        """Number of steps trained by this process."""
         self.max_logprob_difference = math.nan
-        """Between engine and learner in the pass after the last step, in which both hold the same version."""
+        """Largest log-prob difference of engine and learner after the last step, when both hold the same version."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Trained tokens over the time from the first admission to the last step."""
+        """Trained tokens per second from the first admission to the last step."""
         return self._num_tokens / max(self._last - self._started, 1e-9)
 
     def start(self, total: int, done: int) -> None:
@@ -60,11 +60,11 @@ class Reporter:
         self.admitting()
 
     def admitting(self) -> None:
-        """The first groups are about to be admitted: times are counted from here."""
+        """Start the clock, because the first groups are about to be admitted."""
         self._started = self._last = time.monotonic()
 
     def served(self, sync_s: float) -> None:
-        """All engines have loaded a version, ``sync_s`` seconds after its publication."""
+        """Note that all engines have loaded a version, ``sync_s`` seconds after its publication."""
         PHASES.end_all()
         self._sync_s = sync_s
 
@@ -100,14 +100,14 @@ class Reporter:
         self.max_logprob_difference = report.metrics.get("sampling/logp_difference/max", math.nan)
 
     def discarded(self, group_id: int, reason: str) -> None:
-        """A group will not be trained; the first few different reasons are shown, all are counted in the metrics."""
+        """Log that a group will not be trained, and show the first few different reasons in the terminal."""
         self._reasons[reason] += 1
         logger.info("group %d discarded: %s", group_id, reason)
         if self._reasons[reason] == 1 and len(self._reasons) <= MAX_REASONS_SHOWN:
             self._progress.message(f"group {group_id} is not trained: {reason}")
 
     def message(self, text: str) -> None:
-        """Shows a line of its own."""
+        """Show a line in the terminal."""
         self._progress.message(text)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Pools that score groups: what they have in common, and one of actors, which are replaced where they hang or die."""
+"""Pools that score groups: the base class, and a pool of actors that are replaced if they hang or die."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rlpipe.scoring.validation import describe_exception
 logger = logging.getLogger(__name__)
 
 Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
-"""Starts an actor of a name, in the place of a name; returns it with the reference that says when it is ready."""
+"""Starts an actor with a name (first) in a reserved place (second); returns it and the reference of its ``start``."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """One place of the pool, and the actor that works there now."""
+    """Place of the pool, with the actor that currently occupies it."""
 
     place: str
     name: str
@@ -39,10 +39,10 @@ class _Process:
 
 
 class ScoringPool(ABC):
-    """Scores groups for some of the rewards, once it is started; for one event loop.
+    """Pool that scores groups for some of the rewards; for one event loop.
 
-    Where a call is answered by nobody, its groups are scored once more, each alone, and then count as failed, with the
-    reason.
+    If a call fails, each of its groups is scored once more on its own; a group that fails again counts as failed, with
+    the reason.
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], size: int) -> None:
@@ -51,10 +51,10 @@ class ScoringPool(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Waits until all of it is ready."""
+        """Wait until the whole pool is ready."""
 
     async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
-        """Scores the groups at the keys of ``group_ids`` (index in ``groups`` to group id)."""
+        """Score the groups at the keys of ``group_ids``, which maps indices in ``groups`` to group ids."""
         calls = split_calls(list(group_ids), self._size)
         parts = await asyncio.gather(*(self._score_chunk(groups, chunk, group_ids) for chunk in calls))
         return [scores for part in parts for scores in part]
@@ -73,17 +73,17 @@ class ScoringPool(ABC):
 
     @abstractmethod
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
-        """The scores, or the reason why nobody has given them."""
+        """Return the scores, or the reason why the call failed."""
 
     def _failed(self, group_id: int, reason: str) -> GroupScores:
         return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
 
 
 class ScorerPool(ScoringPool):
-    """Actors of the run's own.
+    """Pool of actors that the run starts itself.
 
-    A call that takes longer than the rewards' timeouts allow, breaks off, or whose process dies, ends that process
-    and another takes its place. The run fails if the other is not ready within ``start_timeout_s``.
+    A process whose call exceeds the rewards' timeouts, or raises, is killed; it is replaced by another one, as is a
+    process that dies. The run fails if the new process is not ready within ``start_timeout_s``.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ScorerPool(ScoringPool):
             self._starting.append((process, ready))
 
     async def start(self) -> None:
-        """Waits until all processes are ready; raises ``WaitTimeout`` naming one that is late, or its own error."""
+        """Wait until all processes are ready; raise ``WaitTimeout`` naming a late process, or a process's own error."""
         starting, self._starting = self._starting, []
         await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
 
@@ -145,7 +145,7 @@ class ScorerPool(ScoringPool):
         await until_ready(name, ready, lambda: self._replace(process), self._start_timeout_s)
 
     def _replace(self, process: _Process) -> tuple[str, ObjectRef]:
-        """Starts another actor in its place; answers its name and the reference that says when it is ready."""
+        """Start another actor in the place; return its name and the reference of its ``start``."""
         ray.kill(process.actor)
         process.num_restarts += 1
         process.name = f"{process.place}.{process.num_restarts}"
@@ -154,5 +154,5 @@ class ScorerPool(ScoringPool):
 
 
 def longest_call_s(reward: RewardConfig) -> float:
-    """Seconds for one group; a sandbox notices the timeout itself."""
+    """Return the longest time for one group, in seconds; a sandbox enforces the timeout itself, with some overhead."""
     return reward.timeout_s + (OVERHEAD_S if reward.isolation == "sandbox" else 0.0)

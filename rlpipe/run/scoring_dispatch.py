@@ -1,4 +1,4 @@
-"""Takes the groups that engines finish through the scoring pools, to whoever asked for them."""
+"""The path of finished groups: from the engines through the scoring pools to the controller."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from rlpipe.run.scorer_pool import ScoringPool
 from rlpipe.scoring.scorer import GroupScores
 
 GroupIds = Mapping[int, int]
-"""Index in a list of groups to group id."""
+"""Group ids by index in a list of groups."""
 Generated = Callable[[ObjectRef, GroupIds], Awaitable[None]]
 Scored = Callable[[ObjectRef, GroupIds, Sequence[Sequence[GroupScores]]], Awaitable[None]]
 
 
 class GroupFlow:
-    """Has groups scored; for one event loop.
+    """Dispatcher of groups to all scoring pools; for one event loop.
 
-    Groups stay in the object store: only their ids and the scores pass through here. ``generated`` gets the reference
-    to a list of groups and their ids while these are scored, and then ``scored`` the same with what every pool said of
-    them. Without
-    ``streaming``, groups wait until a step's worth of them is there, or until ``num_generating`` says that none is
-    left to wait for.
+    Groups stay in the object store; only their ids and scores pass through here. ``generated`` is called with the
+    reference to a list of groups and with their ids while they are scored; ``scored`` is called afterwards, with the
+    scores of every pool as well. Without ``streaming``, groups are held back until there are enough for a step, or
+    until ``num_generating`` returns 0.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class GroupFlow:
         self._held: list[tuple[ObjectRef, GroupIds, asyncio.Future[None]]] = []
 
     async def collected(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
-        """Takes the groups that an engine has finished."""
+        """Record and score the groups that an engine has finished."""
         group_ids = {index: receipt.group_id for index, receipt in enumerate(receipts)}
         kept = asyncio.ensure_future(self._generated(groups, group_ids))
         self._held.append((groups, group_ids, kept))
@@ -55,7 +54,7 @@ class GroupFlow:
         await kept
 
     async def score(self, groups: ObjectRef, group_ids: GroupIds, kept: Awaitable[None] | None = None) -> None:
-        """Has groups scored; ``kept`` is over once their tokens are kept, without it they are already."""
+        """Score groups in all pools, and pass the scores on once ``kept``, which stores the groups' tokens, is done."""
         try:
             scores = await asyncio.gather(*(pool.score(groups, group_ids) for pool in self._pools))
         except RayTaskError as error:

@@ -1,4 +1,4 @@
-"""A pool of Ray Serve replicas that score groups."""
+"""The scoring pool of Ray Serve replicas."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlpipe.scoring.validation import describe_exception
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Replicas that may die over the same group."""
+"""Deaths of replicas after which a request for a group fails."""
 RETRY_PAUSE_S = 0.5
 
 
 class ServedPool(ScoringPool):
-    """Requests one group at a time; the replicas put requests together.
+    """Pool that sends one group per request; the replicas combine requests into batches.
 
-    A request whose replica dies is made again: Serve starts another replica, and the group waits for it, for at most
-    ``start_timeout_s`` and what scoring may take. No more requests are under way than the replicas can take, so that
-    they wait here and not there.
+    A request whose replica dies is repeated: Serve starts another replica, and the group waits for it, for at most
+    ``start_timeout_s`` plus the time limit of scoring. The number of concurrent requests is limited to what the
+    replicas can accept, so that further ones wait in this process.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ServedPool(ScoringPool):
         self._handle: Any = None
 
     async def start(self) -> None:
-        """Deploys the replicas; raises ``WaitTimeout`` where they are late, ``RunError`` where they can't start."""
+        """Deploy the replicas; raise ``WaitTimeout`` if they are late, ``RunError`` if they can't start."""
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 self._handle = await asyncio.to_thread(self._deploy)
@@ -65,7 +65,7 @@ class ServedPool(ScoringPool):
     ) -> list[GroupScores]:
         (index,) = chunk
         scores = await self._ask(groups, index, alone=False)
-        if isinstance(scores, str):  # it may be another one's fault
+        if isinstance(scores, str):  # another group of the batch may be the cause
             scores = await self._ask(groups, index, alone=True)
         return [self._failed(group_ids[index], scores)] if isinstance(scores, str) else scores
 

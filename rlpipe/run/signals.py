@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one stops the run in good order, a second one at once."""
+"""Ctrl-C and SIGTERM: the first signal stops the run in an orderly way, the second one immediately."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[None]:
-    """Within the block, inside a running event loop, the first signal calls ``stop``, the second one ends the process.
+    """Call ``stop`` at the first signal within the block, and end the process at the second.
 
-    Threads other than the first can't receive signals; there it does nothing.
+    Needs a running event loop. In threads other than the main one, which can't receive signals, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -29,7 +29,7 @@ def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[Non
 
     def receive(number: signal.Signals) -> None:
         if stopping:
-            # Without Python's own end, at which a thread that waits in Ray may crash; Ray ends what the driver started.
+            # Skip Python's shutdown, in which a thread that waits in Ray may crash; Ray ends the driver's processes.
             print("rlpipe: interrupted", file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
         reason = Interrupted(f"stopped by {number.name}; the same command goes on from the checkpoint")

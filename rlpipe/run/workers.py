@@ -1,4 +1,4 @@
-"""What makes and scores groups: the engines' actors and the scoring pools of a run."""
+"""The parts of a run that generate and score groups: the engines' actors and the scoring pools."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlpipe.tracking.phases import PHASES
 
 @dataclass(kw_only=True, frozen=True)
 class Parts:
-    """Engines and scoring pools that are running, or about to."""
+    """Engines and scoring pools that are running or about to start."""
 
     engines: Mapping[str, ActorHandle]
     start_engine: Callable[[str], ObjectRef]
-    """Has an engine's process load its model."""
+    """Makes an engine's process load its model."""
     pools: Sequence[ScoringPool]
 
     async def start(self, timeout_s: float) -> None:
-        """Waits until all have loaded what they need; raises as ``until_ready``."""
+        """Load the models of all engines and pools, and wait until they are ready; raise as ``until_ready``."""
         async with asyncio.TaskGroup() as tasks:
             for name in self.engines:
                 tasks.create_task(self._start_engine(name, timeout_s))
@@ -37,6 +37,6 @@ class Parts:
                     tasks.create_task(pool.start())
 
     async def _start_engine(self, name: str, timeout_s: float) -> None:
-        # Ray itself puts another process in the place of one that died, and repeats the call, but not at every moment.
+        # Ray itself replaces a process that died and repeats the call, but not in every case.
         with PHASES.phase(f"loading engine {name}"):
             await until_ready(name, self.start_engine(name), lambda: (name, self.start_engine(name)), timeout_s)
