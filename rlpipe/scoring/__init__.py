@@ -1,1 +1,1 @@
-"""Rewards: loading them, calling them on finished groups, and writing what they answer into the rollouts."""
+"""Rewards: loading them, calling them on finished groups, and writing their values into the rollouts."""

@@ -1,4 +1,4 @@
-"""Remembers a judge's answers by the content of the question."""
+"""Cache of a judge's answers, keyed by the content of the question."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUSY_TIMEOUT_S = 10.0
 
 
 class AnswerCache:
-    """Answers in memory, the least used of which go first; and in an SQLite file, which processes and runs share."""
+    """Cache of answers in memory (least recently used) and in an SQLite file that processes and runs share."""
 
     def __init__(self, path: str | None, *, max_in_memory: int = MAX_IN_MEMORY) -> None:
         self._answers: OrderedDict[str, str] = OrderedDict()
@@ -41,7 +41,7 @@ class AnswerCache:
         self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
 
     def _run(self, statement: str, values: tuple[str, ...]) -> tuple[str] | None:
-        """The first row; a file that can't be used any more is left alone, as questions can be asked again."""
+        """Run a statement and return its first row; after an error, stop using the file, which is only a cache."""
         if self._database is None:
             return None
         try:

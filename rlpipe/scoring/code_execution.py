@@ -1,4 +1,4 @@
-"""A reward for code: runs each completion's program on the row's tests. It belongs in a sandbox."""
+"""Reward for code: it runs each completion's program on the row's tests, and belongs in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from rlpipe.scoring.toolbox import Completion, completion_text, extract_tag, last_fenced
 
 Test = str | Mapping[str, str]
-"""Python code that asserts, or ``input`` and the ``output`` that is expected of it."""
+"""Python code that asserts, or a mapping of ``input`` and the expected ``output``."""
 
 
 def passes_tests(
@@ -23,13 +23,13 @@ def passes_tests(
     partial: bool = False,
     timeout_s: float = 5.0,
 ) -> list[float]:
-    """1 where the completion's Python program passes all tests of the row; the share that it passes if ``partial``.
+    """Return 1 where a completion's Python program passes all tests of the row, else 0 (``partial``: share passed).
 
     The program is the last fenced block of the completion, or of its last ``answer_tag``, or else all of it. A test is
-    code that is run behind the program and must come to its end, or a mapping with what the program reads (``input``)
-    and must print (``output``), white space at the end of lines aside. Each runs in a new Python and an empty folder,
-    for at most ``timeout_s`` seconds. Set the reward's ``isolation`` to ``sandbox``. Raises ``ValueError`` for a row
-    without tests.
+    code that runs after the program and must reach its end, or a mapping with what the program reads (``input``) and
+    must print (``output``), ignoring white space at the end of lines. Each test runs in a new Python process and an
+    empty folder, for at most ``timeout_s`` seconds. Set the reward's ``isolation`` to ``sandbox``. Raises
+    ``ValueError`` for a row without tests.
     """
     texts = [completion_text(completion) for completion in completions]
     programs = [_program(text, answer_tag) for text in texts]
@@ -65,7 +65,7 @@ def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: flo
 
 def _passes(program: str, test: Test, timeout_s: float) -> bool:
     if isinstance(test, str):
-        token = secrets.token_hex(16)  # a program that ends early, or prints what it likes, does not know it
+        token = secrets.token_hex(16)  # unknown to the program, which may end early or print what it likes
         printed = _run(f"{program}\n{test}\nprint('\\n{token}')\n", "", timeout_s)
         return printed is not None and printed.splitlines()[-1:] == [token]
     printed = _run(program, test["input"], timeout_s)
@@ -73,7 +73,7 @@ def _passes(program: str, test: Test, timeout_s: float) -> bool:
 
 
 def _run(code: str, given: str, timeout_s: float) -> str | None:
-    """What the code prints; None where it fails or takes too long."""
+    """Return what the code prints, or None if it fails or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(code, errors="surrogatepass")

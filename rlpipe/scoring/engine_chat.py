@@ -1,4 +1,4 @@
-"""Asks the run's own engines for chat answers, wherever they are and whichever of them live."""
+"""Chat questions to the run's own engines, retried while engines are dead or late."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 RETRY_PAUSE_S = 0.5
 AVOIDED_S = 10.0
-"""Seconds in which an engine that has not answered is asked only where no other one is left."""
+"""Seconds for which an engine that has not answered is asked only if no other one is left."""
 GRACE_S = 1.0
-"""Seconds that an engine has to say itself that it is late."""
+"""Seconds beyond the timeout in which an engine can report that it is late."""
 
 MAX_SEED = 2**31
 
 Value = TypeVar("Value")
 Weights = Literal["base", "policy"]
-"""The engines' model without the run's adapter; or as it is at that moment."""
+"""Model to ask: the engines' without the run's adapter (``base``), or as they serve it now (``policy``)."""
 Ask = Callable[[str, GroupRequest, float], Awaitable[RolloutGroup]]
-"""Has the engine of a name sample a request, in so many seconds; raises ``EngineSilent``."""
+"""Function that has a named engine sample a request within a number of seconds; raises ``EngineSilent``."""
 
 SAMPLING = frozenset(entry.name for entry in fields(SamplingConfig)) - {"temperature", "max_tokens"}
 
 
 class EngineSilent(Exception):
-    """An engine gives no answer now, as it is dead or late; the message says why. Another one may, or itself later."""
+    """Raised when an engine is dead or late; the message says why, and a later attempt or another engine may answer."""
 
 
 class Chat(Protocol):
-    """What scoring may ask of the run's engines."""
+    """Interface through which scoring asks the run's engines."""
 
     name: str
-    """The engines' model, for caches."""
+    """Name of the engines' model, for caches."""
 
     async def answer(
         self,
@@ -58,18 +58,18 @@ class Chat(Protocol):
         timeout_s: float = 60.0,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of an answer, without special tokens.
+        """Return the text of an answer, without special tokens.
 
-        ``options`` are those of ``rollout.sampling``, of which the run's do not count here, and
-        ``chat_template_kwargs``, which otherwise are the run's. Engines that die are waited for. Raises
-        ``TimeoutError`` after ``timeout_s``, ``RequestFailed`` for what no engine can answer, and ``ConfigError`` for
-        ``options`` that are unknown.
+        ``options`` may hold options of ``rollout.sampling``, whose values in the run's config do not apply here, and
+        ``chat_template_kwargs``, by default the run's. Dead or late engines are retried. Raises ``TimeoutError`` after
+        ``timeout_s``, ``RequestFailed`` if no engine can answer the question, and ``ConfigError`` for unknown
+        ``options``.
         """
         ...
 
 
 class EngineChat:
-    """``Chat`` over ``ask``: each question goes to the engine that this process has asked the fewest things of."""
+    """``Chat`` over ``ask``: each question goes to the engine with the fewest open questions of this process."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class EngineChat:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` for an option that ``Chat.answer`` does not know."""
+    """Raise ``ConfigError`` for an option that ``Chat.answer`` does not know."""
     known = {*SAMPLING, "chat_template_kwargs"}
     if unknown := options.keys() - known:
         raise ConfigError(
@@ -162,10 +162,11 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class EngineClient:
-    """Questions to the run's engines, at most ``concurrency`` at one time in this process.
+    """Client of the run's engines, with at most ``concurrency`` open questions in this process.
 
-    Where no engine has answered in ``timeout_s`` seconds, the question is asked ``retries`` times more; so it is where
-    the answer can't be used, with another seed, unless the temperature is 0, at which it would be the same.
+    If no engine answers within ``timeout_s`` seconds, or the answer is unusable, the question is asked up to
+    ``retries`` times more, each time with another seed. At temperature 0 an unusable answer is final, because another
+    one would be the same.
     """
 
     def __init__(
@@ -187,9 +188,9 @@ class EngineClient:
         self._options = options
 
     async def ask(self, messages: ChatMessages, seed: int, read: Callable[[str], Value]) -> Value:
-        """What ``read`` makes of an answer; it raises ``UnusableAnswer`` to have the question asked again.
+        """Ask a question and return ``read(answer)``; ``read`` raises ``UnusableAnswer`` to have it asked again.
 
-        Raises ``RequestFailed`` once the attempts are used up, or at once for what no engine can answer.
+        Raises ``RequestFailed`` once the attempts are used up, or at once if no engine can answer the question.
         """
         for attempt in range(self._retries + 1):
             try:

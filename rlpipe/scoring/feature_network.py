@@ -1,6 +1,6 @@
-"""The feature network of EBFT: the frozen initial policy, of which only hidden states are read.
+"""Feature network of EBFT: the frozen initial policy, from which only hidden states are read.
 
-Shapes: S sequences, T tokens of the longest, D features.
+Shapes: S sequences, T tokens in the longest, D features.
 Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
 """
 
@@ -24,12 +24,12 @@ from rlpipe.models.nf4 import settle_nf4
 from rlpipe.types import BoolArray, IntArray, Rollout
 
 Depths = Callable[[Row, Sequence[int]], list[Tensor]]
-"""Hidden states of a row's tokens at some depths, each ``[M, H]``."""
+"""Function that returns the hidden states of a row's tokens at the given depths, each ``[M, H]``."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FeatureSequence:
-    """What is turned into one feature vector."""
+    """Sequence that is turned into one feature vector."""
 
     token_ids: IntArray  # [T]
     completion_mask: BoolArray  # [T]
@@ -40,13 +40,13 @@ class FeatureSequence:
 
 
 FILLER = FeatureSequence(token_ids=np.zeros(1, np.int32), completion_mask=np.zeros(1, np.bool_))
-"""What a rank reads while others still have sequences."""
+"""Dummy sequence that a rank reads while other ranks still have sequences."""
 
 
 def open_feature_network(
     model: ModelConfig, config: FeatureConfig, device: torch.device, *, max_tokens: int
 ) -> FeatureReader:
-    """A frozen copy of the initial policy, as far as the deepest hidden states that are read; without lm_head."""
+    """Load a frozen copy of the initial policy, up to the deepest hidden states that are read and without lm_head."""
     scorer = load_scorer(model, device, frozen=True).requires_grad_(False).eval()
     if model.adapter.kind == "qlora":
         settle_nf4(scorer, device)
@@ -63,7 +63,7 @@ def open_feature_network(
 
 
 def drop_unread(scorer: TokenScorer, deepest: int) -> None:
-    """Frees the lm_head, and the layers behind the one that gives the ``deepest`` hidden states."""
+    """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states."""
     scorer.causal_model.set_output_embeddings(nn.Identity())
     layers = find_layers(scorer.causal_model)
     if deepest < len(layers):
@@ -72,9 +72,9 @@ def drop_unread(scorer: TokenScorer, deepest: int) -> None:
 
 
 class FeatureReader:
-    """Turns sequences into features, in micro batches of at most ``max_tokens`` tokens, filling included.
+    """Reader of sequences' features, in micro batches of at most ``max_tokens`` tokens, padding included.
 
-    Where ranks share the model, ``most`` gives the most micro batches that any of them has: all run as many.
+    If ranks share the model, ``most`` returns the largest number of micro batches of any rank; all ranks run as many.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FeatureReader:
 
     @torch.no_grad()
     def read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
-        """The features ``[S, D]``, in float32 on the CPU, in the order of the sequences."""
+        """Return the features ``[S, D]``, in float32 on the CPU, in the order of the sequences."""
         found: list[Tensor | None] = [None] * len(sequences)
         parts = padded_parts([len(sequence.token_ids) for sequence in sequences], self._max_tokens)
         for _ in range(self._most(len(parts)) - len(parts)):
@@ -121,7 +121,7 @@ class FeatureReader:
         return pool(features, real, completed, self._config.pooling).cpu()
 
     def _row(self, token_ids: np.ndarray) -> Row:
-        """Sequences that are filled up to one length, one after the other."""
+        """Return a row of the padded sequences, one after the other."""
         count, length = token_ids.shape
         places = torch.arange(count * length, device=self._device)
         none = places[:0]

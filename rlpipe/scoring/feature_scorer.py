@@ -1,4 +1,4 @@
-"""EBFT's scorer: how well the features of a group's completions match those of its ground truth."""
+"""Scorer of EBFT, which compares the features of a group's completions with those of its ground truth."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import ALIGNMENT, DIVERSITY, RolloutGroup
 
 Read = Callable[[Sequence[FeatureSequence]], Tensor]
-"""The features ``[S, D]`` of sequences."""
+"""Function that returns the features ``[S, D]`` of sequences."""
 
 
 class FeatureScorer:
-    """Scores groups by their features, and the ground truth's."""
+    """Scorer of groups by the features of their completions and of the ground truth."""
 
     def __init__(self, read: Read, config: FeatureConfig) -> None:
         self._read, self._config = read, config
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]:
-        """In order; the features of all groups are read together."""
+        """Return the scores of the groups, in order; the features of all groups are read together."""
         started = time.perf_counter()
         results = [GroupScores(group_id=group.group_id) for group in groups]
         sequences: list[FeatureSequence] = []
@@ -62,7 +62,7 @@ class FeatureScorer:
 
 
 def feature_metrics(scores: FeatureScores, config: FeatureConfig) -> dict[str, float]:
-    """Means over the samples."""
+    """Return EBFT's metrics: means over the samples, and the number of failed whitenings."""
     return {
         "ebft/alignment": float(scores.alignment.mean()),
         "ebft/diversity": float(scores.diversity.mean()),
@@ -73,7 +73,7 @@ def feature_metrics(scores: FeatureScores, config: FeatureConfig) -> dict[str, f
 
 
 def learner_feature_scorer(policy: Policy, reference: Reference, config: FeatureConfig) -> FeatureScorer:
-    """One that reads the learner's ``reference``. All ranks must call it alike, each for groups of its own."""
+    """Return a scorer that reads the learner's ``reference``; all ranks must score together, each its own groups."""
     sharding = policy.sharding
     reader = FeatureReader(
         reference.depths,
@@ -88,6 +88,6 @@ def learner_feature_scorer(policy: Policy, reference: Reference, config: Feature
 
 
 def make_feature_scorer(model: ModelConfig, config: FeatureConfig) -> FeatureScorer:
-    """One with a frozen copy of the initial policy of its own; on the GPU if it is given one."""
+    """Return a scorer with its own frozen copy of the initial policy, on the GPU if the process has one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return FeatureScorer(open_feature_network(model, config, device, max_tokens=config.micro_batch_tokens).read, config)

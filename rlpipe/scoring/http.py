@@ -1,4 +1,4 @@
-"""Posts JSON to servers that may be busy, slow, or broken for a while."""
+"""HTTP client that posts JSON to servers that may be busy, slow or temporarily broken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 from rlpipe.scoring.validation import shortened
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""Answers after which a request is made again."""
+"""Status codes after which a request is retried."""
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 MAX_SHOWN_CHARS = 200
@@ -21,19 +21,19 @@ Value = TypeVar("Value")
 
 
 class RequestFailed(Exception):
-    """A server has not given a usable answer; the message names it, the last reason, and the attempts."""
+    """Raised when a server or an engine gives no usable answer; the message has the last reason."""
 
 
 class UnusableAnswer(Exception):
-    """Raised while an answer is read, to ask for another one."""
+    """Raised while an answer is read, to request another one."""
 
 
 class JsonClient:
-    """Requests to one server, at most ``concurrency`` at one time in this process.
+    """Client of one server, with at most ``concurrency`` requests at one time in this process.
 
-    What fails is tried ``retries`` times more: where the server can't be reached, has not answered in ``timeout_s``
-    seconds, or is busy or broken (429 and 5xx among others), and where its answer can't be used. The pauses in between
-    double from half a second, unless the server says how long to wait.
+    A request is retried up to ``retries`` times if the server can't be reached, does not answer within ``timeout_s``
+    seconds, is busy or broken (429 and 5xx among others), or gives an unusable answer. The pauses in between double
+    from half a second, unless the server says how long to wait.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class JsonClient:
         self._client = httpx.AsyncClient(timeout=timeout_s, limits=limits, headers=dict(headers or {}))
 
     async def post(self, path: str, body: Any, read: Callable[[Any], Value]) -> Value:
-        """What ``read`` makes of the answer's JSON; it raises ``UnusableAnswer`` to have the request made again.
+        """Post a request and return ``read`` of its JSON answer; ``read`` raises ``UnusableAnswer`` for a retry.
 
         Raises ``RequestFailed`` once the attempts are used up, or at once for answers that will not change, such as
         404.
@@ -81,7 +81,7 @@ class JsonClient:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
-    """The results of all; where one fails, the others are broken off, and its error is raised."""
+    """Run coroutines concurrently and return their results; if one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one) for one in work]
@@ -98,7 +98,7 @@ def _json_of(response: httpx.Response) -> Any:
 
 
 def _pause_s(attempt: int) -> float:
-    """Doubles, and varies by half, so that many clients do not come back together."""
+    """Return the pause after an attempt: it doubles, and varies by half so that clients do not retry all at once."""
     return min(FIRST_PAUSE_S * 2**attempt, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
 
 

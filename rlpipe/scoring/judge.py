@@ -1,4 +1,4 @@
-"""A language model as judge: behind any server that speaks OpenAI's chat completions, or in the run's own engines."""
+"""Language models as judges, on any server with OpenAI's chat completions API or on the run's own engines."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from rlpipe.types import RolloutGroup
 
 
 class Judge(RewardActor, ABC):
-    """What all judges have in common: a template, somebody who answers, and a cache.
+    """Base class of all judges: a prompt template, a model that answers, and a cache.
 
-    ``template`` is Jinja: it sees the row's columns, ``prompt`` (its text, or the last user turn), ``messages`` (a chat
-    prompt's), and what the judge adds. Either ``url`` is that of an API, such as ``http://127.0.0.1:8000/v1``, with
-    ``model``, and with the key in the environment's ``api_key_env``, if it is set; or the run's engines are asked:
-    with ``engine`` ``base`` their model without the run's adapter, with ``policy`` whatever they serve at that moment.
+    ``template`` is a Jinja template; it sees the row's columns, ``prompt`` (its text, or the last user turn),
+    ``messages`` (of a chat prompt), and what the judge adds. Set either ``url``, the address of an API such as
+    ``http://127.0.0.1:8000/v1``, with ``model``, and optionally a key in the environment variable ``api_key_env``; or
+    ``engine``, to ask the run's engines: ``base`` is their model without the run's adapter, ``policy`` what they serve
+    at that moment.
 
     Answers are cached by the content of the request, in memory, and in the SQLite file ``cache`` if one is named; the
-    policy's are not, as it changes. ``timeout_s`` and ``retries`` are those of a request (see ``JsonClient`` and
-    ``EngineClient``); ``concurrency`` counts requests of one process. ``request`` adds to the request's body, or for
-    an engine, to the sampling options (see ``Chat``).
+    policy's are not, because it changes. ``timeout_s`` and ``retries`` apply to a request (see ``JsonClient`` and
+    ``EngineClient``); ``concurrency`` limits the requests of one process. ``request`` is added to the request's body,
+    or, for an engine, to the sampling options (see ``Chat``).
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Judge(RewardActor, ABC):
         )
 
     async def ask(self, group: RolloutGroup, **values: Any) -> float:
-        """The value that the judge's answer gives to the template filled with the group's row and ``values``."""
+        """Return the value in the judge's answer to the template, filled with the group's row and ``values``."""
         body = {**self._body, "messages": self._messages(group, values)}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         known = self._cache.get(key) if self._cache is not None else None
@@ -117,7 +118,7 @@ class Judge(RewardActor, ABC):
 
     @abstractmethod
     def parse(self, answer: str) -> float:
-        """The value in the judge's answer; raises ``UnusableAnswer`` if there is none."""
+        """Return the value in the judge's answer; raise ``UnusableAnswer`` if there is none."""
 
     def _messages(self, group: RolloutGroup, values: Mapping[str, Any]) -> list[dict[str, str]]:
         prompt = group.prompt.prompt
@@ -153,10 +154,10 @@ def _check_source(url: str | None, model: str | None, engine: str | None, cache:
 
 
 class NumberJudge(Judge):
-    """Gives each completion a number: the last one in the judge's answer, or what ``pattern``'s group finds last.
+    """Judge that gives each completion a number: the last in its answer, or in the last match of ``pattern``'s group.
 
-    The template sees ``completion``. A number outside ``minimum`` and ``maximum`` is no answer; the value is where it
-    stands between the two, from 0 to 1.
+    The template sees ``completion``. A number outside ``minimum`` to ``maximum`` is an unusable answer; the value is
+    the number rescaled from that range to 0 to 1.
     """
 
     def __init__(
@@ -185,10 +186,10 @@ class NumberJudge(Judge):
 
 
 class RubricJudge(Judge):
-    """Gives each completion marks by criteria: the judge answers with a JSON object of a number for each.
+    """Judge that marks each completion by criteria, with a JSON object of one number per criterion.
 
-    ``criteria`` has the weight of each; marks go from 0 to ``maximum``, and the value is their weighted mean, from 0 to
-    1. The template sees ``completion`` and ``criteria``.
+    ``criteria`` holds their weights; marks range from 0 to ``maximum``, and the value is their weighted mean, rescaled
+    to 0 to 1. The template sees ``completion`` and ``criteria``.
     """
 
     def __init__(self, *, criteria: Mapping[str, float], maximum: float = 10.0, **options: Any) -> None:
@@ -213,11 +214,11 @@ class RubricJudge(Judge):
 
 
 class PairwiseJudge(Judge):
-    """Compares completions of a prompt two by two; a value is the share of comparisons won, a draw being half.
+    """Judge that compares a prompt's completions in pairs; a value is the share of comparisons won, a tie being half.
 
     The template sees ``completion_a`` and ``completion_b``; the last of the words A, B and TIE in the answer decides.
-    Every pair is asked about in both orders, as judges favour a place. Each completion meets all others, or the next
-    ``opponents`` ones in the group, of which the first follows the last.
+    Every pair is compared in both orders, because judges favour a position. Each completion meets all others, or only
+    the next ``opponents`` ones in the group, cyclically.
     """
 
     def __init__(self, *, opponents: int | None = None, **options: Any) -> None:
@@ -248,7 +249,7 @@ class PairwiseJudge(Judge):
         return sorted((min(pair), max(pair)) for pair in met)
 
     def parse(self, answer: str) -> float:
-        """1 where A is better, 0 where B is."""
+        """Return 1 if A is better, 0 if B is, and 0.5 for a tie."""
         words = re.findall(r"\b(A|B|TIE|Tie|tie)\b", answer)
         if not words:
             raise UnusableAnswer(f"the judge named neither A, B nor TIE: {answer[-80:]!r}")
@@ -260,7 +261,7 @@ def _last_user_turn(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _last_object(answer: str) -> Mapping[str, Any]:
-    """The JSON object of an answer: all of it, its last fenced block, or what its outermost braces hold."""
+    """Return the JSON object of an answer: its last fenced block, all of it, or what its outermost braces enclose."""
     candidates = [last_fenced(answer), answer, answer[answer.find("{") : answer.rfind("}") + 1]]
     for text in candidates:
         try:

@@ -1,4 +1,4 @@
-"""Rewards of NeMo Gym: a resources server's ``/verify`` scores each completion over HTTP."""
+"""Rewards of NeMo Gym: the ``/verify`` endpoint of a resources server scores each completion over HTTP."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ CREATE_PARAMS = "responses_create_params"
 
 
 class NemoGym(RewardActor):
-    """Asks the resources server at ``url``; the reward is the ``reward`` that it answers, or ``component`` of several.
+    """Reward of the resources server at ``url``: the ``reward`` of its answer, or ``component`` of several.
 
-    The row's columns are sent as they are, as NeMo Gym's data sets have what their verifiers need there. Where the row
-    has no ``responses_create_params``, they are made of the prompt. ``timeout_s`` and ``retries`` are those of a
-    request (see ``rlpipe.scoring.http``); ``concurrency`` counts requests of one process.
+    The row's columns are sent as they are (images as ``data:`` URLs), because NeMo Gym's data sets hold there what
+    their verifiers need. If the row has no ``responses_create_params``, they are made from the prompt. ``timeout_s``
+    and ``retries`` apply to a request (see ``rlpipe.scoring.http``); ``concurrency`` limits the requests of one
+    process.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class NemoGym(RewardActor):
 
 
 def verify_request(group: RolloutGroup, text: str) -> dict[str, Any]:
-    """What ``/verify`` is sent: the row, and the completion as an answer of OpenAI's Responses API."""
+    """Return the body of a ``/verify`` request: the row, and the completion as a response of OpenAI's Responses API."""
     params = group.prompt.task.get(CREATE_PARAMS) or {"input": _as_input(group)}
     return {
         **{name: _as_json(value) for name, value in group.prompt.task.items()},
@@ -80,7 +81,7 @@ def verify_request(group: RolloutGroup, text: str) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """A column's value, an image or a list of them as ``data:`` addresses."""
+    """Return a column's value, with an image or a list of images as ``data:`` URLs."""
     if isinstance(value, bytes):
         return f"data:image;base64,{b64encode(value).decode()}"
     return [_as_json(item) for item in value] if isinstance(value, list) else value

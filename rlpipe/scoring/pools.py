@@ -1,4 +1,4 @@
-"""The scoring pools of a run: which rewards share one, how many processes it has, and how groups are spread over it."""
+"""Scoring pools of a run: which rewards share one, how many processes it has, and how groups are spread over it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rlpipe.types import ALIGNMENT, DIVERSITY
 
 SHARED_POOL = "scorer"
 MAX_GROUPS_PER_CALL = 32
-"""Groups of one call, so that a slow reward still spreads over the pool."""
+"""Most groups of one call, so that a slow reward still spreads over the pool."""
 
 FEATURE_PATH = "rlpipe.scoring.feature_scorer:make_feature_scorer"
-"""Of EBFT's rewards, which one deployment scores."""
+"""Path of EBFT's rewards, which are scored together."""
 
 REWARD_MODELS = "rlpipe.scoring.reward_model:"
-"""The paths of rewards that load a model begin so."""
+"""Prefix of the paths of rewards that load a model."""
 REWARD_CLASSES = (REWARD_MODELS, "rlpipe.scoring.judge:")
-"""The paths of rewards that are known to be classes, which have processes of their own, begin so."""
+"""Prefixes of the paths of rewards that are known to be classes, which have processes of their own."""
 
 Group = TypeVar("Group")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RewardPool:
-    """Rewards that the same processes, or the same replicas of Ray Serve, compute."""
+    """Rewards that are computed by the same processes, or by the same replicas of Ray Serve."""
 
     name: str
     members: Mapping[str, RewardConfig]
@@ -44,10 +44,10 @@ class RewardPool:
 
 
 def resolve_pools(config: Config, rewards: Mapping[str, RewardConfig] | None = None) -> dict[str, RewardPool]:
-    """Return the pools of a run by name, deployments of Ray Serve first; the learner's ranks are none.
+    """Return the pools of a run by name, deployments of Ray Serve first; the learner's ranks are not a pool.
 
-    ``rewards`` are those of a prepared run. Without them they are what the config is expected to make: rewards are not
-    imported, and those handed over in Python are not known.
+    ``rewards`` are those of a prepared run. By default they are inferred from the config: rewards are not imported, and
+    those passed in Python are not known.
     """
     rewards = expected_rewards(config) if rewards is None else rewards
     return {
@@ -57,7 +57,7 @@ def resolve_pools(config: Config, rewards: Mapping[str, RewardConfig] | None = N
 
 
 def expected_rewards(config: Config) -> dict[str, RewardConfig]:
-    """Return the rewards of a config as preparing the run will complete them, by their paths alone."""
+    """Return the rewards of a config as preparing the run will complete them, inferred from their paths alone."""
     rewards = dict(config.scoring.rewards)
     for name, reward in rewards.items():
         alone = reward.num_gpus > 0 or reward.path.startswith(REWARD_CLASSES)
@@ -96,7 +96,7 @@ def _process_pool(config: Config, name: str, members: Mapping[str, RewardConfig]
 
 
 def feature_configs(features: FeatureConfig) -> dict[str, RewardConfig]:
-    """EBFT's rewards: 2 c_a alignment - 2 c_d diversity."""
+    """Return EBFT's rewards, whose weighted sum is 2 c_a alignment - 2 c_d diversity."""
     weights = {ALIGNMENT: 2 * features.alignment_coef, DIVERSITY: -2 * features.diversity_coef}
     return {
         name: RewardConfig(
@@ -112,7 +112,7 @@ def feature_configs(features: FeatureConfig) -> dict[str, RewardConfig]:
 
 
 def split_served(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, RewardConfig]]:
-    """The rewards of each deployment of Ray Serve."""
+    """Return the rewards of each deployment of Ray Serve, by its name."""
     served = {name: reward for name, reward in rewards.items() if reward.is_served}
     features = {name: reward for name, reward in served.items() if reward.path == FEATURE_PATH}
     own = {name: {name: reward} for name, reward in served.items() if name not in features}
@@ -120,12 +120,12 @@ def split_served(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, Rew
 
 
 def split_learner(rewards: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
-    """The rewards that the learner's ranks compute."""
+    """Return the rewards that the learner's ranks compute."""
     return {name: reward for name, reward in rewards.items() if reward.path == FEATURE_PATH and not reward.is_served}
 
 
 def split_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, RewardConfig]]:
-    """The rewards of each pool of processes; those without processes of their own share one."""
+    """Return the rewards of each pool of processes, by its name; those without processes of their own share one."""
     elsewhere = {*split_learner(rewards), *(name for name, reward in rewards.items() if reward.is_served)}
     local = {name: reward for name, reward in rewards.items() if name not in elsewhere}
     shared = {name: reward for name, reward in local.items() if reward.num_processes is None}
@@ -135,6 +135,6 @@ def split_rewards(rewards: Mapping[str, RewardConfig]) -> dict[str, dict[str, Re
 
 
 def split_calls(groups: Sequence[Group], size: int) -> list[Sequence[Group]]:
-    """Groups that were finished together, as the calls by which a pool of ``size`` processes scores them."""
+    """Split groups that finished together into the calls with which a pool of ``size`` processes scores them."""
     share = min(max(1, -(-len(groups) // size)), MAX_GROUPS_PER_CALL)
     return [groups[start : start + share] for start in range(0, len(groups), share)]

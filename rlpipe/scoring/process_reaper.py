@@ -1,4 +1,4 @@
-"""A process beside a scoring process that outlives it, to end the processes that rewards have started."""
+"""Keeper process that outlives a scoring process, to end the processes that its rewards have started."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import time
 from rlpipe.scoring.processes import descendants, end_processes, list_processes, marked, read_process, run_module
 
 MARK = "RLPIPE_SCORING_PROCESS"
-"""Environment variable that tells the processes which one scoring process started."""
+"""Environment variable that marks the processes that one scoring process started."""
 POLL_S = 0.25
 
 
 def start_keeper() -> None:
-    """However this process ends, its children, theirs, and so on then end too, on Linux.
+    """Start a keeper that ends all descendants of this process after this process has ended in any way, on Linux.
 
-    They are known by their process group, which becomes that of this process alone, and by their environment. One that
-    leaves the group and has no environment of ours is missed.
+    It finds them by their process group, which becomes that of this process alone, and by ``MARK`` in their
+    environment. A process that leaves the group and drops that variable is missed.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -27,7 +27,7 @@ def start_keeper() -> None:
 
 
 def find_left(group: int, mark: str) -> set[int]:
-    """The processes of the group, those with the mark, and their descendants; without this one."""
+    """Return the ids of the group's processes, of those with the mark, and of their descendants, except this one."""
     processes = list_processes()
     roots = {pid for pid, process in processes.items() if process.group == group} | marked(mark, processes)
     return (roots | descendants(roots, processes)) - {os.getpid()}
@@ -36,8 +36,8 @@ def find_left(group: int, mark: str) -> set[int]:
 def main() -> None:
     group, token = int(sys.argv[1]), sys.argv[2]
     kept = read_process(group)
-    # Ray kills a worker's own children first, so this is none. No pipe would tell of the worker's end, because children
-    # that it forks hold the other end open.
+    # Ray kills a worker's own children first, so the keeper must not be one. A pipe would not report the worker's end,
+    # because children that it forks hold the other end open.
     if os.fork() != 0:
         os._exit(0)
     while kept is not None and (now := read_process(group)) is not None and now.started == kept.started:

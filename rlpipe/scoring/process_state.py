@@ -1,4 +1,4 @@
-"""Undoes what a reward leaves behind in its process: timers, signal handlers, the working directory, children."""
+"""Clean-up of what a reward leaves in its process: timers, signal handlers, the working directory, children."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SIGNALS = (
     signal.SIGCHLD,
     signal.SIGXCPU,
 )
-"""Those whose handlers programs replace."""
+"""Signals whose handlers programs replace."""
 
 
 class Leftovers:
-    """Remembers the process as it is before a reward is called; ``undo`` brings it back to that."""
+    """Snapshot of the process's state before a reward is called, which ``undo`` restores."""
 
     def __init__(self) -> None:
         self._on_main_thread = threading.current_thread() is threading.main_thread()
@@ -40,7 +40,7 @@ class Leftovers:
         self._started = clock_ticks()
 
     def undo(self) -> None:
-        """A reward's alarm that rings only now is without effect, whatever its handler raises."""
+        """Restore the snapshot; a reward's alarm that rings meanwhile has no effect, whatever its handler raises."""
         while True:
             try:
                 self._undo()
@@ -55,19 +55,19 @@ class Leftovers:
             for number, handler in self._handlers.items():
                 # Handlers that Python did not install are None, and can't be set from here.
                 if handler is not None and signal.getsignal(number) is not handler:
-                    if number in TIMER_SIGNALS:  # to ignore a signal discards what is on its way, to any thread
+                    if number in TIMER_SIGNALS:  # ignoring a signal discards pending ones, of any thread
                         signal.signal(number, signal.SIG_IGN)
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for timer, (left, interval) in self._timers.items():
-            if left > 0:  # one that was set before the reward, and still counts
+            if left > 0:  # set before the reward was called, and still running
                 signal.setitimer(timer, left, interval)
         if self._folder is not None:
             with suppress(OSError):
                 os.chdir(self._folder)
 
     def end_children(self) -> None:
-        """Ends the processes that were started since, with theirs."""
+        """End the processes that were started since the snapshot, and their descendants."""
         ended: set[int] = set()
 
         def find_new() -> set[int]:
@@ -83,7 +83,7 @@ class Leftovers:
 
 
 def working_directory() -> str | None:
-    """None where it was removed."""
+    """Return the working directory, or None if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def working_directory() -> str | None:
 
 
 def clock_ticks() -> int:
-    """Since the machine's boot, as /proc gives the start of a process."""
+    """Return the clock ticks since the machine's boot, the unit of process starts in /proc; 0 outside Linux."""
     if sys.platform != "linux":
         return 0
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""Starts Python on a module, finds processes through /proc, and ends whole trees of them."""
+"""Processes: starting Python on a module, listing processes through /proc, and ending whole trees of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 END_TIMEOUT_S = 10.0
-"""Seconds after which processes that do not die, such as those in a stuck file system, are left to themselves."""
+"""Seconds after which processes that do not die, such as those in a stuck file system, are left alone."""
 
 
 def run_module(
@@ -24,7 +24,7 @@ def run_module(
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts another Python on a module, with this one's import path, in a session of its own."""
+    """Start another Python process on a module, with this one's import path, in a session of its own."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return subprocess.Popen(
         [sys.executable, "-m", name, *arguments],
@@ -42,11 +42,11 @@ class Process:
     parent: int
     group: int
     started: int
-    """In clock ticks since the machine's boot."""
+    """Start, in clock ticks since the machine's boot."""
 
 
 def list_processes() -> dict[int, Process]:
-    """Every living process by its id; zombies do not count. Empty where there is no /proc."""
+    """Return every living process by its id, without zombies; empty if there is no /proc."""
     found = {}
     for entry in os.listdir(PROC) if PROC.is_dir() else ():
         if entry.isdigit() and (process := read_process(int(entry))) is not None:
@@ -55,7 +55,7 @@ def list_processes() -> dict[int, Process]:
 
 
 def read_process(pid: int) -> Process | None:
-    """None if it is not alive."""
+    """Return the process of an id, or None if it is not alive."""
     try:
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -64,7 +64,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[int]:
-    """The ids of the children of ``roots``, of theirs, and so on."""
+    """Return the ids of the children of ``roots``, of their children, and so on."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
@@ -78,7 +78,7 @@ def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[i
 
 
 def marked(mark: str, pids: Iterable[int]) -> set[int]:
-    """Those that were started with ``mark``, as in ``NAME=value``, in their environment."""
+    """Return those of ``pids`` that were started with ``mark``, such as ``NAME=value``, in their environment."""
     found = set()
     for pid in pids:
         with suppress(OSError):
@@ -88,7 +88,7 @@ def marked(mark: str, pids: Iterable[int]) -> set[int]:
 
 
 def end_processes(find: Callable[[], set[int]]) -> None:
-    """Kills what ``find`` finds until it finds nothing; all are stopped first, so that none can start another."""
+    """Kill the processes that ``find`` returns until there are none; stop all first, so that none starts another."""
     deadline = time.monotonic() + END_TIMEOUT_S
     while (found := find()) and time.monotonic() < deadline:
         stopped: set[int] = set()

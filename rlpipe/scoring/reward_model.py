@@ -1,6 +1,6 @@
 """Reward models of transformers: one value for a whole answer, or one for each of its steps.
 
-Shapes: S sequences, T tokens of the longest, L labels.
+Shapes: S sequences, T tokens in the longest, L labels.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rlpipe.types import ChatMessages, RolloutGroup
 
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 HOW: dict[str, Callable[[Tensor], Tensor]] = {"minimum": torch.amin, "mean": torch.mean, "last": itemgetter(-1)}
-"""How the values of steps become one."""
+"""Functions that combine the values of the steps into one."""
 
 
 class ClassifierReward(RewardActor):
-    """What both kinds have in common: a model with a classification head, run on filled-up batches.
+    """Base class of both kinds: a model with a classification head, run on padded batches.
 
     ``model`` is a folder or hub id. Conversations go through the chat template of its own tokenizer; a text prompt and
-    its completion are put together as they are. Batches have at most ``batch_tokens`` tokens, filling included; a
-    sequence of more than ``max_tokens`` fails its group. It takes the GPU if it is given one. ``dtype=auto`` is
-    bfloat16 where that is faster on the device, else float32.
+    its completion are concatenated. Batches have at most ``batch_tokens`` tokens, padding included; a sequence of more
+    than ``max_tokens`` fails its group. The model runs on the GPU if the process has one. ``dtype=auto`` is bfloat16
+    where that is faster on the device, else float32.
     """
 
     auto_class: Any
@@ -67,7 +67,7 @@ class ClassifierReward(RewardActor):
         dtype = getattr(torch, own_dtype(self._device, self.source) if self.dtype == AUTO else self.dtype)
         loaded: PreTrainedModel = self.auto_class.from_pretrained(self.source, dtype=dtype, **self.options)
         loaded.config.pad_token_id = self._own.pad_token_id
-        loaded.config.use_cache = False  # keys and values of all layers would be kept, and nobody reads them
+        loaded.config.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]
 
     def score(self, group: RolloutGroup) -> list[float | None]:
@@ -79,14 +79,14 @@ class ClassifierReward(RewardActor):
 
     @abstractmethod
     def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:
-        """One value for each completion, given with its group."""
+        """Return one value for each completion, which is given with its group."""
 
     def tokens(self, text: str, *, special: bool = False) -> list[int]:
         found: list[int] = self._own(text, add_special_tokens=special)["input_ids"]
         return found
 
     def prompt_and_answer(self, group: RolloutGroup, text: str) -> list[int]:
-        """The tokens of the prompt with the completion."""
+        """Return the tokens of the prompt followed by the completion."""
         prompt = group.prompt.prompt
         if isinstance(prompt, str):
             return self.tokens(prompt + text, special=True)
@@ -95,7 +95,7 @@ class ClassifierReward(RewardActor):
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The logits of each sequence, in float32 on the CPU: ``[L]``, or for token classification ``[T, L]``."""
+        """Return the logits of each sequence, in float32 on the CPU: ``[L]``, or ``[T, L]`` of a token classifier."""
         for sequence in sequences:
             if len(sequence) > self.max_tokens:
                 raise ValueError(f"{len(sequence)} tokens, more than max_tokens={self.max_tokens}")
@@ -112,9 +112,9 @@ class ClassifierReward(RewardActor):
 
 
 class SequenceReward(ClassifierReward):
-    """An outcome reward model: the logit of ``label`` for the prompt and the whole completion.
+    """Outcome reward model: the logit of ``label`` for the prompt and the whole completion.
 
-    ``sigmoid`` brings it between 0 and 1.
+    ``sigmoid`` maps the logit to between 0 and 1.
     """
 
     auto_class = AutoModelForSequenceClassification
@@ -129,11 +129,11 @@ class SequenceReward(ClassifierReward):
 
 
 class StepReward(ClassifierReward):
-    """A process reward model, by token classification: the probability of ``label`` at the end of each step.
+    """Process reward model, by token classification: the probability of ``label`` at the end of each step.
 
-    A completion's steps are what ``separator`` parts; empty ones do not count, and a completion without any is left
-    out. Behind each step comes ``step_token``, which the value is read at (Qwen's process reward models:
-    ``<extra_0>``), or else the separator itself. ``combine`` is ``minimum``, ``mean`` or ``last``.
+    ``separator`` splits a completion into steps; empty steps do not count, and a completion without any is left out.
+    Each step is followed by ``step_token`` (Qwen's process reward models: ``<extra_0>``), or else by the separator
+    itself; the value is read at the last token of either. ``combine`` is ``minimum``, ``mean`` or ``last``.
     """
 
     auto_class = AutoModelForTokenClassification
@@ -165,7 +165,7 @@ class StepReward(ClassifierReward):
         return values
 
     def _cut(self, group: RolloutGroup, text: str) -> tuple[list[int], list[int]]:
-        """The tokens, and the places of those that end a step."""
+        """Return the tokens of the prompt and the steps, and the indices of the tokens that end a step."""
         steps = [step for step in text.split(self._separator) if step.strip()]
         prompt = group.prompt.prompt
         if isinstance(prompt, str):

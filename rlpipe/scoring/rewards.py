@@ -1,4 +1,4 @@
-"""Rewards as users write them, functions with TRL's signature and RewardActor classes: loading and checks."""
+"""Rewards written by users, as functions with TRL's signature or ``RewardActor`` classes: loading and checks."""
 
 from __future__ import annotations
 
@@ -19,64 +19,64 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., Any]
 
 SIGHT = frozenset({"completions", "completion_ids", "rollouts"})
-"""Parameters through which a function sees what the policy wrote."""
+"""Parameters through which a function sees the policy's completions."""
 PROVIDED = SIGHT | {"prompts", "trainer_state", "log_extra", "log_metric"}
 """Parameters that every call can fill; all others are data-set columns or the config's kwargs."""
 ON_REQUEST = frozenset({"rollouts"})
-"""Parameters that only a function that names them receives; a bare ``**kwargs`` does not."""
+"""Parameters that a function receives only if it names them; a bare ``**kwargs`` is not enough."""
 
 
 def ignore_extra(column: str, values: Sequence[Any]) -> None:
-    """TRL's ``log_extra`` adds a column to its table of completions; here it does nothing."""
+    """Do nothing; TRL's ``log_extra`` adds a column to its table of completions."""
 
 
 class Tokenizer(Protocol):
-    """What scoring needs of a tokenizer."""
+    """Part of a tokenizer that scoring needs."""
 
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]: ...
 
 
 def decode_completions(tokenizer: Tokenizer, group: RolloutGroup) -> list[str]:
-    """The completion texts of a group, one per rollout, without special tokens."""
+    """Return the completion texts of a group, one per rollout, without special tokens."""
     return tokenizer.batch_decode([r.completion_ids.tolist() for r in group], skip_special_tokens=True)
 
 
 class RewardActor(ABC):
-    """A reward with state, such as a model, a client or a GPU; each of its processes holds one instance.
+    """Reward with state, such as a model, a client or a GPU; each of its processes holds one instance.
 
-    The config's ``kwargs`` go to the constructor. ``tokenizer`` and ``chat`` are there from ``setup`` on.
+    The config's ``kwargs`` go to the constructor. ``tokenizer`` and ``chat`` are available from ``setup`` on.
     """
 
     tokenizer: Tokenizer
     chat: Chat | None = None
-    """Asks the run's engines; None where there are none."""
+    """Interface to the run's engines; None if there are none."""
     has_dtype = False
-    """Whether it loads a model in the type that ``dtype`` names."""
+    """Whether the reward loads a model in the type that ``dtype`` names."""
     dtype: str
-    """May be ``auto``; there from the constructor on."""
+    """Type of the model's weights, or ``auto``; available from the constructor on."""
     source: str
-    """Folder or hub id of that model; there from the constructor on."""
+    """Folder or hub id of the model; available from the constructor on."""
 
     @classmethod  # noqa: B027 - most subclasses need none
     def check_run(cls, model: ModelConfig, kwargs: Mapping[str, Any]) -> None:
-        """Raises ``ConfigError`` where a run of this model can't have the reward; called before anything starts."""
+        """Raise ``ConfigError`` if a run of this model can't have the reward; called before anything starts."""
 
     def setup(self) -> None:  # noqa: B027 - most subclasses need none
-        """Called once in every process, before the first group."""
+        """Prepare the instance; called once in every process, before the first group."""
 
     @abstractmethod
     def score(self, group: RolloutGroup) -> list[float | None]:
-        """One value per rollout; None takes this reward out of that rollout's sum. May be ``async``."""
+        """Return one value per rollout, or None to leave this reward out of a rollout's sum; may be ``async``."""
 
     def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
-        """The values of several groups, which are scored together where a subclass defines this.
+        """Return the values of several groups, scored together; a subclass may define this.
 
-        Where it raises, each group is scored alone by ``score``.
+        If it raises, each group is scored alone by ``score``.
         """
         raise NotImplementedError(f"{type(self).__name__} scores groups one by one")
 
     def texts(self, group: RolloutGroup) -> list[str]:
-        """The completion texts of a group, one per rollout, without special tokens."""
+        """Return the completion texts of a group, one per rollout, without special tokens."""
         return decode_completions(self.tokenizer, group)
 
 
@@ -85,22 +85,22 @@ Reward = RewardFunction | type[RewardActor]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Signature:
-    """What a reward function accepts by keyword."""
+    """Parameters that a reward function accepts by keyword."""
 
     named: frozenset[str]
     required: frozenset[str]
     takes_all: bool
-    """It has ``**kwargs``."""
+    """Whether the function has ``**kwargs``."""
 
     def choose(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that the function receives of those at hand."""
+        """Return those of the ``available`` arguments that the function receives."""
         if not self.takes_all:
             return {name: value for name, value in available.items() if name in self.named}
         return {name: value for name, value in available.items() if name in self.named or name not in ON_REQUEST}
 
 
 def read_signature(function: RewardFunction, source: str) -> Signature:
-    """Raises ``RewardImportError`` if no call by keyword can reach the function."""
+    """Return a function's signature; raise ``RewardImportError`` if it can't be called by keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -122,7 +122,7 @@ def read_signature(function: RewardFunction, source: str) -> Signature:
 
 
 def check_reward(reward: Any, kwargs: Mapping[str, Any], source: str) -> None:
-    """Raises ``RewardImportError`` if ``reward`` can't work as one; ``source`` names it in the message."""
+    """Raise ``RewardImportError`` if ``reward`` can't be used as one; ``source`` names it in the message."""
     if inspect.isclass(reward):
         _check_class(reward, kwargs, source)
     elif not callable(reward):
@@ -168,9 +168,10 @@ def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: s
 
 
 def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
-    """The function, callable object or ``RewardActor`` subclass at ``package.module:name`` or ``path/to/file.py:name``.
+    """Import the reward at ``package.module:name`` or ``path/to/file.py:name``.
 
-    Raises ``RewardImportError`` if it can't be imported, or can't work as a reward with the config's ``kwargs``.
+    The reward is a function, a callable object or a ``RewardActor`` subclass. Raises ``RewardImportError`` if it can't
+    be imported, or can't be used as a reward with the config's ``kwargs``.
     """
     reward = import_object(path, what="reward", error=RewardImportError)
     check_reward(reward, kwargs or {}, path)
@@ -178,7 +179,7 @@ def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
 
 
 def missing_columns(reward: Reward, kwargs: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
-    """Required parameters that neither the run, nor ``kwargs``, nor the data-set ``columns`` can fill."""
+    """Return the required parameters that neither the run, nor ``kwargs``, nor the data-set ``columns`` can fill."""
     if inspect.isclass(reward):
         return []
     return sorted(read_signature(reward, repr(reward)).required - PROVIDED - set(kwargs) - set(columns))

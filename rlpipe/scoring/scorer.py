@@ -1,4 +1,4 @@
-"""Calls the rewards of finished groups, checks what they answer, and writes the result into the rollouts."""
+"""Scoring of finished groups: calls their rewards, checks the values, and writes the result into the rollouts."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HIDDEN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that TRL keeps from reward functions, because the arguments of the call carry them."""
+"""Columns that TRL does not pass to reward functions, because other arguments of the call carry them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupScores:
-    """What some of the rewards said of one group; each reward is in ``scores`` or in ``failures``."""
+    """Results of some of the rewards for one group; each reward is in ``scores`` or in ``failures``."""
 
     group_id: int
     scores: dict[str, list[float | None]] = field(default_factory=dict)
-    """For each reward one value per rollout."""
+    """One value per rollout, by reward."""
     failures: dict[str, str] = field(default_factory=dict)
-    """For each failed reward the reason."""
+    """Reason of failure, by failed reward."""
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means of what the functions gave to ``log_metric``."""
+    """Means of the values that the functions gave to ``log_metric``."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerState:
-    """The part of transformers' ``TrainerState`` that reward functions use to change with the progress of training."""
+    """Part of transformers' ``TrainerState`` that reward functions use to change with the progress of training."""
 
     global_step: int
-    """The policy version that drew the group."""
+    """Newest policy version that sampled the group."""
     max_steps: int
     epoch: float
 
 
 class _RewardCall:
-    """Everything that the rewards of one group may ask for, made once for all of them."""
+    """Arguments for the rewards of one group, made once for all of them, and their results."""
 
     def __init__(self, group: RolloutGroup, tokenizer: Tokenizer, num_steps: int) -> None:
         self.group = group
         self.result = GroupScores(group_id=group.group_id)
         self.ran_out: set[str] = set()
-        """The rewards that failed for want of memory."""
+        """Rewards that failed for lack of memory."""
         self._logged: dict[str, list[float]] = defaultdict(list)
         texts = decode_completions(tokenizer, group)
         chat = group.prompt.is_chat
@@ -110,15 +110,15 @@ def _trainer_state(group: RolloutGroup, num_steps: int) -> TrainerState:
 
 class _Reward(Protocol):
     in_process: bool
-    """Its code runs in this process, and may leave something behind there."""
+    """Whether the reward's code runs in this process, where it may leave timers, handlers or children."""
     together: Callable[[Sequence[RolloutGroup]], Any] | None
-    """Scores several groups at one time."""
+    """Function that scores several groups at one time, if the reward has one."""
 
     def __call__(self, call: _RewardCall) -> Any: ...
 
 
 class _FunctionReward:
-    """Calls a function by keyword with what its signature asks for."""
+    """Reward function, called by keyword with the arguments that its signature accepts."""
 
     in_process = True
     together: Callable[[Sequence[RolloutGroup]], Any] | None = None
@@ -142,7 +142,7 @@ class _FunctionReward:
 
 
 class _SandboxedReward(_FunctionReward):
-    """Calls the function in a process of its own."""
+    """Reward function that is called in a sandboxed process of its own."""
 
     in_process = False
 
@@ -158,7 +158,7 @@ class _SandboxedReward(_FunctionReward):
 
 
 class _ActorReward:
-    """Calls a RewardActor's ``score``."""
+    """Reward of a ``RewardActor``, called through its ``score``."""
 
     in_process = True
 
@@ -176,13 +176,13 @@ class _ActorReward:
 
 
 class Scorer:
-    """Scores groups with one process's rewards.
+    """Scorer of groups with one process's rewards.
 
-    ``callables`` holds rewards that were handed over as objects; their config's path is not imported. ``num_steps``
-    is what ``trainer_state.max_steps`` says; with ``chat`` a ``RewardActor`` may ask the run's engines. Call it from a
-    thread without a running event loop. It knows no timeouts: the caller ends a process that takes too long. Raises
-    ``RewardImportError`` for a reward that can't be used, and ``RewardFailed`` for a ``RewardActor`` that can't be set
-    up.
+    ``callables`` holds rewards that were passed as objects; their config's path is not imported. ``num_steps`` is the
+    value of ``trainer_state.max_steps``; through ``chat`` a ``RewardActor`` may ask the run's engines. Call the scorer
+    from a thread without a running event loop. It has no timeouts: the caller ends a process that takes too long.
+    Raises ``RewardImportError`` for a reward that can't be used, and ``RewardFailed`` for a ``RewardActor`` that can't
+    be set up.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Scorer:
         self._rewards = {name: self._open(name, config, callables.get(name)) for name, config in rewards.items()}
 
     def limit_memory(self, limit: MemoryLimit) -> None:
-        """Sets the limit for this process, once its rewards are loaded."""
+        """Set the memory limit of this process, once its rewards are loaded."""
         self._limit, self._allowed_bytes = limit, limit.apply()
 
     def _open(self, name: str, config: RewardConfig, given: Reward | None) -> _Reward:
@@ -223,9 +223,9 @@ class Scorer:
             raise RewardFailed(f"reward {name!r} ({source}) can't be set up: {describe_exception(error)}") from error
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[GroupScores]:
-        """The scores of each group, in order; the ``async`` rewards of all groups run concurrently.
+        """Return the scores of each group, in order; the ``async`` rewards of all groups run concurrently.
 
-        Raises ``MemoryError`` once the process holds so much memory that it is of no use any more.
+        Raises ``MemoryError`` once the process holds so much memory that further calls would fail.
         """
         waiting: list[Awaitable[bool]] = []
         calls = [_RewardCall(group, self._tokenizer, self._num_steps) for group in groups]
@@ -247,7 +247,7 @@ class Scorer:
         async def gather() -> list[bool]:
             return await asyncio.gather(*waiting)
 
-        # One loop for the process's life, because the clients that users hold are bound to theirs.
+        # One loop for the process's life, because the clients in users' rewards are bound to the loop they first use.
         self._runner = self._runner or asyncio.Runner()
         before = Leftovers()
         failed = True
@@ -259,13 +259,13 @@ class Scorer:
                 before.end_children()
 
     def _check_memory(self, call: _RewardCall) -> None:
-        """Names the limit where memory ran out, and raises if what was taken does not come free."""
+        """Add the limit to failures for lack of memory; raise ``MemoryError`` if the memory taken is not freed."""
         for name in call.ran_out if self._limit is not None else ():
             assert self._limit is not None
             call.result.failures[name] += f"; its process may take {self._limit}"
             gc.collect()
             if self._limit.is_worn_out(self._allowed_bytes):
-                lift_memory_limit()  # else nothing is left to report it with
+                lift_memory_limit()  # else no memory is left to report the failure
                 raise MemoryError(f"what reward {name!r} took does not come free: {call.result.failures[name]}")
         call.ran_out.clear()
 
@@ -277,7 +277,7 @@ class Scorer:
 
 
 def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], calls: Sequence[_RewardCall]) -> None:
-    """Records the scores of all groups; of none where that fails, as they are then scored one by one."""
+    """Record the scores of all groups at once, or of none if that fails; they are then scored one by one."""
     started = time.perf_counter()
     before = Leftovers()
     try:
@@ -299,7 +299,7 @@ def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], c
 
 
 def _begin(name: str, reward: _Reward, call: _RewardCall) -> list[Awaitable[bool]]:
-    """Records a function's scores, or returns what must be awaited for them."""
+    """Call a reward and record its scores, or return what must be awaited for them."""
     started = time.perf_counter()
     before = Leftovers()
     try:
@@ -311,9 +311,9 @@ def _begin(name: str, reward: _Reward, call: _RewardCall) -> list[Awaitable[bool
         finally:
             before.undo()
     except KeyboardInterrupt:
-        raise  # somebody ends this process
+        raise  # this process is being ended
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
-        before.undo()  # an alarm may have rung on the way to the first one
+        before.undo()  # an alarm may have rung before the first undo
         call.fail(name, error)
         if reward.in_process:
             before.end_children()
@@ -322,7 +322,7 @@ def _begin(name: str, reward: _Reward, call: _RewardCall) -> list[Awaitable[bool
 
 
 async def _finish(name: str, pending: Awaitable[Any], call: _RewardCall) -> bool:
-    """Whether it failed."""
+    """Await a reward's values and record its scores; return whether it failed."""
     started = time.perf_counter()
     try:
         call.result.scores[name] = check_scores(await pending, len(call.group))
@@ -335,10 +335,11 @@ async def _finish(name: str, pending: Awaitable[Any], call: _RewardCall) -> bool
 
 
 def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Mapping[str, RewardConfig]) -> None:
-    """Writes each rollout's ``rewards`` and their weighted sum, and does with failures what the config says.
+    """Write each rollout's ``rewards`` and their weighted sum, and handle failures as the config says.
 
-    ``scores`` come from the processes that share the group's rewards; a reward that none of them answered counts as
-    failed. A sum leaves out None; without any value it is None. Raises ``RewardFailed`` where ``fail`` is ``raise``.
+    ``scores`` come from the processes that share the group's rewards; a reward that none of them scored counts as
+    failed. A sum leaves out None values, and is None if there is no other. Raises ``RewardFailed`` for a failure whose
+    ``fail`` is ``raise``.
     """
     values: dict[str, list[float | None]] = {}
     failures: dict[str, str] = {}
@@ -356,7 +357,7 @@ def apply_scores(group: RolloutGroup, scores: Sequence[GroupScores], rewards: Ma
 
 
 def _substitute(name: str, reason: str, group: RolloutGroup, config: RewardConfig) -> list[float | None]:
-    """The values of a failed reward; marks or raises as its config says."""
+    """Return the values of a failed reward; mark the group as failed, or raise, as the reward's config says."""
     if config.fail == "zero":
         return [0.0] * len(group)
     message = f"reward {name!r} failed: {reason}"

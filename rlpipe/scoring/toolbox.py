@@ -1,8 +1,7 @@
-"""Reward functions for common needs: exact, numeric and mathematical answers, reasoning-gym's graders, GSM8K, formats
-and lengths.
+"""Reward functions for exact, numeric and mathematical answers, reasoning-gym's graders, GSM8K, formats and lengths.
 
-A config names one as ``rlpipe.scoring.toolbox:<function>``; parameters that are not data-set columns are set in the
-reward's ``kwargs``. Each returns one value per completion.
+A config names a function as ``rlpipe.scoring.toolbox:<function>``; parameters that are not data-set columns are set in
+the reward's ``kwargs``. Each function returns one value per completion.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ NUMBER = re.compile(SIGN + r"\$?(?:\d{1,3}(?:,\d{3})+\b|\d+|(?<!\w)(?=\.\d))(?:\
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion: itself, or the contents of its messages joined."""
+    """Return the text of a completion: the completion itself, or the joined contents of its messages."""
     if isinstance(completion, str):
         return completion
     return "".join(message["content"] for message in completion)
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """What stands in the last ``<tag>...</tag>`` of a text, stripped; None if there is none."""
+    """Return the stripped content of a text's last ``<tag>...</tag>``, or None if there is none."""
     head, closing, _ = text.rpartition(f"</{tag}>")
     _, opening, inside = head.rpartition(f"<{tag}>")
     return inside.strip() if opening and closing else None
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, with sign, thousands separators, decimals and exponent; None if there is none."""
+    """Return the last number in a text, with sign, thousands separators, decimals and exponent, or None."""
     found = NUMBER.findall(text.replace("−", "-"))
     return _to_float(found[-1]) if found else None
 
@@ -45,7 +44,7 @@ def _to_float(digits: str) -> float:
 
 
 def _gold_number(value: Any) -> float:
-    """The number that a data row gives as its answer; raises ``ValueError`` if it is none."""
+    """Return the number that a data row gives as its answer; raise ``ValueError`` if it is none."""
     text = str(value).strip().replace("−", "-")
     if not NUMBER.fullmatch(text):
         raise ValueError(f"the row's answer {value!r} is not a number")
@@ -53,7 +52,7 @@ def _gold_number(value: Any) -> float:
 
 
 def _answers(completions: Sequence[Completion], answer_tag: str | None) -> list[str | None]:
-    """The stripped texts, or what stands in their last answer tag."""
+    """Return the stripped texts, or the contents of their last answer tag."""
     texts = [completion_text(completion) for completion in completions]
     return [text.strip() if answer_tag is None else extract_tag(text, answer_tag) for text in texts]
 
@@ -65,7 +64,7 @@ def exact_match(
     answer_tag: str | None = None,
     ignore_case: bool = False,
 ) -> list[float]:
-    """1 where the completion, or the content of its last ``answer_tag``, is the answer but for outer white space."""
+    """Return 1 where the completion, or the content of its last ``answer_tag``, equals the answer, both stripped."""
 
     def key(value: Any) -> str:
         text = str(value).strip()
@@ -82,7 +81,7 @@ def numeric_match(
     answer_tag: str | None = None,
     tolerance: float = 1e-6,
 ) -> list[float]:
-    """1 where the last number of the completion, or of its last ``answer_tag``, is the answer within ``tolerance``.
+    """Return 1 where a completion's (or its last ``answer_tag``'s) last number is within ``tolerance`` of the answer.
 
     Raises ``ValueError`` for a row whose answer is not a number.
     """
@@ -96,27 +95,27 @@ def numeric_closeness(
     answer_tag: str | None = None,
     scale: float = 1.0,
 ) -> list[float]:
-    """``scale / (scale + d)``, where ``d`` is how far the last number is from the answer; 0 where there is no number.
+    """Return ``scale / (scale + d)``, where ``d`` is the last number's distance from the answer; 0 without a number.
 
-    It tells wrong answers apart where no sample of a group is right yet. The number is found as by ``numeric_match``.
-    Raises ``ValueError`` for a row whose answer is not a number.
+    This distinguishes wrong answers even if no sample of a group is right yet. The number is found as by
+    ``numeric_match``. Raises ``ValueError`` for a row whose answer is not a number.
     """
     return [scale / (scale + miss) for miss in _misses(completions, answer, answer_tag)]
 
 
 def _misses(completions: Sequence[Completion], answer: Sequence[Any], answer_tag: str | None) -> list[float]:
-    """How far each completion's last number is from the row's answer."""
+    """Return the distance of each completion's last number from the row's answer."""
     numbers = [None if text is None else last_number(text) for text in _answers(completions, answer_tag)]
     return [_distance(number, _gold_number(gold)) for number, gold in zip(numbers, answer, strict=True)]
 
 
 def _distance(number: float | None, gold: float) -> float:
-    """How far a number is from the right one; infinity where there is none, or not a finite one."""
+    """Return the distance of a number from the right one; infinity if there is none, or it is not finite."""
     return math.inf if number is None or not math.isfinite(number) else abs(number - gold)
 
 
 def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> list[float]:
-    """1 where the completion's final number is the one after ``####`` in the row's answer, as in GSM8K.
+    """Return 1 where the completion's final number equals the one after ``####`` in the row's answer, as in GSM8K.
 
     The final number of a completion is the first after its last ``####``, or else its last. Raises ``ValueError`` for
     a row whose answer has no ``####``. Data: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
@@ -139,11 +138,11 @@ def _gsm8k_number(text: str) -> float | None:
 def math_answer(
     completions: Sequence[Completion], answer: Sequence[str], *, timeout_s: int = 5, plain: bool = False
 ) -> list[float]:
-    """1 where the completion's mathematical answer equals the row's, by math-verify: 1/2, 0.5 and ``\\frac{1}{2}`` do.
+    """Return 1 where math-verify finds the completion's answer equal to the row's, as 0.5 and ``\\frac{1}{2}`` are.
 
-    Of a completion, what it finds in LaTeX counts, ``\\boxed`` first, or else the last expression; ``plain`` leaves out
-    LaTeX. Raises ``ValueError`` for a row whose answer holds nothing that it can read. Comparing takes at most
-    ``timeout_s`` seconds, and scores 0 then.
+    A completion's answer is what math-verify finds in LaTeX, ``\\boxed`` first, or else the last expression; ``plain``
+    leaves out LaTeX. Raises ``ValueError`` for a row whose answer math-verify can't read. Parsing a completion and
+    comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0.
     """
     golds = {gold: _read_gold(gold, plain) for gold in {str(gold) for gold in answer}}
     texts = [completion_text(completion) for completion in completions]
@@ -188,7 +187,7 @@ def reasoning_gym(
     answer_tag: str | None = None,
     task_args: Mapping[str, Any] | None = None,
 ) -> list[float]:
-    """The task's own grader, from 0 to 1, on the completion or on the content of its last ``answer_tag``.
+    """Return the score, 0 to 1, of the task's own grader for the completion or the content of its last ``answer_tag``.
 
     ``task_args`` are the data source's, for the few tasks whose grader reads them. A completion without the tag, or
     one that makes the grader raise, scores 0; an entry that the grader can't use raises.
@@ -211,7 +210,7 @@ def _grade(grader: Any, text: str | None, entry: Mapping[str, Any]) -> float:
 
 
 def format_tags(completions: Sequence[Completion], *, tags: Sequence[str] = ("think", "answer")) -> list[float]:
-    """1 where the completion is ``<think>...</think><answer>...</answer>``: each once, in order, nothing else."""
+    """Return 1 where the completion is ``<think>...</think><answer>...</answer>``: each once, in order, alone."""
     names = [re.escape(tag) for tag in tags]
     inside = rf"(?:(?!</?(?:{'|'.join(names)})>).)*"
     blocks = [f"<{name}>{inside}</{name}>" for name in names]
@@ -220,7 +219,7 @@ def format_tags(completions: Sequence[Completion], *, tags: Sequence[str] = ("th
 
 
 def format_regex(completions: Sequence[Completion], *, pattern: str) -> list[float]:
-    """1 where the whole completion, but for outer white space, matches the regex; ``.`` matches newlines, too."""
+    """Return 1 where the whole completion, stripped, matches the regex; ``.`` matches newlines, too."""
     compiled = re.compile(pattern, flags=re.DOTALL)
     return [float(compiled.fullmatch(completion_text(completion).strip()) is not None) for completion in completions]
 
@@ -229,7 +228,7 @@ FENCE = re.compile(r"```[^\n`]*\n(.*?)```", flags=re.DOTALL)
 
 
 def last_fenced(text: str) -> str | None:
-    """What stands in a text's last fenced block; None if there is none."""
+    """Return the content of a text's last fenced block, or None if there is none."""
     blocks = FENCE.findall(text)
     return blocks[-1] if blocks else None
 
@@ -237,9 +236,9 @@ def last_fenced(text: str) -> str | None:
 def json_schema(
     completions: Sequence[Completion], *, schema: Mapping[str, Any], answer_tag: str | None = None
 ) -> list[float]:
-    """1 where the completion, its last fenced block, or that of its last tag, is JSON that the JSON schema allows.
+    """Return 1 where the completion, its last fenced block, or that of its last tag, is JSON that the schema allows.
 
-    Raises ``ValueError`` for a schema that is none.
+    Raises ``ValueError`` if ``schema`` is not a JSON schema.
     """
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
@@ -264,12 +263,12 @@ def _is_valid(text: str | None, validator: Any) -> bool:
 
 
 def length_penalty(completion_ids: Sequence[Sequence[int]], *, max_tokens: int) -> list[float]:
-    """From 0 for an empty completion down to -1 for ``max_tokens`` and more; scale it by the reward's weight."""
+    """Return 0 for an empty completion, linearly down to -1 at ``max_tokens`` and more; scale it by the weight."""
     return [max(-len(ids) / max_tokens, -1.0) for ids in completion_ids]
 
 
 def soft_overlong(completion_ids: Sequence[Sequence[int]], *, max_tokens: int, cache_tokens: int) -> list[float]:
-    """0 up to ``max_tokens - cache_tokens``, then falling linearly to -1 at ``max_tokens``, and -1 beyond.
+    """Return 0 up to ``max_tokens - cache_tokens``, then linearly down to -1 at ``max_tokens``, and -1 beyond.
 
     Equation 13 of Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale".
     """

@@ -1,4 +1,4 @@
-"""Checks what rewards return, and says in one line what they raise."""
+"""Checks of what rewards return, and one-line descriptions of what they raise."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rlpipe.common.imports import message_of
 
 MAX_REASON_CHARS = 300
 NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""What can be iterated, but is no list of values."""
+"""Types that can be iterated, but are no list of values."""
 MACHINERY = frozenset(
     str(Path(__file__).parent / name)
     for name in ("validation.py", "process_state.py", "scorer.py", "sandbox/sandbox_child.py")
 )
-"""Files that stand between an exception and the user's own code."""
+"""Files of rlpipe whose frames may lie between an exception and the user's own code."""
 
 
 def check_scores(returned: Any, group_size: int) -> list[float | None]:
-    """What a reward returned, as finite floats and None; raises ``TypeError`` or ``ValueError`` for anything else."""
+    """Return a reward's values as finite floats and None; raise ``TypeError`` or ``ValueError`` for anything else."""
     if not hasattr(returned, "__iter__") or isinstance(returned, NO_LISTS):
         raise TypeError(f"it returned a {type(returned).__name__}; return a list of one number per completion")
     values = list(islice(returned, group_size + 1))  # a generator may be endless
@@ -47,7 +47,7 @@ def _check_value(value: Any, index: int) -> float | None:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type and message of an exception in one line, with the last line of the user's own code that it passed."""
+    """Return an exception's type and message in one line, with the last line of the user's code in its traceback."""
     message = " ".join(message_of(error).split())
     reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
     frame = _user_frame(error)
@@ -67,5 +67,5 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text, or its beginning with a mark that more follows."""
+    """Return the text, or its beginning with an ellipsis if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,1 +1,1 @@
-"""Runs admission, routing and replay in virtual time, against given times of generation, scoring and training."""
+"""Simulation of admission, routing and replay in virtual time, with given times of generation, scoring and training."""

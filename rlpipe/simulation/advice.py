@@ -1,4 +1,4 @@
-"""Where more would help: the same draws, simulated with one more of each."""
+"""Advice on what would raise throughput: the same draws, simulated with one change at a time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rlpipe.simulation.setup import Setup
 from rlpipe.simulation.simulator import History, simulate
 
 MAX_GROUPS = 100_000
-"""Groups of each of the simulations that are compared."""
+"""Groups in each of the compared simulations."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Advice:
-    """A change of the set-up, and what it does."""
+    """Change of the set-up, and its effect."""
 
     change: str
     steps_per_second: float
     gain: float
-    """More throughput, as a share of what it is without the change."""
+    """Relative increase of the throughput by the change."""
 
 
 def advise(base: History, *, seed: int, add: int = 1) -> list[Advice]:
-    """The changes, the one that helps most first; ``add`` machines of a kind come at one time.
+    """Return the possible changes, the most helpful first; ``add`` machines of a kind are added at one time.
 
-    Each is compared over the same steps, those after the pipeline is full, with the set-up as it is.
+    Each change is compared with the unchanged set-up over the same steps, those after the pipeline is full.
     """
     fill = base.setup.max_staleness + 2
     last = min(base.num_steps, max(2 * fill, MAX_GROUPS // base.setup.groups_per_step))
@@ -41,7 +41,7 @@ def advise(base: History, *, seed: int, add: int = 1) -> list[Advice]:
 
 
 def changes(setup: Setup, add: int) -> Iterator[tuple[str, Setup]]:
-    """Each change in words, and the set-up with it."""
+    """Yield each change in words, with the changed set-up."""
     more = "one more" if add == 1 else f"{add} more"
     end = "" if add == 1 else "s"
     times = setup.times

@@ -1,4 +1,4 @@
-"""Virtual time: what is due is called in the order of its time, and levels are watched over it."""
+"""Virtual time: a clock that makes calls in the order of their times, and levels that are integrated over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Clock:
-    """Calls at their time; of calls at one time, the one that was asked for first comes first."""
+    """Clock that makes calls at their times; of calls at the same time, the one requested first comes first."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,7 +21,7 @@ class Clock:
         heappush(self._due, (when, next(self._numbers), call, argument))
 
     def run(self, until: float) -> None:
-        """Goes on until ``until``, until nothing is due any more, or until ``stop``."""
+        """Make the calls that are due up to ``until``, until none is left or ``stop`` is called."""
         due = self._due
         while due and due[0][0] <= until and not self._stopped:
             self.now, _, call, argument = heappop(due)
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Level:
-    """A number that changes over time, its highest value, and its integral."""
+    """Number that changes over time, with its highest value and its integral."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -49,5 +49,5 @@ class Level:
 
     @property
     def integral(self) -> float:
-        """Over the time until now."""
+        """Integral over the time until now."""
         return self._integral + self._value * (self._clock.now - self._since)

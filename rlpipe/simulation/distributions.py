@@ -1,4 +1,4 @@
-"""Distributions of seconds: how they are written, and draws from them that two simulations can share."""
+"""Distributions of seconds: parsing them, and drawing from them so that two simulations can share the draws."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Sampler = Callable[[Generator, int], NDArray[np.float64]]
 
 @dataclass(kw_only=True, frozen=True)
 class Distribution:
-    """Seconds that something takes; never negative."""
+    """Distribution of the seconds that something takes; never negative."""
 
     text: str
     sample: Sampler
     mean: float
     factor: float = 1.0
-    """What its draws, and its mean, are multiplied by."""
+    """Factor of its draws and its mean."""
 
     def scaled(self, factor: float) -> Distribution:
         return replace(self, factor=self.factor * factor)
@@ -39,8 +39,11 @@ class Distribution:
 
 
 class Draws:
-    """Draws by number. The n-th is the same in every simulation with this seed, in whatever order they are asked for,
-    so that simulations of two set-ups differ by nothing but the set-up."""
+    """Numbered draws from a distribution.
+
+    The n-th is the same in every simulation with this seed, in whatever order the draws are requested, so that
+    simulations of two set-ups differ by nothing but the set-up.
+    """
 
     def __init__(self, distribution: Distribution, seed: SeedSequence) -> None:
         self._distribution = distribution
@@ -55,7 +58,7 @@ class Draws:
 
 
 def parse_distribution(text: str, option: str) -> Distribution:
-    """The distribution that ``option`` was given as ``text``; raises ``InputError`` if it is none."""
+    """Return the distribution that ``option`` was given as ``text``; raise ``InputError`` if it is none."""
     kind, _, rest = text.partition(":")
     if kind == "empirical" and rest:
         return empirical(_read_seconds(Path(rest)), text)
@@ -68,13 +71,13 @@ def parse_distribution(text: str, option: str) -> Distribution:
 
 
 def empirical(seconds: Sequence[float], text: str) -> Distribution:
-    """Each of the measured seconds with the same probability, drawn independently."""
+    """Return the distribution of independent draws of the measured seconds, all with the same probability."""
     values = np.array(seconds, np.float64)
     return Distribution(text=text, sample=lambda generator, n: generator.choice(values, n), mean=float(values.mean()))
 
 
 def _from_numbers(kind: str, numbers: Sequence[float]) -> tuple[Sampler, float] | None:
-    """How to draw, and the mean; None where the kind is unknown, or the numbers are not its own."""
+    """Return the sampler and the mean; None if the kind is unknown, or the numbers do not fit it."""
     match kind, numbers:
         case "constant", [seconds]:
             return (lambda generator, n: np.full(n, seconds)), seconds
@@ -89,7 +92,7 @@ def _from_numbers(kind: str, numbers: Sequence[float]) -> tuple[Sampler, float] 
 
 
 def _numbers(text: str) -> list[float] | None:
-    """Finite numbers of at least 0 between commas; None if there is anything else."""
+    """Return the comma-separated finite numbers of at least 0; None if there is anything else."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

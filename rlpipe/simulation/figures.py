@@ -1,4 +1,4 @@
-"""What a simulation says of a set-up: its throughput, what its parts do, and how stale the groups are."""
+"""Figures of a simulated set-up: its throughput, how busy its parts are, and how stale the groups are."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rlpipe.simulation.simulator import History
 
 @dataclass(kw_only=True, frozen=True)
 class Figures:
-    """Over the steps after those that fill the pipeline; shares are of the time, and of all machines of a kind."""
+    """Figures over the steps after those that fill the pipeline; shares are of the time of all machines of a kind."""
 
     num_steps: int
-    """Those that were trained in all."""
+    """Steps trained in all."""
     simulated_s: float
     counted_steps: int
     steps_per_second: float
     groups_per_second: float
     rollouts_per_second: float
     relative_error: float
-    """One standard error of the throughput, as a share of it; 0 where one step alone was counted."""
+    """Standard error of the throughput, as a share of it; 0 if only one step was counted."""
     engines_busy: float
     places_in_use: float
     scorers_busy: Mapping[str, float]
     learner: Mapping[str, float]
-    """Share of the time in which it trains, and in which it waits for what."""
+    """Shares of the time in which the learner trains, and in which it waits, by cause."""
     staleness_mean: float
     staleness_max: int
-    """Over all steps."""
+    """Maximum over all steps."""
     buffered_mean: float
     buffered_max: int
 
 
 def measure(history: History) -> Figures:
-    """The figures of a simulation in which a step at least was trained."""
+    """Return the figures of a simulation that trained at least one step."""
     setup, first, last = history.setup, first_counted(history), history.num_steps
     begin, end = history.marks[first], history.marks[last]
     seconds = end.at_s - begin.at_s
@@ -65,12 +65,12 @@ def measure(history: History) -> Figures:
 
 
 def first_counted(history: History) -> int:
-    """The mark from which on steps are counted: the pipeline is full, or half of the steps are trained."""
+    """Return the mark from which steps are counted: the pipeline is full, or half of the steps are trained."""
     return min(history.setup.max_staleness + 1, history.num_steps // 2)
 
 
 def throughput(history: History, first: int, last: int) -> float:
-    """Steps per second between two marks."""
+    """Return the steps per second between two marks."""
     return (last - first) / (history.marks[last].at_s - history.marks[first].at_s)
 
 

@@ -1,4 +1,4 @@
-"""The seconds that a run has measured, out of its ledger, and what its groups would have taken alone on an engine."""
+"""Seconds that a run has measured, from its ledger, and those that its groups would have taken alone on an engine."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Spans = NDArray[np.float64]  # [groups, 2]: from, until
 
 @dataclass(kw_only=True, frozen=True)
 class Measured:
-    """Seconds by part, in the order of groups and steps; nothing where the run has measured nothing yet."""
+    """Measured seconds by part, in the order of groups and steps; empty if the run has measured nothing yet."""
 
     on_engines: list[Spans]
     """For each engine: when it received its groups, and when they were generated."""
     score: list[float]
-    """Of a group, summed over the pools."""
+    """Seconds of scoring each group, summed over the pools."""
     train: list[float]
     sync: list[float]
 
 
 def read_measured(run: Path) -> Measured:
-    """Reads ``run``'s ledger, during the run too; raises ``DataError`` if there is none, or it can't be read."""
+    """Read the ledger of ``run``, even during the run; raise ``DataError`` if there is none, or it can't be read."""
     path = run / "ledger.sqlite"
     if not path.is_file():
         raise DataError(f"{path} does not exist: --from takes the folder of a run")
@@ -62,13 +62,13 @@ def read_measured(run: Path) -> Measured:
 
 
 def read_run_config(run: Path) -> Config | None:
-    """The config that a run was started with; None where its folder holds none."""
+    """Return the config that a run was started with, or None if its folder holds none."""
     path = run / "config.yaml"
     return load_config(file=path, need_files=False) if path.is_file() else None
 
 
 def work_seconds(spans: Spans, *, groups_at_once: int, slowdown: float) -> list[float]:
-    """What groups of one engine would have taken alone: without the wait for a place, and without the others."""
+    """Return the seconds that groups of one engine would have taken alone: without waiting, and without the others."""
     sampled = _without_wait(spans, groups_at_once)
     begun, ended = np.sort(sampled[:, 0]), np.sort(sampled[:, 1])
     edges = np.unique(sampled)
@@ -80,7 +80,7 @@ def work_seconds(spans: Spans, *, groups_at_once: int, slowdown: float) -> list[
 
 
 def _without_wait(spans: Spans, groups_at_once: int) -> Spans:
-    """The groups begin in the order of their receipt, each as soon as one of the places is free."""
+    """Return the spans without the wait: groups begin in the order of receipt, each as soon as a place is free."""
     busy_until: list[float] = []
     sampled = spans[np.argsort(spans[:, 0], kind="stable")].copy()
     for span in sampled:

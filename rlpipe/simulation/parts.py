@@ -1,4 +1,4 @@
-"""The parts that are simulated: engines, whose groups share their speed, scoring pools, and the way of weights."""
+"""Simulated parts: engines, whose groups share their speed, scoring pools, and the transfer of weights."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from rlpipe.types import RolloutGroup
 
 @dataclass(kw_only=True, slots=True)
 class SimulatedGroup(RolloutGroup):
-    """A group without rollouts, and when what happened to it."""
+    """Group without rollouts, and the times of its stages."""
 
     work_s: float
-    """Seconds that it would take alone on an engine."""
+    """Seconds that the group would take alone on an engine."""
     admitted_at: float
     started_at: float = 0.0
     generated_at: float = 0.0
     version: int = 0
-    """That its engine served when it started."""
+    """Policy version that the engine served when the group started."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class EngineLevels:
-    """What all engines do together."""
+    """Levels of all engines together."""
 
     running: Level
-    """Groups that are sampled."""
+    """Groups that are being sampled."""
     busy: Level
-    """Engines that sample."""
+    """Engines that are sampling."""
 
 
 class SimulatedEngine:
-    """Samples groups in the order of their arrival, so many at one time; each is slower the more there are.
+    """Engine that samples up to ``groups_at_once`` groups in the order of arrival, the slower the more there are.
 
     With n groups, each advances by one second of work in ``1 + (slowdown - 1) * (n - 1) / (groups_at_once - 1)``
-    seconds. All advance alike, so one counter of work done serves for all of them.
+    seconds. All advance alike, so one counter of work done serves all of them.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class SimulatedEngine:
         self._start_groups()
 
     def hold(self, drained: Callable[[], None]) -> None:
-        """Starts no group until ``serve``; calls ``drained`` once none runs."""
+        """Start no group until ``serve`` is called, and call ``drained`` once none runs."""
         self._on_drained = drained
         if not self._running:
             drained()
 
     def serve(self, version: int) -> None:
-        """Has loaded the version."""
+        """Serve a version that has been loaded, and start groups again."""
         self._version, self._on_drained = version, None
         self._advance()
         self._start_groups()
@@ -99,7 +99,7 @@ class SimulatedEngine:
         self._plan()
 
     def _plan(self) -> None:
-        """Has the clock call when the next group is finished, unless it does so already."""
+        """Have the clock call when the next group is finished, unless it does so already."""
         if not self._running:
             self._next_finish = None
             return
@@ -128,14 +128,14 @@ class SimulatedEngine:
 
 @dataclass(slots=True)
 class ScoringBatch:
-    """Groups that were finished together; all go on once the last of their calls is answered."""
+    """Groups that finished together; all go on once the last of their calls is answered."""
 
     groups: list[SimulatedGroup]
     num_open: int = 0
 
 
 class SimulatedPool:
-    """Processes that each take one call at a time, the longest waiting first; a call scores its groups in turn."""
+    """Pool of processes that each take one call at a time, the longest waiting first; a call scores groups in turn."""
 
     def __init__(
         self, clock: Clock, draws: Draws, busy: Level, *, size: int, scored: Callable[[ScoringBatch], None]
@@ -168,9 +168,9 @@ class SimulatedPool:
 
 
 class SimulatedWeights:
-    """Hands a version to the engines; ``served`` is called once all of them have it, before which no other may come.
+    """Transfer of one version at a time to the engines; ``served`` is called once all of them have it.
 
-    With ``holds``, each engine waits until none of its groups runs, and loads then; otherwise all go on meanwhile.
+    With ``holds``, each engine starts no new group, and loads once none runs; otherwise all engines go on meanwhile.
     """
 
     def __init__(

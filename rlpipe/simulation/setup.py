@@ -1,4 +1,4 @@
-"""What is simulated: the sizes of the parts, taken from a run's config, and the times that they need."""
+"""Set-up of a simulation: the sizes of the parts, taken from a run's config, and the times that they need."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from rlpipe.simulation.distributions import Distribution
 
 @dataclass(kw_only=True, frozen=True)
 class Times:
-    """The seconds that each part takes."""
+    """Seconds that each part takes."""
 
     generate: Distribution
-    """A group that is alone on its engine."""
+    """Seconds of a group that is alone on its engine."""
     score: Mapping[str, Distribution]
-    """A group, in one process of each pool."""
+    """Seconds of a group in one process, by pool."""
     train: Distribution
-    """A step, on the set-up's ranks."""
+    """Seconds of a step on the set-up's ranks."""
     sync: Distribution
-    """From a version's publication until every engine serves it."""
+    """Seconds from a version's publication until every engine serves it."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Setup:
-    """The parts of a run as the simulation knows them."""
+    """Sizes and times of a run's parts, as the simulation knows them."""
 
     num_engines: int
     groups_per_engine: int
     """Groups that an engine samples at one time; further ones wait in the engine."""
     slowdown: float
-    """How much longer a group takes on a full engine than alone; in between it grows linearly with the groups."""
+    """Ratio of a group's seconds on a full engine to those alone; in between, it is linear in the number of groups."""
     holds: bool
     """Whether an engine starts no group while a version waits to be loaded, and loads it once none runs."""
     pools: Mapping[str, int]
@@ -51,7 +51,7 @@ class Setup:
 
 
 def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, slowdown: float) -> Setup:
-    """The set-up of a config; ``groups_per_engine`` where it is not to follow from the config."""
+    """Return the set-up of a config; ``groups_per_engine`` overrides the value that follows from the config."""
     if config.algorithm.kind != "rl":
         raise ConfigError(f"algorithm.kind: {config.algorithm.kind} has no engines, so there is nothing to simulate")
     return Setup(
@@ -71,7 +71,7 @@ def read_setup(config: Config, times: Times, *, groups_per_engine: int | None, s
 
 
 def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
-    """Groups that an engine samples at one time; vLLM begins one as long as a sequence is free."""
+    """Return the groups that an engine samples at one time; vLLM begins one if a single sequence slot is free."""
     default = default_sequences(rollout)
     if rollout.engine == "hf":
         return max(1, int(rollout.engine_args.get("max_batch_size", default)) // group_size)
@@ -79,11 +79,11 @@ def groups_at_once(rollout: RolloutConfig, group_size: int) -> int:
 
 
 def holds_groups(config: Config) -> bool:
-    """Whether full weights are loaded in place, once no sequence runs that began with the old ones."""
+    """Return whether full weights are loaded in place, once no sequence runs that began with the old weights."""
     return not serves_adapter(config.model) and config.weights.on_update == "wait"
 
 
 def pool_sizes(config: Config) -> dict[str, int]:
-    """Processes of each scoring pool. Rewards that are only handed over in Python share one, as others do."""
+    """Return the processes of each scoring pool; rewards that are only passed in Python count as one shared pool."""
     sizes = {name: pool.max_size for name, pool in resolve_pools(config).items()}
     return sizes or {SHARED_POOL: config.scoring.num_processes}

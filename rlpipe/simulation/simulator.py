@@ -1,6 +1,6 @@
-"""Runs a set-up in virtual time: the real admission, router and replay buffer, between simulated parts.
+"""Simulation of a set-up in virtual time: the real admission, router and replay buffer, between simulated parts.
 
-What calls what, and in which order, is as in ``rlpipe.run.controller`` and the actors; messages take no time.
+The calls and their order are those of ``rlpipe.run.controller`` and the actors; messages take no time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt=""
 
 TRAIN = "train"
 WEIGHTS, PLACE, GENERATE, SCORE = WAITS = ("weights", "place", "generate", "score")
-"""What the learner waits for: a version to be served, a place on an engine, sampling, or scoring."""
+"""Causes of the learner's waits: a version to be served, a place on an engine, sampling, or scoring."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Mark:
-    """Where a simulation stands when a step ends; the levels as integrals since the start."""
+    """State of a simulation at the end of a step; the levels are integrals since the start."""
 
     at_s: float
     running: float = 0.0
@@ -45,14 +45,14 @@ class Mark:
     busy_scorers: Mapping[str, float] = field(default_factory=dict)
     buffered: float = 0.0
     learner: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in which it trained, and in which it waited for what."""
+    """Seconds in which the learner trained, and in which it waited, by cause."""
     staleness: int = 0
-    """Sum over the groups that were trained."""
+    """Sum over the trained groups."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class History:
-    """What happened in a simulation: a mark at the start and one at the end of every step."""
+    """Course of a simulation: a mark at the start and one at the end of every step."""
 
     setup: Setup
     marks: list[Mark]
@@ -66,12 +66,12 @@ class History:
 
 
 def simulate(setup: Setup, *, seed: int, limit_s: float, max_steps: int | None = None) -> History:
-    """Simulates until the set-up's last step, for ``limit_s`` seconds of virtual time, or for ``max_steps``."""
+    """Simulate until the set-up's last step, ``limit_s`` seconds of virtual time, or ``max_steps``, if earlier."""
     return Simulation(setup, seed).run(limit_s, min(setup.num_steps, max_steps or setup.num_steps))
 
 
 class Simulation:
-    """One run in virtual time, from the publication of version 0."""
+    """Run in virtual time, from the publication of version 0."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
         self._setup = setup
@@ -140,7 +140,7 @@ class Simulation:
     # Controller ---------------------------------------------------------------------------------------------------
 
     def _start_groups(self) -> None:
-        """Fills the capacity."""
+        """Admit as many groups as there is capacity for, and submit them to the engines."""
         capacity, version, now = self._admission.capacity, self._admission.version, self._clock.now
         if not capacity:
             return
@@ -194,7 +194,7 @@ class Simulation:
         self._fill(None)
 
     def _fill(self, newest: SimulatedGroup | None) -> None:
-        """Trains the wanted step if the buffer can fill it; ``newest`` is the group that has just been added to it."""
+        """Train the wanted step if the buffer can fill it; ``newest`` is the group just added to the buffer."""
         step = self._wanted
         if step is None or (taken := self._buffer.take(step)) is None:
             return
@@ -208,7 +208,7 @@ class Simulation:
         self._clock.call_at(self._clock.now + self._train[step], self._end_step, step)
 
     def _count_wait(self, group: SimulatedGroup) -> None:
-        """Says what the learner has waited for: what the group that ended its wait went through in the meantime."""
+        """Split the learner's wait among the stages that the group that ended the wait went through meanwhile."""
         since = self._wanted_since
         until = (group.admitted_at, group.started_at, group.generated_at, self._clock.now)
         for phase, end in zip(WAITS, until, strict=True):
@@ -234,7 +234,7 @@ class Simulation:
             self._publish(step + 1)
 
     def _publish(self, version: int) -> None:
-        """Publishes, once the version before is answered, and goes on to the next step."""
+        """Publish a version once the engines serve the one before, and go on to the next step."""
         if self._weights.is_loading:
             self._unpublished, self._wanted_since = version, self._clock.now
         else:

@@ -1,4 +1,4 @@
-"""A set-up's figures and the advice that follows from them, as text and as JSON."""
+"""Study of a set-up: its figures and the advice on changes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FEW_STEPS = 10
 
 @dataclass(kw_only=True, frozen=True)
 class Study:
-    """What was simulated, and what came out."""
+    """Simulated set-up and its results."""
 
     setup: Setup
     figures: Figures
     advice: Sequence[Advice]
 
     def to_json(self) -> str:
-        """One object: ``setup``, the figures by name, and ``advice``."""
+        """Return one JSON object: ``setup``, the figures by name, and ``advice``."""
         setup = {name: value for name, value in vars(self.setup).items() if name != "times"}
         times = {name: str(value) for name, value in named_times(self.setup).items()}
         advice = [asdict(entry) for entry in self.advice]
@@ -41,7 +41,7 @@ class Study:
 
 
 def study(setup: Setup, *, seed: int, minutes: float, add: int = 1) -> Study:
-    """Simulates the set-up for so many minutes of training, or until its last step, and then what would help."""
+    """Simulate the set-up for ``minutes`` of virtual time, or until its last step, and then each change to it."""
     with uncollected():
         history = simulate(setup, seed=seed, limit_s=60 * minutes)
         if not history.num_steps:
@@ -51,7 +51,7 @@ def study(setup: Setup, *, seed: int, minutes: float, add: int = 1) -> Study:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's collector of cycles: a simulation makes none, and looking for them takes a third of its time."""
+    """Disable Python's collector of cycles: a simulation makes none, and the search takes a third of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,7 +62,7 @@ def uncollected() -> Iterator[None]:
 
 
 def named_times(setup: Setup) -> Mapping[str, object]:
-    """The distributions by what they are of."""
+    """Return the distributions by the name of their part."""
     times = setup.times
     scores = {f"score, {pool}": distribution for pool, distribution in times.score.items()}
     return {"generate": times.generate, **scores, "train": times.train, "sync": times.sync}
@@ -104,7 +104,7 @@ def bound(setup: Setup, figures: Figures) -> str:
 
 
 def describe_advice(advice: Sequence[Advice], figures: Figures) -> Iterator[str]:
-    """The gains, the greatest first, and whether it is more than the draws make."""
+    """Yield the gains, the greatest first, and whether the greatest exceeds the random variation."""
     best = advice[0]
     if best.gain > max(figures.relative_error, 1e-3):
         yield f"most is gained by {best.change}; throughput with"

@@ -1,4 +1,4 @@
-"""The times of a simulation: as they are given, and as a run has measured them where they are not."""
+"""Times of a simulation: those that are given, and for the others those that a run has measured."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ NOTHING = "constant:0"
 
 @dataclass(kw_only=True, frozen=True)
 class GivenTimes:
-    """What the command line says of the times."""
+    """Times given on the command line."""
 
     generate: str | None = None
     score: Sequence[str] = ()
-    """A distribution for every pool, or ``POOL=`` and one for that pool; the last one counts."""
+    """Distributions for every pool, or with ``POOL=`` for one pool; of several, the last one counts."""
     train: str | None = None
     sync: str | None = None
     run: Path | None = None
-    """A run whose ledger has those that are not given."""
+    """Folder of a run, from whose ledger the times that are not given are read."""
 
 
 def read_times(config: Config, given: GivenTimes, *, slowdown: float) -> Times:
-    """The times of the parts of ``config``; raises ``InputError`` where one is neither given nor measured."""
+    """Return the times of the parts of ``config``; raise ``InputError`` if one is neither given nor measured."""
     times = _given_times(config, given) if given.run is None else _measured_times(config, given, given.run, slowdown)
     if not times.generate.mean + times.train.mean:
         raise InputError("generation and training take 0 seconds, so that no time passes; give --generate or --train")
@@ -78,7 +78,7 @@ def _given_scores(config: Config, given: GivenTimes, default: Distribution) -> d
     scores = dict.fromkeys(pool_sizes(config), default)
     for text in given.score:
         pool, equals, distribution = text.partition("=")
-        if not equals or ":" in pool:  # a path may hold one too
+        if not equals or ":" in pool:  # a path may hold "=" too
             scores = dict.fromkeys(scores, parse_distribution(text, "--score"))
         elif pool in scores:
             scores[pool] = parse_distribution(distribution, "--score")
@@ -90,7 +90,7 @@ def _given_scores(config: Config, given: GivenTimes, default: Distribution) -> d
 def _measured_scores(
     config: Config, source: Config, given: GivenTimes, measured: Measured, text: str
 ) -> Mapping[str, Distribution]:
-    """A ledger knows the sum over the run's pools only, of which each pool takes an equal share here."""
+    """Return the scoring times by pool; a ledger has only their sum, of which each pool takes an equal share here."""
     if given.score and not measured.score:
         return _given_scores(config, given, parse_distribution(NOTHING, "--score"))
     default = _choose(None, "--score", measured.score, text, factor=1 / len(pool_sizes(source)))
@@ -108,6 +108,6 @@ def _choose(
 
 
 def _train_work(config: Config) -> float:
-    """Rollouts of a step that each rank trains."""
+    """Return the rollouts of a step that each rank trains."""
     algorithm = config.algorithm
     return algorithm.groups_per_step * algorithm.group_size / config.learner.num_ranks

@@ -1,4 +1,4 @@
-"""What a run tells of itself: metrics to every tracker, progress to the terminal, and a summary at the end."""
+"""Reporting of a run: metrics to every tracker, progress to the terminal, and a summary at the end."""
 
 from rlpipe.tracking.trackers import Tracker, open_trackers
 

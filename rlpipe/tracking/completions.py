@@ -1,4 +1,4 @@
-"""Keeps the texts of a few groups of every step, for reading what the policy writes."""
+"""Log of the completions of a few groups of every step, for reading what the policy writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlpipe.types import Rollout, RolloutGroup
 
 
 class CompletionsLog:
-    """Appends the rollouts of each step's first ``num_groups`` groups to a file, one JSON object per rollout.
+    """File with the rollouts of each step's first ``num_groups`` groups, one JSON object per rollout.
 
-    Opening it removes ``first_step`` and later steps, as in the metrics.
+    Opening it removes ``first_step`` and later steps, as for the metrics.
     """
 
     def __init__(self, path: Path, *, num_groups: int, tokenizer: Tokenizer, first_step: int) -> None:
@@ -31,19 +31,19 @@ class CompletionsLog:
             self._log.append(step, rows)
 
     def describe(self, group: RolloutGroup) -> str:
-        """The group's first rollout in a line that is safe to print, whatever the model wrote."""
+        """Return the group's first rollout as a line that is safe to print, whatever the model wrote."""
         rollout, text = group.rollouts[0], decode_completions(self._tokenizer, group)[0]
         reward = "" if rollout.reward is None else f"  (reward {rollout.reward:.3g})"
         return f"sample: {printable(_last_text(group.prompt.prompt))} -> {printable(text)}{reward}"
 
 
 def _last_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """The prompt, or the content of a conversation's last message."""
+    """Return the prompt, or the content of a conversation's last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
 
 
 def printable(text: str, longest: int = 80) -> str:
-    """The beginning of a text with what steers a terminal, line breaks among it, as escapes."""
+    """Return the beginning of a text, with unprintable characters and line breaks as escapes."""
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:longest])
     return shown[:longest] + ("…" if len(shown) > longest or len(text) > longest else "")
 
@@ -66,7 +66,7 @@ def _describe(group: RolloutGroup, rollout: Rollout, text: str) -> dict[str, Any
 
 
 def _advantage(rollout: Rollout) -> float | None:
-    """The mean advantage over the tokens that count, which is the rollout's where all tokens share it."""
+    """Return the mean advantage over the loss tokens, which is the rollout's own if all tokens share it."""
     if rollout.advantages is None or not rollout.num_loss_tokens:
         return None
     return float(rollout.advantages[rollout.loss_mask].mean())

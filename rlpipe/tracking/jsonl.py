@@ -1,4 +1,4 @@
-"""Files with one JSON object per line and step: appending whole lines, forgetting steps on resume, reading back."""
+"""Files with one JSON object per line and step: appending whole lines, dropping steps on resume, reading back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Appends lines that carry a ``step``; opening it removes those of ``first_step`` and later.
+    """File of lines that carry a ``step``; opening it removes the lines of ``first_step`` and later.
 
-    A write that fails, on a full disk for example, is undone and named in a warning; the next one is tried again.
+    A write that fails, on a full disk for example, is undone and reported in a warning; later writes are still tried.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -40,7 +40,7 @@ class StepLog:
 
 
 def _forget_steps(path: Path, first_step: int) -> None:
-    """Drops the lines of ``first_step`` and later, and a line that was cut off in the middle."""
+    """Drop the lines of ``first_step`` and later, and lines that were cut off in the middle."""
     with path.open("rb") as file:
         lines = file.readlines()
     kept = [line for line in lines if _is_before(line, first_step)]
@@ -57,7 +57,7 @@ def _is_before(line: bytes, first_step: int) -> bool:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, or None if the line is not a whole one."""
+    """Return the object of a line, or None if the line was cut off."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -66,7 +66,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, in order; lines that were cut off are skipped."""
+    """Yield the objects of a file, in order; skip lines that were cut off."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -77,14 +77,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def num_steps_logged(path: Path, num_steps: int) -> int:
-    """How many of the first ``num_steps`` have a line, up to the newest; all in a file that has none of them."""
+    """Return the newest of the first ``num_steps`` steps that has a line with a loss, or ``num_steps`` if none has."""
     return max(
         (row["step"] for row in read_rows(path) if "loss" in row and row["step"] <= num_steps), default=num_steps
     )
 
 
 class JsonlTracker:
-    """Appends a line per call: ``step``, ``time`` in seconds since 1970, and the metrics; NaN and infinity as null."""
+    """Tracker that appends ``step``, ``time`` (seconds since 1970) and the metrics; NaN and infinity become null."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._log = StepLog(path, first_step)
@@ -94,4 +94,4 @@ class JsonlTracker:
         self._log.append(step, [{"time": round(time.time(), 3), **values}])
 
     def close(self) -> None:
-        """Every line is in the file already."""
+        """Do nothing, because every line is in the file already."""

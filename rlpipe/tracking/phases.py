@@ -1,4 +1,4 @@
-"""What a run does until its first step: names each phase while it lasts, and keeps how long it took."""
+"""Phases of a run until its first step, each shown while it lasts and recorded with its duration."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlpipe.configs.schema.root_config import TrackingConfig
 TICK_S = 0.5
 """Seconds between updates of the line at the bottom of a terminal."""
 REMINDER_S = 10.0
-"""Seconds after which a phase that lasts is named again, where there is no such line."""
+"""Seconds after which an active phase is printed again, if there is no such line."""
 WORTH_A_LINE_S = 1.0
 CLEAR_LINE = "\r\x1b[2K"
 
 
 @dataclass
 class Start:
-    """The start of one run; ``seconds`` are those of each phase that is over, in the order in which they ended."""
+    """Start of one run; ``seconds`` holds the durations of finished phases, in the order in which they ended."""
 
     began: float
     seconds: dict[str, float] = field(default_factory=dict)
     first_step_s: float | None = None
-    """From the start of the process, or of ``train``, to the end of the first step."""
+    """Seconds from the start of the process, or of ``train``, to the end of the first step."""
 
     def summary(self) -> dict[str, object]:
-        """For ``summary.json``; empty for a run that trained no step."""
+        """Return the entries for ``summary.json``; none for a run that trained no step."""
         if self.first_step_s is None:
             return {}
         startup = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
@@ -38,25 +38,25 @@ class Start:
 
 
 class Phases:
-    """The phases of this process's runs; a run may prepare itself by another, whose phases come within one of its own.
+    """Phases of this process's runs; a run may prepare itself by another run within one of its own phases.
 
-    It says nothing before ``show``. All methods may be called from any thread.
+    Nothing is printed before ``show``. All methods may be called from any thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = threading.RLock()
         self._active: dict[str, tuple[float, Start | None]] = {}
-        """When each phase that lasts began, and in which run."""
+        """When each active phase began, and in which run."""
         self._start: Start | None = None
         self._is_pending = False
-        """Whether phases were begun for a run that has not begun itself."""
+        """Whether ``show`` was called for a run that has not begun yet."""
         self._say: Callable[[str], None] | None = None
         self._stream: TextIO | None = None
         self._reminded = 0.0
 
     def show(self, tracking: TrackingConfig, *, began: float | None = None, stream: TextIO | None = None) -> None:
-        """Shows the phases of the run that is about to begin, as its config asks; ``began`` is when its process did."""
+        """Show the phases of the run about to begin, as its config asks; ``began`` is when its process began."""
         stream = stream or sys.stdout
         with self._lock:
             self._start, self._is_pending = Start(self._clock() if began is None else began), True
@@ -69,7 +69,7 @@ class Phases:
         threading.Thread(target=self._tick, name="phases", daemon=True).start()
 
     def hide(self) -> None:
-        """Ends what ``show`` began: another run of this process may be shown elsewhere, or not at all."""
+        """Undo ``show``: another run of this process may be shown elsewhere, or not at all."""
         with self._lock:
             self._clear()
             self._say = self._stream = None
@@ -77,7 +77,7 @@ class Phases:
                 self._start, self._is_pending = None, False
 
     def hand_over(self, say: Callable[[str], None]) -> None:
-        """From here on lines are shown by ``say``, and the live line by a display that asks for ``active``."""
+        """Print lines through ``say`` from now on, and leave the live line to a display that calls ``describe``."""
         with self._lock:
             self._clear()
             self._stream = None
@@ -86,7 +86,7 @@ class Phases:
 
     @contextmanager
     def run(self) -> Iterator[Start]:
-        """The phases within are those of one run."""
+        """Yield the start of a run, to which the phases within belong."""
         with self._lock:
             outer = None if self._is_pending else self._start
             if not self._is_pending or self._start is None:
@@ -116,7 +116,7 @@ class Phases:
                 self._line(name)
 
     def end(self, name: str) -> None:
-        """Nothing happens to a phase that is over."""
+        """End a phase; do nothing if it is over already."""
         with self._lock:
             if name not in self._active:
                 return
@@ -128,13 +128,13 @@ class Phases:
                 self._line(f"{name}: took {took:.1f} s")
 
     def end_all(self) -> None:
-        """Ends the phases of the run; those of a run that it belongs to go on."""
+        """End the phases of the current run; those of a run that contains it go on."""
         with self._lock:
             for name in [name for name, (_, start) in self._active.items() if start is self._start]:
                 self.end(name)
 
     def first_step(self) -> None:
-        """The run has trained a step: it has started."""
+        """Record that the run has trained a step, which ends its start."""
         with self._lock:
             self.end_all()
             if self._start is not None and self._start.first_step_s is None:
@@ -142,7 +142,7 @@ class Phases:
                 self._line(f"first step, {self._start.first_step_s:.1f} s after the start")
 
     def active(self) -> Mapping[str, float]:
-        """Seconds that each phase has lasted so far."""
+        """Return the seconds that each active phase has lasted so far."""
         with self._lock:
             now = self._clock()
             return {name: now - began for name, (began, _) in self._active.items()}
@@ -175,9 +175,9 @@ class Phases:
         return bool(self._active) and starts and self._clock() - self._reminded > REMINDER_S
 
     def describe(self) -> str:
-        """The phases that last, with their seconds."""
+        """Return the active phases with their seconds, as text."""
         return ", ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.active().items())
 
 
 PHASES = Phases()
-"""Those of this process."""
+"""Phases of this process."""

@@ -1,4 +1,4 @@
-"""Draws a run's reward, held-out accuracy, completion length and staleness from its metrics; or else its losses."""
+"""Plots of a run's metrics: reward, held-out accuracy, completion length and staleness, or else its losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STYLE: Any = {
 
 
 def plot_rewards(metrics_path: Path, output: Path, title: str) -> bool:
-    """Writes a PNG of a run's ``metrics.jsonl``; returns False, and writes nothing, if no step has a reward."""
+    """Write a PNG of a run's ``metrics.jsonl``; return False, and write nothing, if no step has a reward."""
     rows = list(read_rows(metrics_path))
     reward = _series(rows, "reward")
     if not len(reward[0]):
@@ -55,7 +55,7 @@ def plot_rewards(metrics_path: Path, output: Path, title: str) -> bool:
 
 
 def plot_losses(metrics_path: Path, output: Path, title: str) -> bool:
-    """As ``plot_rewards``, of a run on rows or texts: the likelihood losses, and below what EBFT's features say."""
+    """Write a PNG of a run's likelihood losses and EBFT metrics; return False, and write nothing, without a loss."""
     rows = list(read_rows(metrics_path))
     losses = {name: _series(rows, name) for name in ("ebft/ce_loss", "loss")}
     trained = next((series for series in losses.values() if len(series[0])), None)
@@ -88,7 +88,7 @@ def _draw_losses(axes: Axes, trained: Series, held_out: Series) -> None:
 
 
 def _draw_features(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """EBFT's; in SFT, which has none, the gradient's norm."""
+    """Draw EBFT's feature metrics, or the gradient's norm in SFT, which has none."""
     names = {"ebft/alignment": BLUE, "ebft/diversity": GREEN, "ebft/cfm_loss": GREY}
     series = {name: _series(rows, name) for name in names}
     if not len(series["ebft/alignment"][0]):
@@ -99,14 +99,14 @@ def _draw_features(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _series(rows: list[dict[str, Any]], key: str) -> Series:
-    """The finite values of a metric and their steps."""
+    """Return the steps that have a metric, and its values."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A centred moving mean over a twentieth of ``values`` [K]; near the ends over the neighbours that exist.  # [K]"""
+    """Return the centred moving mean of ``values`` [K] over a twentieth of them; near the ends over fewer."""
     half = max(math.ceil(len(values) / 40), 1)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -143,7 +143,7 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]], reward: Series) -> None
 
 
 def _label_ends(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-    """Writes the first and the last value beside their points."""
+    """Write the first and the last value beside their points."""
     for index, offset, side in ((0, (8, -12), "left"), (-1, (9, -4), "left"))[: len(steps)]:
         axes.annotate(
             f"{values[index]:.2f}",

@@ -1,4 +1,4 @@
-"""How far a run is, in the terminal: a live display, or plain lines where there is none."""
+"""Progress of a run on the terminal: a live display, or plain lines if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ REFRESHES_PER_SECOND = 4
 
 
 class Progress(Protocol):
-    """Shows a run's steps; ``start`` comes first, ``close`` last."""
+    """Display of a run's steps; ``start`` is called first, ``close`` last."""
 
     def start(self, total: int, done: int = 0) -> None:
-        """Expects ``total`` steps, of which an earlier process has done the first ``done``."""
+        """Expect ``total`` steps, of which an earlier process has done the first ``done``."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step ``step``, counted from 1, is over; a second call for it adds metrics, such as ``eval/accuracy``."""
+        """Show the end of a step, counted from 1; a second call for it adds metrics, such as ``eval/accuracy``."""
 
     def message(self, text: str) -> None:
-        """Shows a line of its own."""
+        """Show ``text`` on a line of its own."""
 
     def close(self) -> None: ...
 
 
 class NoProgress:
-    """Shows nothing; messages go to the log."""
+    """Display that shows nothing; messages go to the log."""
 
     def start(self, total: int, done: int = 0) -> None:
         pass
@@ -61,7 +61,7 @@ class NoProgress:
 
 
 class PlainProgress:
-    """Prints a line for each of the first steps, then for every n-th, at least every ten seconds, and for the last."""
+    """Display of plain lines for the first steps, then every n-th, at least every ten seconds, and for the last."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """Keeps a few lines at the bottom of the terminal up to date; whatever else is printed appears above them."""
+    """Display of a few live lines at the bottom of the terminal; whatever else is printed appears above them."""
 
     def __init__(self, console: Console, run_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._run_name = run_name
@@ -142,7 +142,7 @@ class LiveProgress:
         return row
 
     def _details(self) -> list[Columns]:
-        """The figures and the phases; each wraps as a whole in a narrow terminal."""
+        """Return the figures and the phases; each entry wraps as a whole in a narrow terminal."""
         view = self._view
         figures = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in view.figures()]
         phases = [Text.assemble((f"{name} ", "dim"), f"{seconds} s") for name, seconds in view.phases()]
@@ -154,7 +154,7 @@ class LiveProgress:
 
 
 def open_progress(config: TrackingConfig, *, run_name: str, stream: TextIO | None = None) -> Progress:
-    """The display that ``config.progress`` asks for; ``auto`` is live only if ``stream`` (stdout) is a terminal."""
+    """Return the display that ``config.progress`` asks for; ``auto`` is live only on a terminal (default: stdout)."""
     stream = stream or sys.stdout
     if config.progress == "none":
         return NoProgress()

@@ -1,4 +1,4 @@
-"""Metrics as Ray gauges, which Ray's dashboard and Prometheus show."""
+"""Metrics as Ray gauges, for Ray's dashboard and Prometheus."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ray.util.metrics import Gauge
 
 
 def prometheus_name(name: str) -> str:
-    """``time/train`` becomes ``rlpipe_time_train``; Ray puts ``ray_`` before it."""
+    """Return a metric's name for Prometheus: ``rlpipe_time_train`` for ``time/train``; Ray prepends ``ray_``."""
     return "rlpipe_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_")
 
 
 class RayMetricsTracker:
-    """Sets one gauge per metric, tagged with the run's name, and one for the step; Ray exports them by itself."""
+    """Tracker with one gauge per metric and one for the step, tagged with the run's name; Ray exports them itself."""
 
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name
@@ -31,4 +31,4 @@ class RayMetricsTracker:
         return self._gauges[name]
 
     def close(self) -> None:
-        """Ray drops the gauges with the process."""
+        """Do nothing, because Ray drops the gauges with the process."""

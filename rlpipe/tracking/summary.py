@@ -1,4 +1,4 @@
-"""The end of a run in a few figures: computed from its metrics, written as JSON, and printed."""
+"""Summary of a finished run in a few figures: computed from its metrics, written as JSON, and printed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.view import PHASES, format_duration, is_phase
 
 WINDOW_STEPS = 10
-"""Steps at either end of a run over which its rewards are averaged."""
+"""Steps at each end of a run over which its rewards are averaged."""
 
 
 def summarize_metrics(metrics_path: Path) -> dict[str, Any]:
-    """Figures of a whole run, resumed or not, from its ``metrics.jsonl``; those without data are left out.
+    """Return the figures of a whole run, resumed or not, from its ``metrics.jsonl``; leave out those without data.
 
     ``reward_start`` and ``reward_end`` are means over the first and last ten steps, ``eval_accuracy_start`` and
-    ``_end`` the first and last held-out accuracy, ``eval_loss_start`` and ``_end`` likewise, ``time`` the seconds of
-    each phase over all steps.
+    ``_end`` the first and last held-out accuracy, ``eval_loss_start`` and ``_end`` the first and last held-out loss,
+    and ``time`` the seconds of each phase over all steps.
     """
     rows = list(read_rows(metrics_path))
     rewards = _column(rows, "reward")
@@ -52,13 +52,13 @@ def _column(rows: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Writes ``summary.json`` whole or not at all."""
+    """Write ``summary.json`` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(summary, indent=2, default=str) + "\n")
 
 
 def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
-    """Prints the known figures of a summary, one line each, and where its files are (``files``: name to path)."""
+    """Print the known figures of a summary, one line each, and the paths of its ``files`` (name to path)."""
     lines: list[tuple[str, str]] = []
     if "steps" in summary:
         seconds = f" in {format_duration(summary['seconds'])}" if "seconds" in summary else ""

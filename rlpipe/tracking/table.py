@@ -1,4 +1,4 @@
-"""Rows for people to read: a table as wide as the terminal, or plain lines where there is none."""
+"""Tables for people to read: as wide as the terminal, or plain lines if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LONGEST_CELL = 40
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading, and the text of a row's cell; None where the row has nothing there."""
+    """Heading of a column, and a function for the text of a row's cell; None where the row has no value."""
 
     name: str
     show: Callable[[Any], str | None]
     is_text: bool = False
-    """Stands to the left, and gives way in a narrow terminal."""
+    """Whether the column is left-aligned, and shortened in a narrow terminal."""
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Any], stream: TextIO) -> None:
@@ -53,7 +53,7 @@ def _print_rich(columns: Sequence[Column], cells: Sequence[Sequence[str]], strea
 
 
 def one_line(columns: Sequence[Column], row: Any) -> str:
-    """The columns that have something to say, with their names."""
+    """Return the cells of a row that have a value, with the names of their columns, as one line."""
     return "  ".join(f"{column.name} {text}" for column in columns if (text := column.show(row)))
 
 
@@ -66,16 +66,16 @@ def show_count(value: float | None) -> str | None:
 
 
 def show_time(seconds: float | None) -> str | None:
-    """Of seconds since 1970, here."""
+    """Return the local date and time of ``seconds`` since 1970."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def show_start(text: str) -> str:
-    """As much of a text as a cell holds, in one line."""
+    """Return as much of a text as a cell holds, in one line."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= LONGEST_CELL else f"{line[: LONGEST_CELL - 1]}…"
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor of a terminal, or change its colours."""
+    """Return a text with escapes for what would move a terminal's cursor or change its colours; keep newlines."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

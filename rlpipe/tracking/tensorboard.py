@@ -12,7 +12,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorBoardTracker:
-    """Writes one scalar per metric; TensorBoard hides what an earlier file has of ``first_step`` and later."""
+    """Tracker of one scalar per metric; TensorBoard hides ``first_step`` and later steps of earlier files."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._writer = EventFileWriter(str(folder))

@@ -1,4 +1,4 @@
-"""The Tracker protocol, and the one that feeds all others with the same metrics."""
+"""The ``Tracker`` protocol, and the tracker that passes the same metrics to several others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run."""
+    """Receiver of a run's metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -22,7 +22,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Feeds several trackers; one that raises is named in a single warning and dropped, and the run goes on."""
+    """Tracker that feeds several others; one that raises is dropped with a single warning, and the run goes on."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
@@ -51,11 +51,11 @@ def open_trackers(
     first_step: int,
     resolved_config: Mapping[str, Any],
 ) -> Tracker:
-    """Opens the trackers that ``config`` asks for; ``metrics.jsonl`` always.
+    """Open the trackers that ``config`` asks for, and always ``metrics.jsonl``.
 
-    ``first_step`` is the first step that this process will log, 0 in a new run: what an interrupted run had logged
-    of it and of later steps is forgotten, so that no step is there twice. A tracker other than JSONL that can't be
-    opened is named in a warning and left out.
+    ``first_step`` is the first step that this process will log, 0 in a new run: what an interrupted run has logged
+    of it and of later steps is dropped, so that no step appears twice. A tracker other than JSONL that can't be
+    opened is left out with a warning.
     """
     trackers: dict[str, Tracker] = {"JSONL": JsonlTracker(output / "metrics.jsonl", first_step)}
 

@@ -1,4 +1,4 @@
-"""What a progress display shows of a run: its pace, its latest figures and its time by phase, as text."""
+"""Contents of a progress display as text: a run's pace, its latest figures and its time by phase."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PHASES = "time/"
 
 
 def is_phase(metric: str) -> bool:
-    """Whether a metric is the seconds of one phase; ``time/step`` is all of them."""
+    """Return whether a metric is the seconds of one phase; ``time/step`` covers all of them."""
     return metric.startswith(PHASES) and metric != f"{PHASES}step"
 
 
 def is_reward(metric: str) -> bool:
-    """Whether a metric is the mean of one of the run's rewards."""
+    """Return whether a metric is the mean of one of the run's rewards."""
     return metric.startswith("rewards/") and metric.endswith("/mean")
 
 
 def format_number(value: float) -> str:
-    """Three decimals, or three digits where these say nothing."""
+    """Format a number with three decimals, or with three significant digits if it is very small or large."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.3g}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """``1:02:03``, ``2:03``, or ``-:--`` while unknown."""
+    """Format seconds as ``1:02:03`` or ``2:03``, or as ``-:--`` while unknown."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -44,11 +44,11 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("staleness/mean", "staleness", "{:.1f}".format),
     ("tokens_per_second", "tokens/s", "{:,.0f}".format),
 )
-"""Metric, its label and its format, in the order shown."""
+"""Metrics with their labels and formats, in the order shown."""
 
 
 class RunView:
-    """Follows a run from its steps' metrics; ``clock`` counts seconds."""
+    """State of a run, updated with its steps' metrics; ``clock`` counts seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -81,10 +81,10 @@ class RunView:
 
     @property
     def step_s(self) -> float | None:
-        """Typical seconds of the last steps; without the first, which also holds what happens only once.
+        """Typical seconds of the last steps, without the first, which includes one-time work.
 
-        The median of the means of a few steps each: one outage does not count, and steps that end in bursts, as in
-        asynchronous training, count with the pause before them.
+        This is the median of means over a few steps each, so that one outage does not count, and steps that end in
+        bursts, as in asynchronous training, count with the pause before them.
         """
         num_steps = len(self._ends) - 1
         if num_steps < 1:
@@ -95,13 +95,13 @@ class RunView:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step's end, by the pace of the last steps."""
+        """Seconds until the run's end, at the pace of its latest steps."""
         if self.step_s is None:
             return None
         return max((self.total - self.step) * self.step_s - (self._clock() - self._ends[-1]), 0.0)
 
     def figures(self) -> list[tuple[str, str]]:
-        """Names and values of what has been reported so far."""
+        """Return the names and values of the figures reported so far."""
         shown = [(label, show(self._metrics[key])) for key, label, show in FIGURES if key in self._metrics]
         rewards = {
             key[len("rewards/") : -len("/mean")]: value for key, value in self._metrics.items() if is_reward(key)
@@ -119,12 +119,12 @@ class RunView:
         return [("accuracy", f"{accuracy:.3f}" if step == self.step else f"{accuracy:.3f} (step {step})")]
 
     def phases(self) -> list[tuple[str, str]]:
-        """Names and seconds of the last step's phases, the longest first; phases may overlap."""
+        """Return the names and seconds of the last step's phases, the longest first; phases may overlap."""
         times = {key.removeprefix(PHASES): value for key, value in self._metrics.items() if is_phase(key)}
         return [(name, f"{seconds:.2f}") for name, seconds in sorted(times.items(), key=lambda item: -item[1])]
 
     def sparkline(self) -> str:
-        """The rewards of the last steps as small bars."""
+        """Return the rewards of the last steps as small bars."""
         finite = [reward for reward in self._rewards if math.isfinite(reward)]
         if len(finite) < 2:
             return ""

@@ -13,9 +13,9 @@ RUN_ID_FILE = "wandb_run_id.txt"
 
 
 class WandbTracker:
-    """Logs to the run whose id is kept in the output folder, so that a resumed run continues its curves.
+    """Tracker of the W&B run whose id is kept in the output folder, so that a resumed run continues its curves.
 
-    Offline, the files under ``output/wandb`` are uploaded with ``wandb sync``.
+    If the mode is offline, upload the files under ``output/wandb`` with ``wandb sync``.
     """
 
     def __init__(self, output: Path, *, project: str, mode: str, run_name: str, config: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ class WandbTracker:
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # W&B's own step only goes up, and would discard what a resumed run logs again.
+        # W&B's own step only increases; it would discard steps that a resumed run logs again.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

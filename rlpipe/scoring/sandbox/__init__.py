@@ -1,1 +1,1 @@
-"""Processes with limits and without network, for code that models wrote."""
+"""Sandboxed processes, with limits and without network, for code that models wrote."""

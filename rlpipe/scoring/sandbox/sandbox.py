@@ -1,4 +1,4 @@
-"""Calls reward functions in processes of their own, which have limits and no network, for code that models wrote."""
+"""Calls of reward functions in processes of their own, with limits and no network, for code that models wrote."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from rlpipe.scoring.processes import run_module
 logger = logging.getLogger(__name__)
 
 OVERHEAD_S = 15.0
-"""Seconds beyond ``timeout_s`` that a call may take: to begin, to end its processes, to start another server."""
+"""Seconds beyond ``timeout_s`` that a call may take to begin, to end its processes, and to start another server."""
 MADE_INSIDE = frozenset({"log_metric", "log_extra"})
-"""Arguments that the call's own process makes."""
+"""Arguments that are created in the call's own process."""
 MAX_REASON_CHARS = 400
 MAX_SHOWN_BYTES = 60
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class SandboxFailed(Exception):
-    """A sandboxed call has no scores; the message is the whole reason."""
+    """Raised when a sandboxed call has no scores; the message is the whole reason."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """What a call returned, and what it gave to ``log_metric``."""
+    """Values that a call returned, and metrics that it gave to ``log_metric``."""
 
     values: list[Any]
     logged: list[tuple[str, float]]
 
 
 class Sandbox:
-    """The functions of some rewards, called in fresh processes, one at a time.
+    """Functions of some rewards, called in fresh processes, one at a time.
 
-    Raises ``ConfigError`` where the machine can't lock a process in.
+    Raises ``ConfigError`` if the machine can't confine a process.
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
@@ -49,7 +49,7 @@ class Sandbox:
         self._start()
 
     def call(self, name: str, arguments: Mapping[str, Any], num_values: int) -> Answer:
-        """Calls a reward's function. The values are plain JSON, and unchecked; raises ``SandboxFailed``."""
+        """Call a reward's function and return its values, as unchecked JSON; raise ``SandboxFailed`` on failure."""
         if self._connection.closed:
             self._start()
         sent = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
@@ -67,7 +67,7 @@ class Sandbox:
         return read_answer(answer)
 
     def close(self) -> None:
-        """The server, and what it runs, ends."""
+        """End the server and what it runs."""
         self._connection.close()
         self._server.wait()
 
@@ -102,7 +102,7 @@ class Sandbox:
 
 
 def read_answer(written: bytes) -> Answer:
-    """What the call's process wrote, which may be anything; raises ``SandboxFailed`` if it is no answer."""
+    """Parse what the call's process wrote, which may be anything; raise ``SandboxFailed`` unless it has values."""
     try:
         answer = json.loads(written)
     except (ValueError, RecursionError):

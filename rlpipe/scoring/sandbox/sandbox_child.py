@@ -1,4 +1,4 @@
-"""What happens in the process of one sandboxed call: it locks itself in, calls the function, and writes the answer."""
+"""Process of one sandboxed call: it confines itself, calls the function, and writes the answer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rlpipe.scoring.validation import check_scores, describe_exception, is_lack_
 
 MAX_FILE_BYTES = 2**30
 NO_CORE_DUMP = 1
-"""As a limit in bytes; 0 would still call a dump handler, where the machine has one."""
+"""Limit of core dumps in bytes; 0 would still call a dump handler, if the machine has one."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Limits:
-    """Those of one call."""
+    """Limits of one call."""
 
     timeout_s: float
     memory: MemoryLimit | None
@@ -43,7 +43,7 @@ class Limits:
 def run_child(
     function: Callable[..., Any], job: bytes, limits: Limits, answer_fd: int, server_fds: Sequence[int]
 ) -> NoReturn:
-    """Answers in JSON, as ``rlpipe.scoring.sandbox.sandbox`` reads it, and ends."""
+    """Run one call, write its answer as JSON for ``rlpipe.scoring.sandbox.sandbox``, and end this process."""
     status = 1
     try:
         lock_in(limits, server_fds)
@@ -56,7 +56,7 @@ def run_child(
 
 
 def lock_in(limits: Limits, server_fds: Sequence[int]) -> None:
-    """For good, and without the server's own files; raises ``OSError`` where the machine can't do it."""
+    """Confine this process for good, and close the server's files; raise ``OSError`` if the machine can't do it."""
     server = os.getppid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -77,13 +77,13 @@ def lock_in(limits: Limits, server_fds: Sequence[int]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_DUMP, NO_CORE_DUMP))
     drop_capabilities()
-    # Nothing that it starts can reach the answer through /proc then.
+    # So that nothing that this process starts can reach the answer through /proc.
     call_prctl(PR_SET_DUMPABLE, 0)
     install_filter(build_filter(os.getpid(), [server]))
 
 
 def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | None) -> dict[str, Any]:
-    """The values with what was logged, or the failure."""
+    """Call the function, and return its values with what was logged, or the failure."""
     logged: list[tuple[str, float]] = []
     tools = {"log_metric": lambda name, value: logged.append((str(name), float(value))), "log_extra": ignore_extra}
     try:

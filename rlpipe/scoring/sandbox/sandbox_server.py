@@ -1,4 +1,4 @@
-"""A clean process of one thread that forks another for every sandboxed call, watches it, and ends what it leaves."""
+"""Clean, single-threaded process that forks another for every sandboxed call, watches it, and ends what it leaves."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPAB
 
 MAX_ANSWER_BYTES = 2**22
 MAX_PROCESSES = 128
-"""Living descendants of a call at one time."""
+"""Most living descendants of a call at one time."""
 CHECK_S = 0.1
-"""Seconds between two looks at a call's processes and their memory."""
+"""Seconds between two checks of a call's processes and their memory."""
 IDLE_S = 1.0
 GONE = "the scoring process is gone"
 
 
 class SandboxServer:
-    """Serves one scoring process, one call at a time, until the connection closes."""
+    """Server of one scoring process, one call at a time, until the connection closes."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._parent = connection, os.getppid()
         rewards: Mapping[str, RewardConfig] = pickle.loads(connection.recv_bytes())
-        # It adopts what its children leave behind, and nobody may look into it.
+        # The server adopts the orphans of its children, and no other process may inspect it.
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
         call_prctl(PR_SET_DUMPABLE, 0)
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -82,12 +82,15 @@ class SandboxServer:
             end_children()
 
     def _check_parent(self) -> None:
-        """The connection tells nothing while a forked child of the scoring process holds its other end open."""
+        """Raise ``EOFError`` if the scoring process has ended.
+
+        The connection does not report that while a forked child of the scoring process holds its other end open.
+        """
         if os.getppid() != self._parent:
             raise EOFError(GONE)
 
     def _watch(self, pid: int, read_end: int, limits: Limits) -> tuple[str | None, bytes]:
-        """What the child answers, and the reason if the call failed; the child may still live then."""
+        """Return the reason if the call failed, and the child's answer; a failed child may still be alive."""
         answer = bytearray()
         started = time.monotonic()
         base_bytes = memory_bytes(os.getpid())
@@ -120,7 +123,7 @@ class SandboxServer:
 
 
 def read_more(fd: int, answer: bytearray) -> bool:
-    """Adds what there is to read, up to somewhat more than an answer may have; False at the end of the file."""
+    """Append what can be read, up to somewhat more than the longest answer; return False at the end of the file."""
     with suppress(BlockingIOError):
         while len(answer) <= MAX_ANSWER_BYTES:
             chunk = os.read(fd, 2**16)
@@ -131,7 +134,7 @@ def read_more(fd: int, answer: bytearray) -> bool:
 
 
 def reap(pid: int) -> int | None:
-    """Takes leave of all children that have ended; the wait status of ``pid`` if it is among them."""
+    """Reap all children that have ended; return the wait status of ``pid`` if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
@@ -140,7 +143,7 @@ def reap(pid: int) -> int | None:
 
 
 def end_children() -> None:
-    """Ends and reaps every process that the last call has left."""
+    """End and reap every process that the last call has left."""
     with suppress(ChildProcessError):
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
@@ -149,7 +152,7 @@ def end_children() -> None:
 
 
 def describe_end(status: int, limits: Limits) -> str | None:
-    """Why a child with that wait status has no answer; None if it may have one."""
+    """Return why a child with that wait status has no answer, or None if it may have one."""
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return None
@@ -162,8 +165,10 @@ def describe_end(status: int, limits: Limits) -> str | None:
 
 
 def describe_excess(memory: MemoryLimit | None, base_bytes: int) -> str | None:
-    """Why the processes of the running call are too many or too large together; each is one that the server's
-    ``base_bytes`` are shared with, or is small."""
+    """Return why the processes of the running call are too many or too large together, or None if they are not.
+
+    The server's ``base_bytes`` are subtracted from each: a process either shares them or is small.
+    """
     family = descendants([os.getpid()], list_processes())
     if len(family) > MAX_PROCESSES:
         return f"it had more than {MAX_PROCESSES} processes at one time in its sandbox"
@@ -174,7 +179,7 @@ def describe_excess(memory: MemoryLimit | None, base_bytes: int) -> str | None:
 
 
 def memory_bytes(pid: int) -> int:
-    """Memory of the process that no file backs; 0 if it has ended."""
+    """Return the bytes of the process's memory that no file backs, or 0 if it has ended."""
     total = 0
     with suppress(OSError):
         for line in (PROC / str(pid) / "status").read_text(errors="replace").splitlines():
@@ -184,7 +189,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def find_obstacle() -> str | None:
-    """Why this machine can't lock a process in, or None; it is tried out."""
+    """Try to confine a process, and return why this machine can't, or None if it can."""
     if (reason := unsupported()) is not None:
         return reason
     read_end, write_end = os.pipe()
@@ -207,7 +212,7 @@ def find_obstacle() -> str | None:
 
 
 def main() -> None:
-    lift_memory_limit()  # that of the scoring process
+    lift_memory_limit()  # inherited from the scoring process
     connection = Connection(int(sys.argv[1]))
     try:
         if (obstacle := find_obstacle()) is not None:

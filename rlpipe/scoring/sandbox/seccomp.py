@@ -1,6 +1,6 @@
-"""A system-call filter for the calling process and all it starts: no network, no hand on other processes.
+"""System-call filter for the calling process and all that it starts: no network, no access to outside processes.
 
-It is a classic BPF program, one instruction a line of (code, jump if true, jump if false, constant), which reads the
+The filter is a classic BPF program of instructions (code, jump if true, jump if false, constant), which reads the
 kernel's ``struct seccomp_data``: the call's number, the architecture, and the arguments.
 """
 
@@ -26,20 +26,20 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, PR_SE
 FILTER_MODE = 2
 CAPABILITY_VERSION = 0x20080522
 KEPT_CAPABILITIES = (1 << 1) | (1 << 2)
-"""Those that override file permissions: root keeps the files that it had."""
+"""Capabilities that override file permissions, so that root keeps access to its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The numbers of one architecture."""
+    """Audit number of one architecture, and its numbers of system calls."""
 
     audit: int
     refused: tuple[int, ...]
-    """ptrace, process_vm_readv, process_vm_writev"""
+    """Numbers of ptrace, process_vm_readv and process_vm_writev."""
     sockets: tuple[int, ...]
-    """socket, socketpair"""
+    """Numbers of socket and socketpair."""
     aimed: tuple[int, ...]
-    """kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64: their first argument is a process"""
+    """Numbers of kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64, whose first argument is a pid."""
 
 
 MACHINES = {
@@ -49,7 +49,8 @@ MACHINES = {
     ),
 }
 REFUSED_EVERYWHERE = (424, 425, 426, 427, 438)
-"""pidfd_send_signal, io_uring_setup, io_uring_enter, io_uring_register, pidfd_getfd; io_uring opens sockets unseen."""
+"""Numbers of pidfd_send_signal, io_uring_setup, io_uring_enter, io_uring_register (io_uring can open sockets that the
+filter does not see) and pidfd_getfd."""
 
 
 class _Program(ctypes.Structure):
@@ -61,17 +62,18 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def unsupported() -> str | None:
-    """Why this machine has no filter, or None."""
+    """Return why this machine has no filter, or None if it has one."""
     if sys.platform == "linux" and platform.machine() in MACHINES:
         return None
     return f"it needs Linux on x86_64 or aarch64, and this is {platform.system()} on {platform.machine()}"
 
 
 def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:
-    """The program for a process of id ``own``.
+    """Return the program for the process of id ``own``.
 
-    Sockets are of AF_UNIX. Signals and limits reach the process itself, its group, and processes that began after it,
-    by their id, but never ``protected``. All else that is refused fails with EPERM.
+    Only AF_UNIX sockets can be opened; others fail with EACCES. Signals and limits reach the process itself, its group,
+    and processes that began after it, judged by their id, but never ``protected``; all else that is refused fails with
+    EPERM.
     """
     machine = MACHINES[platform.machine()]
     program = [
@@ -105,7 +107,10 @@ def _allow_unix_only() -> list[Instruction]:
 
 
 def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
-    """0 is the process itself or its group; a negative number, which is a large one here, is another group."""
+    """Return the instructions that check the process in the first argument.
+
+    0 is the process itself or its group; a negative number, which is a large unsigned one here, is another group.
+    """
     refused = [number for pid in protected for number in (pid, PID_SPACE - pid)]
     checks: list[Instruction] = [
         *((JUMP_EQUAL, len(refused) - place + 2, 0, number) for place, number in enumerate(refused)),
@@ -118,7 +123,7 @@ def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
 
 
 def install_filter(program: Sequence[Instruction]) -> None:
-    """For this process for good; it can't gain privileges any more either. Raises ``OSError``."""
+    """Install a filter in this process for good, and bar it from gaining privileges; raise ``OSError`` on failure."""
     packed = b"".join(
         code.to_bytes(2, sys.byteorder) + bytes([true, false]) + constant.to_bytes(4, sys.byteorder)
         for code, true, false, constant in program
@@ -129,16 +134,16 @@ def install_filter(program: Sequence[Instruction]) -> None:
 
 
 def call_prctl(option: int, *arguments: int) -> None:
-    """Raises ``OSError``."""
+    """Call prctl; raise ``OSError`` on failure."""
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
     if _libc().prctl(ctypes.c_int(option), *padded) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
 def drop_capabilities() -> None:
-    """Root becomes a user who may only read and write all files; raises ``OSError``."""
+    """Drop root's capabilities, except to read and write all files; raise ``OSError`` on failure."""
     header = _CapabilityHeader(CAPABILITY_VERSION, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same of capabilities from 32 on
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for capabilities 32 and up
     if _libc().capget(ctypes.byref(header), sets) == 0:
         kept = sets[1] & KEPT_CAPABILITIES
         sets[:] = [kept, kept, 0, 0, 0, 0]
