@@ -1,4 +1,4 @@
-"""Composes the config of a run: Hydra's config groups, then the user's file, then the command line's overrides."""
+"""Composition of a run's config: Hydra's config groups, then the user's file, then the command line's overrides."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from rlpipe.errors import ConfigError, DataError
 
 
 def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None, need_files: bool = True) -> Config:
-    """The validated, frozen config of a run.
+    """Compose, validate and freeze the config of a run.
 
     ``overrides`` are Hydra's: ``algorithm=dapo`` chooses a group's file, ``algorithm.loss.clip_high=0.28`` sets an
-    option, ``~scoring.rewards.length`` removes an entry. ``file`` is a YAML file with options, and with a ``defaults``
-    list of group choices where wanted; the overrides have the last word. Raises ``InputError`` if anything in them is
-    unknown, of the wrong type, missing or contradictory, or, with ``need_files``, names a file that is not here.
+    option, ``~scoring.rewards.length`` removes an entry. ``file`` is a YAML file with options, and optionally a
+    ``defaults`` list of group choices; the overrides take precedence over it. Raises ``InputError`` if anything in them
+    is unknown, of the wrong type, missing or contradictory, or, with ``need_files``, names a file that does not exist.
     """
     return build_config(compose_tree(overrides, file=file), need_files=need_files)
 
 
 def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = None) -> DictConfig:
-    """The merged tree of ``load_config``, typed by the schema, in which required options may still be missing."""
+    """Merge the tree of ``load_config``, typed by the schema; required options may still be missing in it."""
     groups = list_groups()
     parsed = [parse_override(text) for text in overrides]
     file_tree, file_choices = read_file(Path(file)) if file is not None else ({}, [])
@@ -61,7 +61,7 @@ def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = Non
 
 
 def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
-    """The ``Config`` of a complete tree: interpolations resolved, validated, frozen."""
+    """Build the ``Config`` of a complete tree: resolve interpolations, validate, and freeze."""
     try:
         check_required(OmegaConf.missing_keys(tree))
         config = OmegaConf.to_object(tree)
@@ -74,7 +74,7 @@ def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
 
 
 def show_tree(tree: DictConfig) -> str:
-    """The tree as YAML, interpolations resolved; required options that are not set show as ``???``."""
+    """Return the tree as YAML, with interpolations resolved; required options that are not set show as ``???``."""
     try:
         return OmegaConf.to_yaml(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -90,12 +90,12 @@ def check_required(missing: Collection[str]) -> None:
 
 @dataclass(kw_only=True, frozen=True)
 class Layer:
-    """Options that are merged over those below."""
+    """Options that are merged over those of earlier layers."""
 
     content: Mapping[str, Any]
     """A tree from the root."""
     source: str | None = None
-    """The file it comes from, for messages; None for the command line."""
+    """The file that the options come from, for error messages; None for the command line."""
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(message if self.source is None else f"{self.source}: {message}")
@@ -157,7 +157,7 @@ def unknown_option(name: str) -> str:
 
 
 def group_layers(choices: list[str]) -> Iterator[Layer]:
-    """The YAML files of the config groups that a run uses, in Hydra's order."""
+    """Yield the YAML files of the config groups that a run uses, in Hydra's order."""
     folder = config_folder()
     try:
         with hydra_loader(folder) as loader:
@@ -173,7 +173,7 @@ def group_layers(choices: list[str]) -> Iterator[Layer]:
 
 @contextmanager
 def hydra_loader(folder: Path) -> Iterator[ConfigLoader]:
-    """Hydra on a folder; a Hydra application around this one stays as it was."""
+    """Open Hydra's config loader on a folder; restore the state of a surrounding Hydra application afterwards."""
     around = get_gh_backup()
     GlobalHydra.instance().clear()
     try:
@@ -193,7 +193,7 @@ def read_group_file(folder: Path, default: ResultDefault) -> Layer:
 
 
 def group_choice(override: Override) -> str:
-    """The override as Hydra wants it; null leaves the group out."""
+    """Return the override in Hydra's syntax; null leaves the group out."""
     group, choice = override.key_or_group, override.value()
     if choice is None or override.is_delete():
         return f"~{group}"
@@ -219,7 +219,7 @@ def unknown_choice(path: str) -> str:
 
 
 def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
-    """The options in a user's file, and the group choices of its ``defaults`` list, as (group, override)."""
+    """Read a user's file; return its options, and the group choices of its ``defaults`` list as (group, override)."""
     if not path.is_file():
         raise DataError(f"the config file {path.absolute()} does not exist")
     content = read_yaml(path)
@@ -258,7 +258,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_override(text: str) -> Override:
     key, _, value = text.partition("=")
     try:
-        # Hydra's grammar wants quotes around a tilde, which nobody expects of a path.
+        # Hydra's grammar requires quotes around a tilde, which nobody expects for a path.
         override = OverridesParser.create().parse_override(f"{key}={expand_home(value)}" if value else text)
     except (HydraException, OverrideParseException) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Finds the files that a path of JSONL or Parquet stands for, and the folder of prepared rows."""
+"""Paths of data: the JSONL or Parquet files of a path, and the folder of prepared rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from rlpipe.errors import ConfigError, DataError
 
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
-"""What the names of a folder's files end with, by source."""
+"""Suffixes of the files that are read from a folder, by source."""
 
 
 def data_files(path: str | None, source: str, option: str) -> list[Path]:
-    """A file, all that match a pattern such as ``rows/*.jsonl``, or all of a folder with the source's suffix; sorted.
+    """Return the sorted files of a path, which is a file, a pattern such as ``rows/*.jsonl``, or a folder.
 
-    Raises ``DataError``, naming the option, if there is none.
+    In a folder, all files with the source's suffixes are taken, at any depth. Raises ``DataError``, which names the
+    option, if there is no file.
     """
     if path is None:
         raise DataError(f"{option} is not set; source {source} needs a file")
@@ -37,7 +38,7 @@ def data_files(path: str | None, source: str, option: str) -> list[Path]:
 
 
 def cache_folder(path: str) -> Path:
-    """That of ``data.cache``, which need not exist; raises ``ConfigError`` if it can't."""
+    """Return the folder of ``data.cache``, which need not exist; raise ``ConfigError`` if it can't be created."""
     folder = Path(path).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():

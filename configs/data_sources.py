@@ -1,4 +1,4 @@
-"""The entries of ``data.sources``: what a mix is made of, and the options that a source has of its own."""
+"""The entries of ``data.sources``: the sources of a mix, each with options of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlpipe.errors import ConfigError
 
 OPTION = "data.sources"
 WHOLE = ("sources", "held_out", "max_prompt_tokens", "cache")
-"""Options of ``data`` that hold for a mix as a whole."""
+"""Options of ``data`` that apply to a mix as a whole."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-100, 1e100
-"""Beyond these the shares of a mix can't be counted."""
+"""Range of weights for which the shares of a mix can be computed."""
 EXAMPLE = "such as data.sources.math={source: jsonl, path: math.jsonl, weight: 2}"
 
 
@@ -29,18 +29,18 @@ class MixedSource:
 
     name: str
     weight: float
-    """Its rows among those of all sources are as its weight among theirs."""
+    """Weight of the source; its share of all rows is its weight over the sum of all weights."""
     data: DataConfig
-    """Its own options over those of ``data``."""
+    """Options of ``data``, overridden by the source's own."""
 
 
 def all_sources(data: DataConfig) -> list[MixedSource]:
-    """Those of a mix, or the only one, without a name."""
+    """Return the sources of a mix, or the only source with an empty name."""
     return mixed_sources(data) if data.source == "mix" else [MixedSource(name="", weight=1.0, data=data)]
 
 
 def mixed_sources(data: DataConfig) -> list[MixedSource]:
-    """The sources of a mix by name; raises ``ConfigError`` with the entry and the key that is wrong."""
+    """Return the sources of a mix, sorted by name; raise ``ConfigError`` with the entry and the key that is wrong."""
     for name in data.sources:
         if not isinstance(name, str) or not name.strip():
             raise ConfigError(f"{OPTION}: {name!r} is no name of a source; write {EXAMPLE}")

@@ -1,4 +1,4 @@
-"""The schema as a flat list of options, with their types and ranges in words, and the nearest name of a wrong one."""
+"""The schema as a flat list of options, with types and ranges in words, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -74,23 +74,23 @@ SYNONYMS = {
     "in_flight_weight_updates": "weights.on_update",
     "partial_rollout": "weights.on_update",
 }
-"""What other libraries call our options."""
+"""Other libraries' names of options, with rlpipe's names."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Option:
-    """One option; entries of a dictionary of sections stand under ``<name>``."""
+    """One option; in a dictionary of sections, ``<name>`` stands for the name of the entry."""
 
     name: str
-    """Dotted, from the root."""
+    """Dotted name from the root."""
     hint: Any
     default: Any
-    """``MISSING`` where it must be given."""
+    """Default value; ``MISSING`` if the option is required."""
     metadata: Mapping[str, Any]
 
     @property
     def pattern(self) -> str:
-        """The names that it covers, for ``fnmatch``."""
+        """``fnmatch`` pattern of the names that the option covers."""
         return self.name.replace("<name>", "*")
 
     @property
@@ -107,7 +107,7 @@ class Option:
 
 
 def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
-    """Every option of a section and of the sections in it, in the schema's order."""
+    """Yield every option of a section and of the sections in it, in the schema's order."""
     hints = get_type_hints(section)
     for entry in fields(section):
         hint, name = hints[entry.name], prefix + entry.name
@@ -125,7 +125,7 @@ def is_section(hint: Any) -> bool:
 
 
 def element_section(hint: Any) -> type | None:
-    """The section that the entries of a dictionary are, as in ``dict[str, RewardConfig]``, or None."""
+    """Return the section class of a dictionary's entries, as in ``dict[str, RewardConfig]``; None for other types."""
     arguments = get_args(hint)
     if get_origin(hint) is dict and is_section(arguments[1]):
         return arguments[1]  # type: ignore[no-any-return]
@@ -133,7 +133,7 @@ def element_section(hint: Any) -> type | None:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in words, as in "a list of numbers, or null"."""
+    """Describe a type in words, as in "a list of numbers, or null"."""
     if get_origin(hint) is UnionType:
         return ", or ".join(describe_type(part) for part in get_args(hint))
     if get_origin(hint) is list:
@@ -149,7 +149,7 @@ def plural(hint: Any) -> str:
 
 
 def describe_range(metadata: Mapping[str, Any]) -> str:
-    """The choices, or the range, in words; empty where anything of the type is allowed."""
+    """Describe the choices, or the range, in words; empty if any value of the type is allowed."""
     if metadata["choices"] is not None:
         return f"one of {', '.join(metadata['choices'])}"
     bounds = {"minimum": "at least", "above": "above", "maximum": "at most"}
@@ -166,7 +166,7 @@ def describe_default(option: Option) -> str:
 
 @cache
 def all_names() -> tuple[str, ...]:
-    """The dotted names of all options and of the sections that hold them."""
+    """Return the dotted names of all options and of the sections that hold them."""
     names: dict[str, None] = {}
     for option in options():
         parts = option.name.split(".")
@@ -175,10 +175,10 @@ def all_names() -> tuple[str, ...]:
 
 
 def nearest_name(wrong: str) -> str | None:
-    """The option or section that ``wrong`` was most likely meant to be.
+    """Return the option or section that ``wrong`` was most likely meant to be; None if nothing is similar.
 
-    In order: another library's name for it, the same last word elsewhere, a similar last word in the same section,
-    a similar whole name.
+    In order of preference: another library's name for it, the same last word elsewhere, a similar last word in the
+    same section, a similar whole name.
     """
     parent, _, word = wrong.rpartition(".")
     if word in SYNONYMS:

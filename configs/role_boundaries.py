@@ -1,4 +1,4 @@
-"""The entries of ``data.role_boundaries``: what a chat template writes around the turns of a role."""
+"""The entries of ``data.role_boundaries``: the markers that a chat template writes around a role's turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.errors import ConfigError
 
 OPTION = "data.role_boundaries"
 END_TOKEN = "eos_token"
-"""As an end marker: the tokenizer's end token, whatever it is called."""
+"""End marker that stands for the tokenizer's end token, whatever its text is."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -21,17 +21,17 @@ class RoleMarkers:
     role: str
     start: str
     end: str | None
-    """None: the turn goes to the end of the sequence."""
+    """End marker; None if the turn goes to the end of the sequence."""
     include_start: bool = False
-    """Whether the start marker belongs to the turn."""
+    """True if the start marker belongs to the turn."""
     include_end: bool = True
-    """Whether the end marker does. If not, it may also be the start of the next turn."""
+    """True if the end marker belongs to the turn; if False, it may also be the start marker of the next turn."""
     interrupts: bool = False
-    """Whether it also stands within turns of other roles, which go on behind it."""
+    """True if the turn may also stand within a turn of another role, which continues after it."""
 
 
 def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
-    """Raises ``ConfigError`` with the entry and the key that is wrong."""
+    """Read the entries of ``data.role_boundaries``; raise ``ConfigError`` with the entry and the key that is wrong."""
     markers = [_read(entry, f"{OPTION}[{index}]") for index, entry in enumerate(entries)]
     places: dict[str, int] = {}
     for index, marker in enumerate(markers):

@@ -1,4 +1,4 @@
-"""A config as a plain tree: as YAML, as a digest, and compared with the config that a run began with."""
+"""A config as a plain tree, as YAML, and compared with the config that a run began with."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ FREE_ON_RESUME = (
     "tracking",
     "cluster",
 )
-"""Options, or whole sections, that say how a run is carried out, and not what it trains."""
+"""Options and whole sections that determine how a run is executed, but not what it trains."""
 DTYPE = "model.dtype"
 
 
 def to_tree(config: Config | ModelConfig) -> dict[str, Any]:
-    """Nested dictionaries and lists of plain values, in the schema's order."""
+    """Convert a config to nested dictionaries and lists of plain values, in the schema's order."""
     tree = plain(asdict(config))
     assert isinstance(tree, dict)
     return tree
 
 
 def model_of(tree: Mapping[str, Any]) -> ModelConfig:
-    """That of a tree of ``to_tree``; options that are younger than the tree have their defaults."""
+    """Read a ``ModelConfig`` from a tree of ``to_tree``; options that are newer than the tree get their defaults."""
     return cast(ModelConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), tree)))
 
 
@@ -99,14 +99,14 @@ def plain(value: Any) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config; ``rlpipe train --config`` reads it back."""
+    """Return the resolved config as YAML, which ``rlpipe train --config`` reads back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
 
 
 def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two trees of ``to_tree`` and matters for training, as "option: old -> new".
+    """List the differences between two trees of ``to_tree`` that matter for training, as "option: old -> new".
 
-    Options that are younger than the old tree had their defaults. ``model.dtype=auto`` is whatever the other tree has.
+    Options that are newer than the old tree count as their defaults there. ``model.dtype=auto`` equals any other type.
     """
     before, after = dict(training_options(old)), dict(training_options(new))
     defaults = {option.name: plain(option.default) for option in options()}
@@ -124,9 +124,9 @@ def show(settings: Mapping[str, Any], name: str) -> str:
 
 
 def training_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The leaves of the tree that a resumed run must not change, by dotted name.
+    """Yield the leaves of the tree that a resumed run must not change, by dotted name.
 
-    A run may be made longer or shorter as long as its learning rate does not depend on its length.
+    A run may be made longer or shorter if its learning rate does not depend on its length.
     """
     constant = tree["learner"]["schedule"]["name"] == "constant"
     free = (*FREE_ON_RESUME, "algorithm.num_steps") if constant else FREE_ON_RESUME

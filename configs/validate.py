@@ -1,4 +1,4 @@
-"""Checks a composed config: every option's range first, then options that contradict each other, then files."""
+"""Validation of a composed config: first the ranges of all options, then contradictions, then missing files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rlpipe.errors import ConfigError, InputError
 
 
 def validate(config: Config, *, need_files: bool = True) -> None:
-    """Raises the first problem of the config, an ``InputError`` of one line that names the option and the fix.
+    """Raise the first problem of the config, an ``InputError`` of one line that names the option and the fix.
 
-    Rewards may still be missing, since Python callers hand them to ``rlpipe.train``; see ``require_rewards``.
+    Rewards may still be missing, because Python callers pass them to ``rlpipe.train``; see ``require_rewards``.
     """
     for problem in find_problems(config, need_files=need_files):
         raise problem
@@ -35,7 +35,7 @@ def find_problems(config: Config, *, need_files: bool) -> Iterator[InputError]:
 
 
 def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
-    """What in the entries of ``data.sources`` is unknown, of the wrong type, or outside its choices or range."""
+    """Yield errors for entries of ``data.sources`` that are unknown, of the wrong type, or out of range."""
     try:
         sources = mixed_sources(data)
     except ConfigError as error:
@@ -46,7 +46,7 @@ def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
 
 
 def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
-    """Raises ``ConfigError`` if nothing rewards the rollouts of an RL run: no config, and no function handed over."""
+    """Raise ``ConfigError`` if an RL run has no reward, neither in the config nor among ``rewards``."""
     rewarded = config.algorithm.ebft.reward or config.scoring.rewards or rewards
     if config.algorithm.kind == "rl" and not rewarded:
         raise ConfigError(
@@ -56,7 +56,7 @@ def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
 
 
 def find_out_of_range(section: Freezable, prefix: str = "") -> Iterator[ConfigError]:
-    """Every option of a section outside its choices or range; null always passes."""
+    """Yield an error for every option of a section outside its choices or range; null is always valid."""
     for entry in fields(section):  # type: ignore[arg-type]
         value, name = getattr(section, entry.name), prefix + entry.name
         if isinstance(value, Freezable):

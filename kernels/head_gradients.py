@@ -1,4 +1,4 @@
-"""Collects the gradients of an lm_head and of what comes into it, from those of its logits, tile by tile.
+"""Gradients of an lm_head and its inputs, collected from those of its logits, tile by tile.
 
 Shapes: T tokens, H hidden size, V vocabulary, r rank of a LoRA, N columns of a tile.
 """
@@ -17,7 +17,10 @@ from rlpipe.kernels.products import add_product
 
 @dataclass(slots=True, frozen=True)
 class HeadGradients:
-    """None for what needs none. Those of the tokens, to which every tile adds, are as wide as logits."""
+    """Gradients of an lm_head's tensors, None for those not needed.
+
+    Those of ``hidden`` and ``states`` are sums over all tiles, and have the type of the logits.
+    """
 
     tiles: HeadTiles
     hidden: Tensor | None  # [T, H]
@@ -28,7 +31,7 @@ class HeadGradients:
 
     @classmethod
     def make(cls, tiles: HeadTiles, needed: Sequence[bool]) -> HeadGradients:
-        """``needed`` says it for the tensors in order."""
+        """Allocate the gradients that are ``needed``, flags in the order of the tensors."""
 
         def zeros(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else torch.zeros_like(tensor, dtype=tiles.dtype)
@@ -46,7 +49,7 @@ class HeadGradients:
         return cls(tiles, *(make(one) if need else None for (make, one), need in zip(makers, needed, strict=False)))
 
     def add(self, columns: slice, gradient: Tensor) -> None:
-        """``gradient`` ``[T, N]`` is that of a tile's logits."""
+        """Add the contribution of a tile, whose logits have the given ``gradient`` ``[T, N]``."""
         tiles = self.tiles
         if self.hidden is not None:
             add_product(self.hidden, gradient, tiles.weight[columns])
@@ -60,7 +63,7 @@ class HeadGradients:
             self.bias[columns] = gradient.sum(0, dtype=tiles.dtype)
 
     def finished(self) -> list[Tensor | None]:
-        """In the order and the types of the tensors."""
+        """Return the gradients in the order and the types of the tensors, summed over shards where necessary."""
         shard = self.tiles.options.shard
         hidden, states = (
             None if one is None else sum_over_shards(one, shard).to(self.tiles.weight.dtype)

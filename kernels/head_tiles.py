@@ -1,8 +1,8 @@
-"""The logits of tokens, a tile at a time, and the statistics of their softmax; for log-probs that never hold all.
+"""Logits computed tile by tile, and the statistics of their softmax, so that log-probs never need all logits at once.
 
-Products run in torch (cuBLAS), what a tile needs beside them is one pass of a kernel over its rows. Shapes: T tokens,
-H hidden size, V vocabulary (a rank's rows of it, if it is sharded), r rank of a LoRA, C tokens of a chunk, N columns of
-a tile.
+Matrix products run in torch (cuBLAS); the rest of a tile's work is one pass of a kernel over its rows. Shapes:
+T tokens, H hidden size, V vocabulary (a rank's rows of it, if it is sharded), r rank of a LoRA, C tokens of a chunk,
+N columns of a tile.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rlpipe.kernels.softmax_gradient import row_gradient
 from rlpipe.kernels.softmax_stats import RowStats, row_stats
 
 COLUMN_MULTIPLE = 64
-"""Tiles are many times as wide, so that tensor cores can read each of their rows from its begin."""
+"""Tile widths are multiples of this, so that each row of a tile begins where tensor cores can read it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class VocabularyShard:
-    """Rows of the lm_head are spread over the ranks of a group, which all have the same tokens."""
+    """This rank's rows of an lm_head that is sharded over the ranks of a group, which all have the same tokens."""
 
     group: dist.ProcessGroup
     first_row: int
-    """Of this rank's, in the whole vocabulary."""
+    """Index of this rank's first row in the whole vocabulary."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HeadOptions:
     change: LogitChange
-    """What is the same for all tokens and columns."""
+    """Change that is the same for all tokens and columns."""
     chunk_tokens: int
     shard: VocabularyShard | None
     use_triton: bool | None
@@ -44,7 +44,7 @@ class HeadOptions:
 
 @dataclass(slots=True, frozen=True)
 class HeadTiles:
-    """What logits are made of."""
+    """The tensors that logits are computed from, tile by tile."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H]
@@ -57,11 +57,11 @@ class HeadTiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits."""
+        """Type of the logits."""
         return wide(self.weight.dtype)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The logits ``[C, V]`` of some tokens after the other, which may be overwritten."""
+        """Yield the logits ``[C, V]`` of one chunk of tokens after another; they may be overwritten."""
         buffer = self.weight.new_empty(
             min(self.options.chunk_tokens, len(self.hidden)), len(self.weight), dtype=self.dtype
         )
@@ -70,7 +70,10 @@ class HeadTiles:
             yield rows, self._logits(rows, slice(None), buffer[: rows.stop - start])
 
     def columns(self) -> Iterator[tuple[slice, Tensor]]:
-        """The logits ``[T, N]`` of all tokens for a part of the vocabulary after the other; tiles as large as above."""
+        """Yield the logits ``[T, N]`` of all tokens for one part of the vocabulary after another.
+
+        The tiles are about as large as those of ``chunks``.
+        """
         num_tokens, vocabulary = len(self.hidden), len(self.weight)
         num_tiles = math.ceil(num_tokens / self.options.chunk_tokens)
         width = math.ceil(vocabulary / num_tiles / COLUMN_MULTIPLE) * COLUMN_MULTIPLE if num_tiles > 1 else vocabulary
@@ -81,16 +84,16 @@ class HeadTiles:
             yield columns, self._logits(slice(None), columns, buffer[: num_tokens * size].view(num_tokens, size))
 
     def stats(self, with_entropy: bool) -> RowStats:
-        """Of all tokens."""
+        """Compute the statistics of all tokens."""
         return self.join([self.stats_of(rows, logits, with_entropy) for rows, logits in self.chunks()])
 
     def join(self, chunks: Sequence[RowStats]) -> RowStats:
-        """Of all tokens from those of the chunks."""
+        """Concatenate the statistics of all chunks."""
         values = [chunk.values for chunk in chunks]
         return RowStats(torch.cat(values, 1) if values else self.weight.new_empty(4, 0, dtype=self.dtype))
 
     def stats_of(self, rows: slice, logits: Tensor, with_entropy: bool) -> RowStats:
-        """Of a chunk, for the whole vocabulary."""
+        """Compute the statistics of a chunk over the whole vocabulary, including other ranks' shards."""
         own = row_stats(
             logits,
             self.targets[rows],
@@ -116,7 +119,7 @@ class HeadTiles:
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor:
-        """Of a tile, in the weight's type, as products take it; in the memory of the logits where that is as wide."""
+        """Compute the gradient of a tile's logits, in the weight's type; it overwrites logits of the same type."""
         own = logits if logits.dtype == self.weight.dtype else torch.empty_like(logits, dtype=self.weight.dtype)
         return row_gradient(
             logits,
@@ -146,7 +149,7 @@ class HeadTiles:
 
 
 def form_logits(hidden: Tensor, weight: Tensor, states: Tensor | None, up: Tensor | None, out: Tensor) -> Tensor:
-    """Before any change; shapes as in ``HeadTiles``, ``out`` ``[T, V]`` in at least float32."""
+    """Compute logits before any change into ``out`` ``[T, V]``, at least float32; other shapes as in ``HeadTiles``."""
     product(hidden, weight.T, out)
     if states is not None and up is not None:
         add_product(out, states, up.T)
@@ -154,7 +157,7 @@ def form_logits(hidden: Tensor, weight: Tensor, states: Tensor | None, up: Tenso
 
 
 def sum_over_shards(tensor: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """In place."""
+    """Sum a tensor over the ranks of a shard's group in place; without a shard, leave it unchanged."""
     if shard is not None:
         dist.all_reduce(tensor, group=shard.group)
     return tensor

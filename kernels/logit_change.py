@@ -1,4 +1,4 @@
-"""What models and sampling do to logits before their softmax: bias, scale, soft cap, temperature.
+"""Changes that models and sampling make to logits before the softmax: bias, scale, soft cap, temperature.
 
 Shapes: R rows, V columns. A row's logits x become z = cap · tanh(scale · (x + bias) / cap) / temperature.
 """
@@ -14,13 +14,13 @@ from rlpipe.kernels.products import wide
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
-    """The two of a ``LogitChange``: one for all rows, and each row's own."""
+    """Split a temperature into those of a ``LogitChange``: one number for all rows, and one per row or None."""
     return (1.0, temperature.detach()) if isinstance(temperature, Tensor) else (float(temperature), None)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LogitChange:
-    """What is done to logits before their softmax: they are divided by the temperature of all and by their row's."""
+    """The change of logits before their softmax; they are divided by both ``temperature`` and ``temperatures``."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -35,12 +35,12 @@ class LogitChange:
         return self if self.bias is None else replace(self, bias=self.bias[columns])
 
     def apply(self, logits: Tensor) -> Tensor:
-        """``[R, V]`` gives the same, in at least float32; the logits stay as they are, and may be what is returned."""
+        """Return changed logits ``[R, V]``, at least float32; the input is not modified, but returned if unchanged."""
         is_none = self.scale == self.temperature == 1.0 and self.softcap is self.temperatures is self.bias is None
         return self.apply_(logits.to(wide(logits.dtype), copy=not is_none))
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place, of logits ``[R, V]`` in at least float32."""
+        """Change logits ``[R, V]`` in place; they must be at least float32."""
         if self.bias is not None:
             logits.add_(self.bias.to(logits.dtype))
         if self.scale != 1.0:
@@ -54,7 +54,7 @@ class LogitChange:
         return logits
 
     def slope(self, changed: Tensor) -> Tensor | float:
-        """dz/dx at ``changed`` logits ``[R, V]``."""
+        """Return dz/dx at ``changed`` logits ``[R, V]``."""
         own = self.temperatures
         divisor: Any = self.temperature if own is None else own.to(changed.dtype)[:, None] * self.temperature
         outer = self.scale / divisor

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of tokens from hidden states and the lm_head, without holding all logits.
+"""Log-probs and entropies of tokens from hidden states and the lm_head, without holding all logits in memory.
 
 Shapes: T tokens, H hidden size, V vocabulary (a rank's rows of it, if it is sharded), r rank of a LoRA, K tokens that
 are not ignored.
@@ -38,23 +38,23 @@ def linear_logprob(
     shard: VocabularyShard | None = None,
     use_triton: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of ``targets`` under softmax(z), with z = softcap · tanh(scale · x / softcap) / temperature and
-    x = hidden @ weight.T + states @ up.T + bias, and the entropy in nats.
+    """Compute log-probs of ``targets`` under softmax(z), and the entropies in nats.
 
-    ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` ``[T]`` integers, ``IGNORED`` where
-    a token does not count; ``has_ignored=False`` says that all do, and spares the look. ``states`` ``[T, r]`` and
-    ``up`` ``[V, r]`` are a LoRA's, if there is one. ``temperature`` is one number, or one for each token ``[T]``. With
-    ``shard``, weight, up and bias are this rank's rows, and all ranks must call alike.
+    z = softcap · tanh(scale · x / softcap) / temperature, where x = hidden @ weight.T + states @ up.T + bias.
+    ``hidden`` is ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``; ``targets`` ``[T]`` are integers, ``IGNORED`` for
+    tokens that do not count (``has_ignored=False`` asserts that there are none, and saves the check). ``states``
+    ``[T, r]`` and ``up`` ``[V, r]`` belong to an optional LoRA. ``temperature`` is one number, or one per token. With
+    ``shard``, weight, up and bias are this rank's rows, and all ranks must make the same call.
 
-    Returns ``logprobs [T]`` and ``entropy [T]`` (None unless asked for), in at least float32; a target outside of the
-    vocabulary has -inf. Differentiable in all tensors that require it, but the temperature, through both results, or
-    through the log-probs alone without ``entropy_gradient``. Of a sharded vocabulary, gradients of ``hidden`` and
-    ``states`` are summed over the ranks.
+    Returns ``logprobs [T]`` and ``entropy [T]`` (None without ``with_entropy``), in at least float32; a target outside
+    of the vocabulary gets -inf. Differentiable in all tensors but the temperature, through both results, or only the
+    log-probs without ``entropy_gradient``. With ``shard``, the gradients of ``hidden`` and ``states`` are summed over
+    the ranks.
 
-    Logits exist for ``chunk_tokens`` tokens at one time, or for more tokens and as much less of the vocabulary. The
-    gradient of ``hidden`` and ``states`` through the log-probs is made along with these, up to a factor, where it is
-    all there is to make: with weight, up and bias frozen no product is left for the backward pass. Else that forms
-    the logits again. Triton or torch runs as ``use_triton`` says; None: Triton on CUDA.
+    Logits exist for ``chunk_tokens`` tokens at a time, or for more tokens and a correspondingly smaller part of the
+    vocabulary. With weight, up and bias frozen and no entropy gradient, the forward pass computes the log-probs'
+    slopes, and the backward pass only scales them; else the backward pass forms the logits again. ``use_triton``
+    chooses Triton or torch; None: Triton on CUDA.
     """
     _check_shapes(hidden, weight, targets, states, up)
     counted = _counted(targets) if has_ignored else None  # [K]
@@ -91,7 +91,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, states: Tenso
 
 
 def _counted(targets: Tensor) -> Tensor | None:
-    """Where targets count; None where all do."""
+    """Return the indices of the targets that count; None if all do."""
     counted = (targets != IGNORED).nonzero().squeeze(1)  # [K]
     return None if len(counted) == len(targets) else counted
 
@@ -112,7 +112,7 @@ def _compute(
     with_entropy: bool,
     entropy_gradient: bool,
 ) -> list[Tensor]:
-    """Log-probs, and entropies if asked for ``[T]``."""
+    """Compute log-probs ``[T]``, and entropies ``[T]`` if asked for, with the cheapest way to their gradients."""
     tensors = (hidden, weight, bias, states, up, targets, temperatures)
     is_traced = torch.is_grad_enabled()
     if not is_traced or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
@@ -129,7 +129,7 @@ def _results(stats: RowStats, with_entropy: bool) -> list[Tensor]:
 
 
 class FrozenHead(torch.autograd.Function):
-    """Keeps of each token the slope of its log-prob by its hidden state in place of the state itself."""
+    """Log-probs of a frozen head; saves the gradient of each log-prob by its hidden state instead of the state."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -169,8 +169,11 @@ class FrozenHead(torch.autograd.Function):
 
 
 class TrainedHead(torch.autograd.Function):
-    """Forms the logits again in the backward pass, for all tokens and a part of the vocabulary at one time, so that
-    each row of a weight's gradient is made in one product."""
+    """Log-probs and entropies of a trained head, which forms the logits again in the backward pass.
+
+    They are formed for all tokens and one part of the vocabulary at a time, so that each row of a weight's gradient
+    comes from a single product.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -208,7 +211,7 @@ def linear_logits(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """All of z ``[T, V]`` of ``linear_logprob``, in at least float32; without gradient."""
+    """Compute all of z ``[T, V]`` of ``linear_logprob``, in at least float32, without gradient."""
     of_all, of_each = split_temperature(temperature)
     change = LogitChange(scale=scale, softcap=softcap, temperature=of_all, temperatures=of_each, bias=bias)
     with torch.no_grad():

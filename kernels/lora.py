@@ -1,8 +1,8 @@
 """A linear layer with a LoRA over a frozen weight: each product runs once, and none is for the weight's gradient.
 
-There is no Triton kernel: nearly all of the work is two products with the weight, which cuBLAS does as fast as can be
-done. What is saved lies between them: the adapter's products are added to the base's where these are written, scale
-and all, and inputs of several layers, as of q, k and v, are kept once and not cast to the adapter's type.
+There is no Triton kernel, because nearly all of the work is two products with the weight, for which cuBLAS is as fast
+as possible. The savings are around them: the scaled adapter's products are added directly to the base's output, and
+an input shared by several layers, such as q, k and v, is saved once and not cast to the adapter's type.
 
 Shapes: T tokens, I inputs, O outputs, r rank.
 """
@@ -31,15 +31,15 @@ def lora_linear(
     bias: Tensor | None = None,
     unpack: Unpack | None = None,
 ) -> Tensor:
-    """y = x @ weight.T + bias + scale · (x @ down.T) @ up.T (arXiv:2106.09685), ``[..., O]``.
+    """Compute y = x @ weight.T + bias + scale · (x @ down.T) @ up.T (arXiv:2106.09685), ``[..., O]``.
 
     ``x`` is ``[..., I]``, ``weight`` ``[O, I]``, ``down`` ``[r, I]``, ``up`` ``[O, r]``, ``bias`` ``[O]``. ``unpack``
-    makes the weight of what is stored of it, as of codes in 4 bit; it runs once in the forward and once in the backward
-    pass. Products run, and y comes, in the type of ``x``, or in that of autocast. Gradients of the adapter come in its
-    own type; where that is wider, they are summed in it.
+    restores the weight from its stored form, such as 4-bit codes; it runs once in the forward and once in the backward
+    pass. Products and y have the type of ``x``, or autocast's. Gradients of the adapter have the adapter's type; if
+    that is wider, they are summed in it.
 
-    The backward pass is given ``x``, ``x @ down.T``, and the parameters as they are stored. Raises ``ValueError`` for a
-    weight that requires a gradient, and where shapes do not fit.
+    Saved for the backward pass are ``x``, ``x @ down.T``, and the parameters as they are stored. Raises ``ValueError``
+    for a weight that requires a gradient, and for shapes that do not fit.
     """
     if weight.requires_grad:
         raise ValueError("weight requires a gradient, and lora_linear makes none: freeze it")
@@ -52,7 +52,7 @@ def lora_linear(
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """As torch's own linear layers have it."""
+    """Return the type that torch's own linear layers would compute in: autocast's or that of ``x``."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -77,7 +77,7 @@ class _LoraLinear(torch.autograd.Function):
         y = flat @ whole.T if bias is None else torch.addmm(bias.to(dtype), flat, whole.T)  # [T, O]
         add_product(y, low, up.to(dtype).T)
         need_x, _, need_down, need_up, *_ = ctx.needs_input_grad
-        # As they were given: weights may leave the device and come back, and x is saved by others too.
+        # Saved as given, without casts: weights may be offloaded in between, and other layers save the same x.
         ctx.save_for_backward(
             x if need_down else None,
             weight if need_x else None,
@@ -115,12 +115,12 @@ def _whole(weight: Tensor, unpack: Unpack | None, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Rounded once."""
+    """Compute ``scale * left @ right``, rounded only once."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
 
 
 def _sum_of_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the outer products of ``[T, A]`` and ``[T, B]``, as ``[A, B]``."""
+    """Sum the outer products of the rows of ``[T, A]`` and ``[T, B]``, to ``[A, B]``."""
     out = left.new_empty(left.shape[1], right.shape[1], dtype=torch.promote_types(left.dtype, dtype))
     return product(left.T, right, out).to(dtype)

@@ -1,4 +1,4 @@
-"""Matrix products whose results are wider than their factors: rounded once, when they are used."""
+"""Matrix products whose results have a wider type than their factors, so that they are rounded only when used."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What logits of weights of a type are computed with."""
+    """Return the type that logits of weights of type ``dtype`` are computed in, at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """``left @ right``, into ``out``, whose type may be wider; on the CPU it is then rounded to that of the factors."""
+    """Write ``left @ right`` to ``out``, whose type may be wider; on the CPU the product is rounded to the factors'."""
     if out.dtype == left.dtype:
         return torch.mm(left, right, out=out)
     if left.is_cuda:
@@ -21,7 +21,7 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``out += left @ right``; as ``product``."""
+    """Compute ``out += left @ right``; types as in ``product``."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right)
     if left.is_cuda:

@@ -1,6 +1,7 @@
-"""What both kernels over rows of logits have in common: how rows are read and changed, in torch and in Triton.
+"""Code shared by both kernels over rows of logits: reading and changing rows, in torch and in Triton.
 
-Shapes: R rows, V columns. Pointers of kernels are named as the tensors, and count rows in 64 bits: R V passes 2^31.
+Shapes: R rows, V columns. Pointers in kernels are named like the tensors. Row indices are 64-bit, because R V may
+exceed 2^31.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ try:
     import triton.language as tl
 
     jit: Callable[..., Any] = triton.jit
-except ModuleNotFoundError:  # where there is no CUDA, either
+except ModuleNotFoundError:  # then there is no CUDA either
     triton = tl = None  # type: ignore[assignment]
 
     def jit(*_: Any, **__: Any) -> Any:
-        """Leaves no kernel to call."""
+        """Stand in for ``triton.jit``, so that this module can be imported without Triton; no kernel is called then."""
         return lambda function: function
 
 
 IGNORED = -100
 """The target of a token that does not count; its log-prob and entropy are 0 and have no gradient."""
 BLOCK, NUM_WARPS = 4096, 8
-"""Columns that a Triton program has in registers at one time, and the warps that share them."""
+"""Columns that a Triton program holds in registers at one time, and the warps that share them."""
 GROUP_ELEMENTS = 2**20
-"""The references take as many rows at a time as stay in a core's cache with so many elements."""
+"""Elements per group of rows in the torch references, small enough for a core's cache."""
 
 
 def runs_triton(logits: Tensor, chosen: bool | None) -> bool:
-    """CUDA tensors take Triton's kernels, but for float64, which these do not compute in."""
+    """Return ``chosen`` if set; else True for CUDA tensors except float64, which Triton's kernels don't compute in."""
     return logits.is_cuda and logits.dtype is not torch.float64 if chosen is None else chosen
 
 
 def pack_change(change: LogitChange) -> tuple[Tensor | None, Tensor | None, float, float | None, float]:
-    """Of the types that an operator takes."""
+    """Return the fields of a ``LogitChange`` in the types that a torch operator takes."""
     return change.bias, change.temperatures, float(change.scale), change.softcap, change.temperature
 
 
@@ -51,13 +52,13 @@ def unpack_change(
 
 
 def row_groups(logits: Tensor) -> Iterator[slice]:
-    """In order, all rows ``[R, V]``."""
+    """Return slices that together cover all rows of ``[R, V]`` logits, in order."""
     size = max(GROUP_ELEMENTS // logits.shape[1], 1)
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
 def find_targets(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Where each target is among these columns ``[R]``, and whether it is."""
+    """Return each target's index among these columns ``[R]`` (0 if it is not there), and whether it is there."""
     local = targets - first_column
     is_here = (local >= 0) & (local < num_columns) & (targets != IGNORED)
     return torch.where(is_here, local, 0), is_here
@@ -66,14 +67,14 @@ def find_targets(targets: Tensor, first_column: int, num_columns: int) -> tuple[
 @jit
 @no_type_check
 def exp(x):
-    """By the power of 2, which Triton compiles to a single instruction that takes the smallest numbers for 0."""
+    """Compute exp by ``exp2``, which Triton compiles to a single instruction that flushes subnormal numbers to 0."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 @no_type_check
 def change_logits(x, factor, scale, softcap, CAPPED: tl.constexpr):
-    """z, and dz/dx; ``factor`` is all that x is multiplied with where no cap comes in between."""
+    """Return z and dz/dx; ``factor`` is the product of all factors of x, apart from the soft cap."""
     slope = factor
     if CAPPED:
         bounded = 1 - 2 / (1 + exp(x * (2 * scale / softcap)))  # tanh
@@ -85,7 +86,7 @@ def change_logits(x, factor, scale, softcap, CAPPED: tl.constexpr):
 @jit
 @no_type_check
 def load_logits(logits, bias, columns, mask, BIASED: tl.constexpr):
-    """0 where the mask is False; None reads all, without a look at it."""
+    """Load logits plus bias in float32, with 0 where the mask is False; with None, load all columns unmasked."""
     x = tl.load(logits + columns, mask=mask).to(tl.float32)
     if BIASED:
         x += tl.load(bias + columns, mask=mask).to(tl.float32)
@@ -95,7 +96,7 @@ def load_logits(logits, bias, columns, mask, BIASED: tl.constexpr):
 
 
 def kernel_arguments(change: LogitChange, unused: Tensor) -> dict[str, Any]:
-    """What both kernels take of the change; ``unused`` stands where there is no tensor."""
+    """Return the change as arguments of both kernels; ``unused`` takes the place of missing tensors."""
     return {
         "bias": unused if change.bias is None else change.bias.contiguous(),
         "temperatures": unused if change.temperatures is None else change.temperatures.float().contiguous(),

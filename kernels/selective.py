@@ -1,4 +1,4 @@
-"""Log-probs and entropies of tokens from their logits, which are read once, and once more for their gradient.
+"""Log-probs and entropies of tokens from their logits, which are read once, and once more for the gradient.
 
 Shapes: V vocabulary, T tokens in all; ``...`` is one dimension of tokens, or two.
 """
@@ -30,15 +30,15 @@ def selective_logprob(
     in_place: bool = False,
     use_triton: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of ``targets`` under softmax(z), z = softcap · tanh(scale · logits / softcap) / temperature, and the
-    entropy in nats.
+    """Compute log-probs of ``targets`` under softmax(z), and the entropies in nats.
 
-    ``logits`` ``[..., V]`` may be a slice in its dimensions of tokens, of which no copy is made; ``targets`` ``[...]``
-    are integers, ``IGNORED`` where a token does not count; ``temperature`` is one number, or one for each token
-    ``[...]``. Returns ``logprobs [...]`` and ``entropy [...]`` (None unless asked for), in at least float32; a target
-    outside of the vocabulary has -inf. Differentiable in the logits through both results, or through the log-probs
-    alone without ``entropy_gradient``. With ``in_place`` the gradient takes the memory of the logits, which nothing
-    else may need then. Triton or torch runs as ``use_triton`` says; None: Triton on CUDA.
+    z = softcap · tanh(scale · logits / softcap) / temperature. ``logits`` ``[..., V]`` may be a slice along the token
+    dimensions, and is then not copied; ``targets`` ``[...]`` are integers, ``IGNORED`` for tokens that do not count;
+    ``temperature`` is one number, or one per token ``[...]``. Returns ``logprobs [...]`` and ``entropy [...]`` (None
+    without ``with_entropy``), in at least float32; a target outside of the vocabulary gets -inf. Differentiable in the
+    logits through both results, or through the log-probs only without ``entropy_gradient``. With ``in_place`` the
+    gradient overwrites the logits, which nothing else may need then. ``use_triton`` chooses Triton or torch; None:
+    Triton on CUDA.
     """
     if targets.shape != logits.shape[:-1] or not 2 <= logits.ndim <= 3:
         raise ValueError(
@@ -63,7 +63,7 @@ def selective_logprob(
 
 
 class SelectiveLogprob(torch.autograd.Function):
-    """Of P parts with R rows each: a single part where all rows lie evenly in memory."""
+    """Log-probs and entropies of logits in P parts of R rows each: one part if all rows are evenly spaced in memory."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class SelectiveLogprob(torch.autograd.Function):
 
 
 def _parts(logits: Tensor, *by_token: Tensor | None) -> tuple[Iterable[Any], ...]:
-    """The logits in parts ``[P, R, V]``, and what there is for each token ``[P, R]``, or None P times."""
+    """Split the logits into parts ``[P, R, V]``, and per-token tensors into ``[P, R]``; repeat None P times."""
     num_tokens = logits.shape[:-1].numel()
     is_even = logits.ndim == 2 or logits.stride(0) == logits.shape[1] * logits.stride(1)
     parts = logits.view(1, num_tokens, logits.shape[-1]) if is_even else logits

@@ -48,9 +48,9 @@ def row_gradient(
     has_ignored: bool = True,
     use_triton: bool | None = None,
 ) -> Tensor:
-    """The gradient of the raw logits ``[R, V]`` from those of log-probs and entropies ``[R]``, into ``out``, which may
-    be the logits' memory; ``stats`` are those of the whole vocabulary.
+    """Write the gradient of the raw logits ``[R, V]`` to ``out``, given those of log-probs and entropies ``[R]``.
 
+    ``out`` may be the logits' memory; ``stats`` are those of the whole vocabulary.
     d logprob / dz = onehot(target) - p, and d entropy / dz = -p (log p + entropy).
     """
     if len(targets):
@@ -60,7 +60,7 @@ def row_gradient(
     return out
 
 
-# An operator of torch, so that who traces a model on fake tensors meets it, and not what it does inside.
+# A torch operator, so that tracing a model on fake tensors sees the operator, and not its implementation.
 
 
 @torch.library.custom_op("rlpipe::row_gradient", mutates_args={"out"})
@@ -89,7 +89,7 @@ def _fill_gradient(
 
 @_fill_gradient.register_fake
 def _fill_nothing(*_: Any) -> None:
-    """What is filled is there already."""
+    """Do nothing on fake tensors, because the operator returns nothing and its output is already allocated."""
 
 
 def _gradient_torch(
@@ -159,7 +159,7 @@ def _gradient_kernel(
     is_counted = target != IGNORED
     if PER_ROW:
         factor /= tl.load(temperatures + row)
-    # Of an ignored row all that follows is a number times 0.
+    # For an ignored row, everything below is a finite number times 0.
     x = load_logits(logits + row * row_stride, bias, columns, columns < tl.where(is_counted, num_columns, 0), BIASED)
     z, slope = change_logits(x, factor, scale, softcap, CAPPED)
     log_p = (z - tl.load(largest + row)) - tl.load(log_total + row)

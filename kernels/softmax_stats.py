@@ -1,4 +1,4 @@
-"""The statistics of the softmax of rows of logits, from which log-probs and entropies follow, also of rows in parts.
+"""Softmax statistics of rows of logits, whole or in parts, from which log-probs and entropies follow.
 
 Shapes: R rows, V columns, which may be a part of the vocabulary; P parts. A row's logits x become z (``LogitChange``).
 """
@@ -34,17 +34,17 @@ from rlpipe.kernels.row_access import (
 
 @dataclass(frozen=True)
 class RowStats:
-    """Of the softmax of each row: four numbers, from which those of a whole vocabulary follow by its parts.
+    """Statistics of each row's softmax: four numbers, which can be joined from the parts of a vocabulary.
 
-    ``values`` ``[4, R]``: the largest z, m; the sum s of exp(z - m); that of exp(z - m) (z - m); and the target's z,
-    -inf where it is in another part, or in none. All are 0 of an ignored row.
+    ``values`` ``[4, R]``: the largest z, m; the sum s of exp(z - m); the sum of exp(z - m) (z - m); and the target's z,
+    -inf if it is in another part, or in none. All are 0 for an ignored row.
     """
 
     values: Tensor  # [4, R]
 
     @classmethod
     def join(cls, parts: Tensor) -> RowStats:
-        """Of the values of all parts ``[P, 4, R]``."""
+        """Join the values of all parts ``[P, 4, R]``."""
         largest, total, moment, target = parts.unbind(1)  # [P, R]
         most = largest.amax(0)
         lower = largest - most
@@ -58,7 +58,7 @@ class RowStats:
 
     @cached_property
     def total(self) -> Tensor:
-        """s ``[R]``; one of the terms is 1, whatever rounding makes of it."""
+        """s ``[R]``, at least 1 despite rounding, because its largest term is 1."""
         return self.values[1].clamp(min=1)
 
     @cached_property
@@ -67,12 +67,12 @@ class RowStats:
 
     @cached_property
     def logprobs(self) -> Tensor:
-        """Of the targets ``[R]``; never positive."""
+        """Log-probs of the targets ``[R]``, never positive."""
         return (self.values[3] - self.values[0]).clamp(max=0) - self.log_total
 
     @cached_property
     def entropy(self) -> Tensor:
-        """In nats ``[R]``; exact also where nearly all probability is on one token, whose log s nearly vanishes."""
+        """Entropies in nats ``[R]``, exact even if nearly all probability is on one token and log s nearly vanishes."""
         return self.log_total - self.values[2] / self.total
 
 
@@ -86,10 +86,10 @@ def row_stats(
     with_entropy: bool = True,
     use_triton: bool | None = None,
 ) -> RowStats:
-    """Reads the logits ``[R, V]`` once, and leaves them as they are.
+    """Compute the statistics of logits ``[R, V]``, which are read once and not modified.
 
-    ``targets`` ``[R]`` count from the vocabulary's begin, ``first_column`` is that of these logits in it. Triton or
-    torch runs as ``use_triton`` says; None: Triton on CUDA. ``with_entropy=False`` leaves its sum at 0.
+    ``targets`` ``[R]`` are indices into the whole vocabulary, of which these logits begin at ``first_column``.
+    ``use_triton`` chooses Triton or torch; None: Triton on CUDA. ``with_entropy=False`` leaves the entropy's sum at 0.
     """
     values = logits.new_zeros(4, len(targets), dtype=wide(logits.dtype))
     if len(targets):
@@ -98,7 +98,7 @@ def row_stats(
     return RowStats(values)
 
 
-# An operator of torch, so that who traces a model on fake tensors meets it, and not what it does inside.
+# A torch operator, so that tracing a model on fake tensors sees the operator, and not its implementation.
 
 
 @torch.library.custom_op("rlpipe::row_stats", mutates_args={"values"})
@@ -122,14 +122,14 @@ def _fill_stats(
 
 @_fill_stats.register_fake
 def _fill_nothing(*_: Any) -> None:
-    """What is filled is there already."""
+    """Do nothing on fake tensors, because the operator returns nothing and its output is already allocated."""
 
 
 def _stats_torch(
     logits: Tensor, targets: Tensor, change: LogitChange, first_column: int, with_entropy: bool, values: Tensor
 ) -> None:
     places, is_here = find_targets(targets, first_column, logits.shape[1])
-    lowest = torch.finfo(values.dtype).min  # in place of -inf, of which products with 0 are no numbers
+    lowest = torch.finfo(values.dtype).min  # instead of -inf, whose product with 0 is NaN
     for rows in row_groups(logits):
         z = change.of_rows(rows).apply(logits[rows])  # [G, V]
         largest, total, moment, target = (value[rows] for value in values)
@@ -146,7 +146,7 @@ def _stats_torch(
 @jit
 @no_type_check
 def _add_columns(z, largest, total, moment, WITH_ENTROPY: tl.constexpr):
-    """The statistics with more columns; sums are kept by lane, and change their scale only where the maximum does."""
+    """Add columns to the statistics; sums are kept per lane, and rescaled only if the maximum changes."""
     highest = tl.maximum(largest, tl.max(z, 0))
     if highest > largest:
         lower = largest - highest
@@ -190,12 +190,12 @@ def _stats_kernel(
     if PER_ROW:
         factor /= tl.load(temperatures + row)
     logits += row * row_stride
-    largest = -1e38  # below what counts, and finite, as are its differences
+    largest = -1e38  # below all logits that matter, but finite, so that differences are finite too
     total = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
     columns = tl.arange(0, BLOCK)
     rest = end // BLOCK * BLOCK
-    for start in range(0, rest, BLOCK):  # without masks, which would cost as much as the sums
+    for start in range(0, rest, BLOCK):  # without masks, which would take as long as the sums
         z, _ = change_logits(load_logits(logits, bias, start + columns, None, BIASED), factor, scale, softcap, CAPPED)
         largest, total, moment = _add_columns(z, largest, total, moment, WITH_ENTROPY)
     if rest < end:

@@ -1,7 +1,8 @@
-"""Which tokens see each other in EBFT's strided pass: as a dense mask, and as flex_attention's block mask.
+"""Attention masks of EBFT's strided pass: as a dense mask, and as flex_attention's block mask.
 
-Shapes: M tokens of the row, the first L of documents, and behind them steps of C tokens, one of each column; Q tokens
-ask about the first K. Mask blocks are stretches of B tokens, not EBFT's blocks: q of the queries, k of the keys.
+Shapes: M tokens of the row, the first L of documents, followed by steps of C tokens, one of each column (an EBFT
+block); Q query tokens and the first K tokens as keys. Mask blocks are stretches of B tokens, not EBFT's blocks: q of
+the queries, k of the keys.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 BLOCK_SIZE = 128
-"""Tokens of a mask block (B), by default; flex_attention's kernels on GPUs take multiples of their own tiles."""
+"""Default tokens of a mask block (B); flex_attention's GPU kernels need multiples of their own tile size."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StridedMask:
-    """What decides, for each token of a row.
+    """Properties of each token of a row that determine which tokens it sees.
 
-    A token of a document sees what stands up to it there; one of a block sees its context, and its own block up to it.
-    The mask of the whole row is kept until ``forget``, as several passes need it.
+    A document's token sees the document up to itself; a block's token sees its context, and its own block up to itself.
+    The mask of the whole row is cached until ``forget``, because several passes need it.
     """
 
-    documents: Tensor  # [M] int64, in ascending order among the first L
-    columns: Tensor  # [M] int64, the block's; -1 for tokens of documents
+    documents: Tensor  # [M] int64, document's number, ascending among the first L
+    columns: Tensor  # [M] int64, block's column; -1 for tokens of documents
     positions: Tensor  # [M] int64, position ids
-    visible: Tensor  # [M] int64, how many tokens of its document it sees
+    visible: Tensor  # [M] int64, how many tokens of its document a token sees
     num_document_tokens: int
     num_columns: int
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def dense(self, queries: slice = slice(None), *, window: int | None = None) -> Tensor:
-        """True where a token sees another ``[Q, K]``, K being where ``queries`` end.
+        """Return the mask ``[Q, K]``, True where a query sees a key; K is the end of ``queries``.
 
-        ``window`` hides what stands so many positions before a token, or further (sliding-window attention).
+        ``window`` hides tokens that are ``window`` or more positions earlier (sliding-window attention).
         """
         key = ("dense", window)
         if key not in self._kept:
@@ -50,10 +51,10 @@ class StridedMask:
     def blocks(
         self, queries: slice = slice(None), *, window: int | None = None, block_size: int = BLOCK_SIZE
     ) -> BlockMask:
-        """The same as flex_attention takes it ``[1, 1, Q, K]``.
+        """Return the same mask as flex_attention's block mask ``[1, 1, Q, K]``.
 
-        Which pairs of mask blocks are empty, full, or neither is counted, exactly, without the pairs of tokens: in
-        memory of order M + q k, and k numbers for each step.
+        Empty, full and partial pairs of mask blocks are determined exactly, but without the pairs of tokens: in memory
+        of order M + q k, plus k numbers for each step.
         """
         key = ("blocks", window, block_size)
         if queries != slice(None):
@@ -64,7 +65,7 @@ class StridedMask:
         return whole
 
     def forget(self) -> None:
-        """Frees what is kept."""
+        """Free the cached masks."""
         self._kept.clear()
 
     def _sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -94,15 +95,15 @@ class StridedMask:
         begin = torch.searchsorted(self.documents[:count], self.documents[start:stop])
         end = begin + self.visible[start:stop]
         first = (begin + (self.positions[start:stop] - reach + 1).clamp(min=0)).minimum(end)
-        # A block's steps stand C places apart; the range of a document's token, which has no column, is empty.
+        # A block's steps are C places apart; the range of a document's token, which has no column, is empty.
         first_own = (places - (reach - 1) * self.num_columns).clamp(min=count)
         return _Ranges(first=first, end=end, first_own=first_own, last_own=places, columns=self.columns[start:stop])
 
     def _count_in_columns(self, start: int, stop: int, window: int | None, block_size: int) -> Tensor:
-        """How many pairs of a query and a block's token that it sees stand in each pair of mask blocks ``[q, k]``.
+        """Count pairs of a query and a block's token that it sees, in each pair of mask blocks ``[q, k]``.
 
-        A token is seen from its own place, from C places on, from 2 C places on, and so forth. So the tokens of one
-        mask block are seen, so many steps on, from a range of places that is as long.
+        A token is seen from its own place and from those C, 2 C, ... places later. So the tokens of one mask block are
+        seen, a given number of steps later, from a range of places of the same length.
         """
         num_steps = max(0, -((self.num_document_tokens - stop) // max(1, self.num_columns)))
         steps = torch.arange(num_steps if window is None else min(num_steps, window), device=self.columns.device)
@@ -114,7 +115,7 @@ class StridedMask:
 
 
 class _Ranges(NamedTuple):
-    """What queries see: from ``first`` to before ``end``, and of their column from ``first_own`` to ``last_own``."""
+    """Keys that queries see: ``first`` up to but not including ``end``, and their column's in [first_own, last_own]."""
 
     first: Tensor  # [Q]
     end: Tensor  # [Q]
@@ -124,10 +125,10 @@ class _Ranges(NamedTuple):
 
 
 def _make_mask_mod(
-    ranges: Tensor,  # [5, Q], those of a _Ranges
+    ranges: Tensor,  # [5, Q], the fields of a _Ranges
     key_columns: Tensor,  # [K]
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Holds nothing but tensors: a kernel that is compiled for one of these functions serves all of them."""
+    """Make a mask function that captures only tensors, so that a kernel compiled for one serves all of them."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_context = (ranges[0, query] <= key) & (key < ranges[1, query])
@@ -138,17 +139,17 @@ def _make_mask_mod(
 
 
 def _count_in_documents(ranges: _Ranges, num_keys: int, block_size: int) -> Tensor:
-    """How many pairs of a query and a document's token that it sees stand in each pair of mask blocks ``[q, k]``."""
+    """Count pairs of a query and a document's token that it sees, in each pair of mask blocks ``[q, k]``."""
     padding = (0, -len(ranges.first) % block_size)
     first, end = (pad(edge, padding).view(-1, block_size) for edge in (ranges.first, ranges.end))
     return _count_overlaps(first, end, num_keys, block_size)
 
 
 def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) -> Tensor:
-    """How many places the ranges ``[R, N]`` of each row have in each block of ``length`` places, added up ``[R, b]``.
+    """Count the places that each row's ranges ``[R, N]`` cover in each of b blocks of ``length`` places, ``[R, b]``.
 
-    What stands before the edge of a range is all of a block, a part, or nothing, from block to block; that changes in
-    two blocks alone, so the changes of all ranges are put in their places and then added up along the blocks.
+    The part of a block that lies before a range's edge is all of it, some of it, or nothing; from block to block it
+    changes at only two blocks. So the changes of all ranges are scattered to those blocks, and summed up cumulatively.
     """
     num_blocks = -(-length // block_size)
     changes = first.new_zeros(len(first), num_blocks + 2)
@@ -160,6 +161,6 @@ def _count_overlaps(first: Tensor, end: Tensor, length: int, block_size: int) ->
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many mask blocks of each row are chosen ``[1, 1, q]``, and those, in order, before the others."""
+    """Return how many mask blocks of each row are chosen ``[1, 1, q]``, and all indices, the chosen ones first."""
     indices = chosen.int().argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1, dtype=torch.int32)[None, None], indices.int()[None, None]

@@ -1,1 +1,1 @@
-"""Checks of a whole config: options that contradict each other, and files that do not exist."""
+"""Checks of a whole config for options that contradict each other, and for files that do not exist."""

@@ -1,4 +1,4 @@
-"""Finds options that contradict each other; each finding is one line with the fix."""
+"""Checks for options that contradict each other; each problem is a one-line message with the fix."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ENGINE_ARGUMENTS = {
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "enable_lora": "model.adapter.kind",
 }
-"""Engine arguments that have an option of their own."""
+"""Engine arguments that have an option of their own, with that option."""
 
 SAMPLING_ARGUMENTS = {
     **{entry.name: f"rollout.sampling.{entry.name}" for entry in fields(SamplingConfig) if entry.name != "extra"},
     "n": "algorithm.group_size",
     "seed": "seed",
 }
-"""Sampling arguments that have an option of their own."""
+"""Sampling arguments that have an option of their own, with that option."""
 
 
 def find_contradictions(config: Config) -> Iterator[ConfigError]:
@@ -119,7 +119,7 @@ def check_processor(model: ModelConfig) -> Iterator[str]:
 
 
 def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
-    """``at`` is what the options are called that these are of."""
+    """Yield contradictions of a data source; ``at`` is the name of the section that its options are in."""
     source = f"{at}.source={data.source}"
     if data.source == "mix" and at != "data":
         yield f"{source}: a mix is no part of another; list its sources in data.sources"
@@ -355,7 +355,7 @@ def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]
 
 
 def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:
-    """With ``others``, the run has rewards besides these."""
+    """Yield contradictions of the rewards; with ``others``, the run has rewards besides these."""
     for name, reward in scoring.rewards.items():
         if ":" not in reward.path:
             yield (

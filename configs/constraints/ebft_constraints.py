@@ -1,4 +1,4 @@
-"""Options of EBFT, structured and strided, that contradict each other or those of other parts."""
+"""Checks for options of EBFT, structured and strided, that contradict each other or those of other sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_strided(config: Config) -> Iterator[str]:
 
 
 def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Of ``ebft.reward``."""
+    """Yield contradictions of EBFT as a reward (``ebft.reward``)."""
     if algorithm.combine != "sum_then_normalize":
         yield "algorithm.combine: EBFT's rewards are summed first; set sum_then_normalize"
     features = algorithm.ebft.features
@@ -69,7 +69,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _check_room(config: Config) -> Iterator[str]:
-    """A document that is long enough for a block must fit into a micro batch with its blocks."""
+    """Yield a problem if the shortest document with a block does not fit into a micro batch with its blocks."""
     strided, size = config.algorithm.ebft.strided, config.algorithm.group_size
     shortest = strided.context_length + strided.generate_tokens
     needed = shortest + -(-shortest * size * strided.generate_tokens // strided.stride)

@@ -1,4 +1,4 @@
-"""Options of the learner that contradict each other or those of other parts."""
+"""Checks for options of the learner that contradict each other or those of other sections."""
 
 from __future__ import annotations
 
@@ -59,8 +59,11 @@ def check_offload(learner: LearnerConfig) -> Iterator[str]:
 
 
 def check_checkpointing(model: ModelConfig, learner: LearnerConfig) -> Iterator[str]:
-    """Reentrant checkpointing runs a block's backward pass inside another, where FSDP2 has no hooks; the other form
-    compares what was saved, which ZeRO-3 has freed, and flex_attention compiles anew."""
+    """Yield contradictions of gradient checkpointing.
+
+    The reentrant form runs a block's backward pass inside another one, where FSDP2 has no hooks. The other form
+    compares the recomputed tensors with the saved ones; ZeRO-3 has freed these, and flex_attention compiles anew.
+    """
     name, chosen = "model.reentrant_checkpointing", model.reentrant_checkpointing
     if learner.offload == "chunked":
         if model.gradient_checkpointing:
@@ -105,7 +108,7 @@ def check_schedule(learner: LearnerConfig, algorithm: AlgorithmConfig) -> Iterat
 
 
 def check_step_size(algorithm: AlgorithmConfig, learner: LearnerConfig) -> Iterator[str]:
-    """Every rank needs a sequence in every optimizer update."""
+    """Yield a problem if a step has too few sequences to give every rank one in every optimizer update."""
     per_group = algorithm.group_size if algorithm.kind == "rl" else 1
     sequences = algorithm.groups_per_step * per_group
     needed = algorithm.num_minibatches * learner.num_ranks

@@ -1,4 +1,4 @@
-"""Options of loss masks that contradict each other, or leave nothing to train on."""
+"""Checks for options of loss masks that contradict each other, or leave nothing to train on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
-"""Those whose turns can be told without ``data.role_boundaries``."""
+"""Roles whose turns can be distinguished without ``data.role_boundaries``."""
 
 
 def check_masks(config: Config) -> Iterator[str]:

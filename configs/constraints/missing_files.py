@@ -1,4 +1,4 @@
-"""Finds the local files and folders that a config names and that do not exist."""
+"""Checks for local files and folders that a config names but that do not exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_missing_files(config: Config) -> Iterator[InputError]:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model's or data set's path can only be a folder: it is no hub id, or its parent is a folder here."""
+    """Return whether a path can only be a local folder: it is no hub id, or its parent folder exists here."""
     return HUB_ID.fullmatch(path) is None or ("/" in path and Path(path).parent.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""Arguments of chat templates that have an option of their own, or that rlpipe gives itself."""
+"""Checks for chat template arguments that have an option of their own, or that rlpipe sets itself."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Every option of a run, as dataclasses with ranges and one line of documentation each."""
+"""Every option of a run, in dataclasses, each with its range and one line of documentation."""

@@ -1,4 +1,4 @@
-"""Options of the rows that a run trains on, and of those that it holds out."""
+"""Options of the training rows and the held-out rows."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Zero3Config(Freezable):
 
 @dataclass(kw_only=True)
 class ChunkedConfig(Freezable):
-    """What is null is searched for."""
+    """Options of chunked offload; rlpipe searches for the values of those that are null."""
 
     num_persistent: int | None = option(None, "First chunks that stay on the device.", minimum=0)
     num_slots: int | None = option(None, "Chunks on the device beside those.", minimum=0)
@@ -118,7 +118,7 @@ class LearnerConfig(Freezable):
 
 
 def reentrant_checkpointing(model: ModelConfig, learner: LearnerConfig) -> bool:
-    """Whether gradient checkpointing takes torch's reentrant form."""
+    """Return whether gradient checkpointing uses torch's reentrant form."""
     if model.reentrant_checkpointing is not None:
         return model.reentrant_checkpointing
     return learner.strategy == "zero3" or model.attention == "flex_attention"

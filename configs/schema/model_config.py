@@ -1,4 +1,4 @@
-"""Options of the model and its adapter, and what follows from them for engines."""
+"""Options of the model and its adapter, and whether engines can serve that adapter."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ class ModelConfig(Freezable):
 
 
 def serves_adapter(model: ModelConfig) -> bool:
-    """Whether engines serve the adapter beside the model of ``model.path``; else they are given whole models."""
+    """Return whether engines serve the adapter beside the base model; if not, they are given whole models."""
     adapter = model.adapter
     merges = needs_merging(model) if adapter.merge is None else adapter.merge
     return adapter.kind != "none" and not merges
 
 
 def needs_merging(model: ModelConfig) -> bool:
-    """Whether the adapter is more than vLLM serves, A and B of linear layers over the base as its files have it."""
+    """Return whether the policy is more than vLLM can serve: A and B of linear layers over an unchanged base model."""
     adapter = model.adapter
     return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or mends_weights(model))
 
 
 def mends_weights(model: ModelConfig) -> bool:
-    """Whether the base is not what its files have."""
+    """Return whether rlpipe rescales the base model's weights (``model.normalize_weight_scales``)."""
     return any(not rule.dry_run for rule in model.normalize_weight_scales.values())

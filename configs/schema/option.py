@@ -1,4 +1,4 @@
-"""What the sections of the schema are made of: options with a range and a line on them, and a class that freezes."""
+"""Building blocks of the schema's sections: options with a range and a doc line, and a freezable base class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import field, fields
 from typing import Any
 
 MISSING = "???"
-"""OmegaConf's mark of an option without a default."""
+"""OmegaConf's marker of an option without a default."""
 
 
 def option(
@@ -18,7 +18,7 @@ def option(
     above: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """Declares an option; ``minimum`` and ``maximum`` are inclusive, ``above`` is exclusive. None always passes."""
+    """Declare an option; ``minimum`` and ``maximum`` are inclusive, ``above`` is exclusive. None is always valid."""
     metadata = {"doc": doc, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

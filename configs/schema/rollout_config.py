@@ -1,4 +1,4 @@
-"""Options of the rollout engines, and of how they sample."""
+"""Options of the rollout engines and their sampling."""
 
 from __future__ import annotations
 

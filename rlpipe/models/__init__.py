@@ -1,1 +1,1 @@
-"""Models as files and as modules: loading, GGUF, NF4, and what the files of known models say."""
+"""Models as files and as modules: loading, GGUF, NF4, and direct access to the files of known models."""

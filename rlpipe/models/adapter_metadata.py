@@ -1,4 +1,4 @@
-"""The note beside an adapter that says how the base it was trained on differs from the one in its files."""
+"""A record saved beside an adapter: how its base model at training differed from the base model's files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ FILE = "rlpipe.json"
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TrainingRecord:
     base_precision: str = "full"
-    """``full``, or ``nf4`` for a base that QLoRA has put into NF4."""
+    """``full``, or ``nf4`` for a base that QLoRA quantised to NF4."""
     weight_scales: Mapping[str, float] = field(default_factory=dict)
-    """What parameters were multiplied with (``model.normalize_weight_scales``)."""
+    """Factors that parameters were multiplied with, by name (``model.normalize_weight_scales``)."""
 
     def write(self, adapter: Path) -> None:
         (adapter / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_record(adapter: Path) -> TrainingRecord:
-    """Of an adapter that rlpipe trained; any other was trained on the base as it is. ``ModelError`` if it is broken."""
+    """Read an adapter's record; raise ``ModelError`` if it is broken.
+
+    An adapter that rlpipe did not train has none, and counts as trained on the unchanged base model.
+    """
     path = adapter / FILE
     try:
         return TrainingRecord(**json.loads(path.read_text())) if path.exists() else TrainingRecord()

@@ -1,4 +1,4 @@
-"""GGUF files as models: dequantised once into a folder of transformers' files, which every part of a run reads."""
+"""GGUF files as models: converted once to a folder in transformers' format, which every part of a run reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlpipe.errors import ModelError
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 ORIGIN = "rlpipe_gguf.json"
-"""The file in a converted folder that says what it was made of."""
+"""The file in a converted folder that describes the GGUF file it was converted from."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 FLOAT32_BYTES = 4
 
@@ -30,7 +30,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def converted_folder(file: str | Path) -> Path:
-    """Where the model of a GGUF file lies once it is converted; a file that changed has another folder."""
+    """Return the folder of the converted model of a GGUF file; a file that has changed gets another folder."""
     path = Path(file).expanduser().absolute()
     try:
         found = path.stat()
@@ -41,9 +41,9 @@ def converted_folder(file: str | Path) -> Path:
 
 
 def model_folder(path: str) -> str:
-    """The folder of a GGUF file's model, converted now if it is not there yet; any other path as it is.
+    """Return the folder of a GGUF file's converted model, converting it if needed; any other path unchanged.
 
-    Raises ``ModelError`` where the file can't be converted.
+    Raises ``ModelError`` if the file can't be converted.
     """
     if not is_gguf(path):
         return path
@@ -54,11 +54,11 @@ def model_folder(path: str) -> str:
 
 
 def convert(file: Path, target: Path) -> None:
-    """Writes the model and the tokenizer of a GGUF file to ``target``, the weights as float32.
+    """Write the model and the tokenizer of a GGUF file to ``target``, with weights in float32.
 
-    Every block of a quantised tensor is a scale times small integers, which float32 holds exactly. Another process that
-    converts to the same folder is waited for. Raises ``ModelError`` where the file can't be read, or holds what
-    transformers can't dequantise.
+    Every block of a quantised tensor is a scale times small integers, which float32 holds exactly. If another process
+    is converting to the same folder, wait for it. Raises ``ModelError`` if the file can't be read, or transformers
+    can't dequantise it.
     """
     _check_file(file)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def convert(file: Path, target: Path) -> None:
 
 
 def describe_gguf(path: str) -> str | None:
-    """What was made of a GGUF file, for people; None for any other path."""
+    """Return a line that describes the converted model of a GGUF file; None for any other path."""
     if not is_gguf(path):
         return None
     folder = converted_folder(path)
@@ -112,7 +112,7 @@ def _convert(file: Path, folder: Path) -> None:
     disable_progress_bar()
     try:
         reader = gguf.GGUFReader(file)
-        # transformers reads the file three times, and makes the table of all names for every module: half a minute.
+        # transformers would read the file three times and build the name table for every module: half a minute.
         once: dict[str, Any] = {
             "GGUFReader": lambda path: reader,
             "get_tensor_name_map": cache(gguf.get_tensor_name_map),
@@ -132,7 +132,7 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except OSError as error:
         raise ModelError(f"model.path={file}: the model can't be written ({describe_error(error)})") from None
-    except Exception as error:  # noqa: BLE001 - readers of damaged files raise of every kind
+    except Exception as error:  # noqa: BLE001 - reading a damaged file may raise anything
         raise ModelError(f"model.path={file}: transformers can't dequantise it ({describe_error(error)})") from None
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
     origin = {

@@ -1,4 +1,4 @@
-"""How the tensors in a model's files and the model's parameters stand for each other, as transformers converts them."""
+"""The mapping between the tensors in a model's files and the model's parameters, as transformers converts them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Source:
     """A tensor in a file."""
 
     pattern: str | None
-    """Of the converter's patterns, the one that it matches."""
+    """The converter's pattern that the tensor's name matches."""
     renamed: str
-    """Its name as the converter sees it."""
+    """The tensor's name as the converter sees it."""
 
 
 @dataclass(slots=True)
 class WeightGroup:
-    """Tensors in the files that together make up a parameter of the model, or some."""
+    """Tensors in the files that together make up one or several parameters of the model."""
 
     model: PreTrainedModel
     target: str
-    """The parameter, or the first of them."""
+    """Name of the parameter, or of the first of several."""
     converter: WeightConverter | None
-    """None: the only source is the parameter, if under another name."""
+    """Converter of the sources; None if the only source is the parameter itself, perhaps under another name."""
     sources: dict[str, Source] = field(default_factory=dict)
-    """By their names in the files, in the order of conversion."""
+    """Source tensors by their names in the files, in the order of conversion."""
 
     def to_parameters(self, tensors: Tensors) -> dict[str, Tensor]:
         if self.converter is None:
@@ -52,7 +52,7 @@ class WeightGroup:
         return self._convert(converter, self.target)
 
     def to_sources(self, parameters: Tensors) -> dict[str, Tensor]:
-        """The way back; raises ``ValueError`` where transformers has none for these sources."""
+        """Convert parameters back to the sources; raise ``ValueError`` if transformers can't."""
         if self.converter is None:
             return {next(iter(self.sources)): parameters[self.target]}
         back: Any = self.converter.reverse_transform()
@@ -69,7 +69,7 @@ class WeightGroup:
 
 
 def plan_units(model: PreTrainedModel, names: Iterable[str]) -> list[WeightGroup]:
-    """Sorts the tensors of a model's files by the parameters that they make up, as ``from_pretrained`` would."""
+    """Group the tensors of a model's files by the parameters that they make up, as ``from_pretrained`` would."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -88,20 +88,20 @@ def plan_units(model: PreTrainedModel, names: Iterable[str]) -> list[WeightGroup
 
 
 def untied_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, each tied one once, and the buffers that are saved with them."""
+    """Return the parameters, tied ones once, and the buffers that are saved with them."""
     parameters = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
 def to_files(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What ``save_pretrained`` writes of one of the model's tensors: some are held under other names, or fused."""
+    """Return the tensors that ``save_pretrained`` writes for a model's tensor: renamed, or split if it is fused."""
     written: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     return written
 
 
 def _find(found: Tensors, renamed: str) -> Tensor:
-    """The tensor of that name; either name may have the prefix of the base model."""
+    """Return the tensor named ``renamed``; either name may have the base model's prefix."""
     for name, tensor in found.items():
         if name == renamed or name.endswith(f".{renamed}") or renamed.endswith(f".{name}"):
             return tensor

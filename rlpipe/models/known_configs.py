@@ -1,6 +1,6 @@
-"""What the files of frequent language models say, without transformers' auto classes.
+"""Configs of common language models, read without transformers' auto classes.
 
-These import torch and all that models are made of, which takes seconds in every process that reads a text.
+The auto classes import torch and the model code, which takes seconds in every process that only tokenizes text.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ TOKENIZER_CLASSES = {
     "qwen2": {"Qwen2Tokenizer"},
     "qwen3": {"Qwen2Tokenizer", "TokenizersBackend", "PreTrainedTokenizerFast"},
 }
-"""Of models of text alone, by ``model_type``: the classes that ``AutoTokenizer`` takes as the files name them."""
+"""Tokenizer classes that ``AutoTokenizer`` takes as named in the files, by the ``model_type`` of text-only models."""
 
 DEFAULT_WIDTH = 1024
 
 
 def read_known_config(folder: str | Path) -> dict[str, Any] | None:
-    """The ``config.json`` of a frequent language model in a local folder; None for any other."""
+    """Read the ``config.json`` of a common language model in a local folder; return None for any other model."""
     config = _read_json(Path(folder).expanduser() / "config.json")
     return config if config.get("model_type") in TOKENIZER_CLASSES and "auto_map" not in config else None
 
 
 def read_widths(path: str | Path) -> tuple[int, int]:
-    """Hidden and inner width of a language model's layers, by its config, or such as a small one has.
+    """Return the hidden and MLP widths of a language model from its config; a small model's widths if unknown.
 
-    A hub's model that is not in the cache yet is not fetched for this.
+    A model on the hub that is not in the cache yet is not fetched for this.
     """
     if is_gguf(path):
         path = converted_folder(path)
@@ -51,7 +51,7 @@ def _first_number(config: dict[str, Any], *names: str) -> int | None:
 
 
 def known_tokenizer_class(folder: Path) -> str | None:
-    """The name in transformers of the class that ``AutoTokenizer`` would choose, where the files leave no doubt."""
+    """Return the name of the class that ``AutoTokenizer`` would choose; None if the files don't determine it."""
     config, own = read_known_config(folder), _read_json(folder / "tokenizer_config.json")
     if config is None or "auto_map" in own:
         return None
@@ -63,7 +63,7 @@ def known_tokenizer_class(folder: Path) -> str | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where there is none, which is reported by whoever needs it."""
+    """Read the JSON object in a file; return an empty one if that fails, which code that needs the file reports."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -72,5 +72,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def model_products(path: str, num_threads: int) -> Products:
-    """Those of a model in a process of its own that reads whole sequences."""
+    """Return the ``Products`` of a model in a process of its own that reads whole sequences."""
     return products(rows=MAX_ROWS, widths=read_widths(path), num_threads=num_threads)

@@ -1,4 +1,4 @@
-"""Opens models of transformers as ``model`` of the config says, for learners and engines alike."""
+"""Loading of transformers' models according to the config's ``model`` section, for learners and engines alike."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from rlpipe.models.known_configs import model_products
 
 
 def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:
-    """transformers' config of the model."""
+    """Load transformers' config of the model."""
     return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
 
 
 def with_dtype(config: ModelConfig, device: torch.device) -> ModelConfig:
-    """With the type in the place of ``auto`` that is best on this device; a run has settled one for all before."""
+    """Replace dtype ``auto`` by the best type for this device; a run has already settled one for all processes."""
     return replace(config, dtype=own_dtype(device, config.path)) if config.dtype == AUTO else config
 
 
 def own_dtype(device: torch.device, path: str) -> str:
-    """What ``auto`` is on a device of this process, for a model that reads whole sequences there."""
+    """Return the type that ``auto`` stands for on a device of this process, for a model that reads whole sequences."""
     return device_types(device, model_products(path, torch.get_num_threads())).auto
 
 
 def own_device() -> torch.device:
-    """The GPU that this process has, else the CPU."""
+    """Return the GPU of this process, or the CPU if it has none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """With its weights; ``options`` are further arguments of ``from_pretrained``, whose errors are raised."""
+    """Load a model with its weights; ``options`` are passed on to ``from_pretrained``, whose errors are raised."""
     described = describe_model(path, config)
     model: PreTrainedModel = find_class(described, images=config.images).from_pretrained(
         path,
@@ -65,7 +65,7 @@ def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: An
 def outline_model(
     described: PreTrainedConfig, *, images: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model without weights, on the meta device."""
+    """Create the model without weights, on the meta device."""
     with torch.device("meta"):
         model: PreTrainedModel = find_class(described, images=images).from_config(
             described, trust_remote_code=trust_remote_code
@@ -80,11 +80,11 @@ def hollow_model(
     images: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model on the CPU with its buffers, but each parameter one zero that is repeated, which takes no memory.
+    """Create the model on the CPU with its buffers, but with each parameter a single expanded zero, to save memory.
 
-    An adapter that is put on it has values; on the meta device PEFT would take these there too.
+    An adapter that is added to it has values; on the meta device, PEFT would put the adapter on that device too.
     """
-    with init_empty_weights():  # buffers that are in no file get their values
+    with init_empty_weights():  # buffers that no file holds still get their values
         if own_class is not None:
             model: PreTrainedModel = own_class(deepcopy(described))
         else:
@@ -97,14 +97,15 @@ def hollow_model(
 
 
 def hollow(tensor: Tensor) -> Tensor:
-    """One of the same shape and type, a single zero on the CPU that is repeated."""
+    """Return a tensor of the same shape and type that is a single expanded zero on the CPU."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def find_class(described: PreTrainedConfig, *, images: bool) -> Any:
-    """transformers' class for models of text, or where there is none, or ``images`` are asked for, for both.
+    """Return transformers' auto class for a model: the text class, or the one for images and text.
 
-    A model's own code says itself.
+    The latter is used if ``images`` asks for it or if there is no text class. A model with code of its own always gets
+    the text class, because its ``auto_map`` names the actual class.
     """
     own_code = getattr(described, "auto_map", None) is not None
     if images and type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not own_code:
@@ -114,5 +115,5 @@ def find_class(described: PreTrainedConfig, *, images: bool) -> Any:
 
 
 def has_vision(model: PreTrainedModel) -> bool:
-    """Whether it has a vision tower beside the language model."""
+    """Return whether the model has a vision tower beside the language model."""
     return getattr(model.config, "vision_config", None) is not None

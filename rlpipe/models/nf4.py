@@ -1,4 +1,4 @@
-"""The base that QLoRA trains on: weights of linear layers in NF4, as bitsandbytes makes and transformers loads them."""
+"""QLoRA's base model: linear layers with NF4 weights, as bitsandbytes quantises and transformers loads them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BLOCK = 64
 
 
 def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers loads it: with double quantisation (arXiv:2305.14314), computed with in ``dtype``.
+    """Return transformers' config for NF4 with double quantisation (arXiv:2305.14314), computing in ``dtype``.
 
-    Codes are stored in elements of that type too, so that FSDP2 can cut them as it cuts all others.
+    Codes are stored as elements of ``dtype`` too, so that FSDP2 can shard them like all other parameters.
     """
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -30,10 +30,11 @@ def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def settle_nf4(model: nn.Module, device: torch.device) -> None:
-    """Makes layers in NF4 ready for use on the device to which their parameters have gone, whole or in parts.
+    """Prepare NF4 layers for use on the device that their parameters, whole or sharded, have been moved to.
 
-    Their scales lie beside the parameters, and stay behind; and on some CPUs bitsandbytes would pack the weights anew,
-    and round their scales, once they are used without gradients. Raises ``ModelError`` for widths that it misreads.
+    The scales are not part of the parameters, so they are moved here. On some CPUs bitsandbytes would also repack the
+    weights and round their scales at the first use without gradients; this is turned off. Raises ``ModelError`` for
+    widths that bitsandbytes misreads.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -50,7 +51,7 @@ def settle_nf4(model: nn.Module, device: torch.device) -> None:
 
 
 def nf4_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers in NF4 of a model that is loaded, by the names of their weights."""
+    """Return the NF4 layers of a loaded model, by the names of their weights."""
     if not getattr(model, "is_loaded_in_4bit", False):
         return {}
     from bitsandbytes.nn import Linear4bit
@@ -59,17 +60,17 @@ def nf4_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def from_nf4(codes: Tensor, layer: nn.Module) -> Tensor:
-    """The weight that a layer in NF4 multiplies with, from its whole codes."""
+    """Dequantise the weight of an NF4 layer from its unsharded codes."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(codes, cast(Any, layer).quant_state)
 
 
 def nf4_round_trip(weight: Tensor) -> Tensor:
-    """What a layer in NF4 multiplies with, in the weight's own type."""
+    """Quantise a weight to NF4 and dequantise it again, in the weight's own type."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    # One block a row: on the CPU, bitsandbytes misreads rows that end within a block.
+    # One block per row, because on the CPU bitsandbytes misreads rows that end within a block.
     flat = weight.flatten()
     blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     quantized, state = quantize_4bit(blocks, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
@@ -77,7 +78,7 @@ def nf4_round_trip(weight: Tensor) -> Tensor:
 
 
 def to_nf4_and_back(model: PreTrainedModel) -> None:
-    """Gives a model, in place, the weights that QLoRA's base multiplies with."""
+    """Replace a model's weights in place by the dequantised NF4 weights of QLoRA's base."""
     quantized = nf4_parameters(model)
     for name, parameter in model.named_parameters():
         if name in quantized:
@@ -85,9 +86,9 @@ def to_nf4_and_back(model: PreTrainedModel) -> None:
 
 
 def nf4_parameters(model: PreTrainedModel) -> set[str]:
-    """The parameters that transformers would load in NF4: of linear layers, but the lm_head and what is tied to it.
+    """Return the weights that transformers would load in NF4: all linear layers but the lm_head and those tied to it.
 
-    Call it before an adapter is put on the model.
+    Call it before an adapter is added to the model.
     """
     kept = get_keys_to_not_convert(model)
     return {

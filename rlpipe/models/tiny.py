@@ -1,4 +1,4 @@
-"""Makes the tiny policy of the quickstart, the tests and the benchmarks: random weights, a character tokenizer."""
+"""The tiny policy of the quickstart, the tests and the benchmarks: random weights, a character tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL_TOKENS = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>",
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for every printable ASCII character, and one for each chat role."""
+    """Create a tokenizer with one token for every printable ASCII character, and one for each chat role."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *string.printable])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -50,7 +50,7 @@ def make_tiny_policy(
     max_positions: int = 1024,
     seed: int = 0,
 ) -> Path:
-    """Writes a Qwen3-architecture model and its tokenizer to ``folder``, in fp32; the defaults make 3.2M parameters."""
+    """Write a Qwen3-architecture model and its tokenizer to ``folder``, in fp32; the defaults make 3.2M parameters."""
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -1,1 +1,1 @@
-"""Engines that sample groups, the choice among them, and which of them may be given work."""
+"""Rollout engines that sample groups, the routing of groups to engines, and the engines' health."""

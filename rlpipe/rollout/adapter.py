@@ -1,4 +1,4 @@
-"""Reads from an adapter's folder what an engine must know before it loads it."""
+"""The settings of a PEFT adapter that an engine needs before it loads the adapter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rlpipe.models.adapter_metadata import read_record
 
 
 def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
-    """A run's model as engines alone serve it, with its own adapter or another: nobody merges or mends.
+    """Return the model config for serving without a learner, with ``adapter`` in place of the config's own if given.
 
-    Raises ``ConfigError`` or ``ModelError`` where that would be another policy.
+    Only a learner merges adapters and rescales weights. Raises ``ConfigError`` or ``ModelError`` if the engines alone
+    would serve a different policy.
     """
     if mends_weights(model):
         raise ConfigError(
@@ -27,8 +28,8 @@ def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
 
 
 def read_adapter_config(path: str) -> AdapterConfig:
-    """What an engine must know of a PEFT adapter before it loads it; raises ``ModelError`` if it can't be read."""
-    from peft import LoraConfig, PeftConfig  # a second, which every start of a run would take
+    """Read the config of a PEFT adapter; raise ``ModelError`` if it can't be read or served."""
+    from peft import LoraConfig, PeftConfig  # imported here because it takes a second
 
     if not Path(path).is_dir() and not hub_has(path, kind="model", option="--adapter", error=ModelError):
         raise ModelError(f"--adapter: there is no folder {Path(path).absolute()}, and the hub can't be reached")

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, and which of them a config means; imports neither torch nor vllm."""
+"""The protocol of rollout engines, and the choice of one for a config; imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from rlpipe.errors import ConfigError
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
 DEFAULT_SEQUENCES = 256
-"""Sequences that an engine runs at one time, where ``rollout.engine_args`` does not say; not so vLLM on a GPU."""
+"""Default limit on concurrent sequences of an engine, except for vLLM on a GPU."""
 VLLM_GPU_SEQUENCES = 128
-"""The ``max_num_seqs`` that vLLM 0.32 takes there by itself; on a CPU rlpipe sets ``DEFAULT_SEQUENCES``.
+"""Default ``max_num_seqs`` of vLLM 0.32 on a GPU; on a CPU rlpipe sets ``DEFAULT_SEQUENCES``.
 
-vLLM has larger defaults, by the GPU's memory, for its ``LLM`` class and its server alone. ``LLMEngine``, which rlpipe
-opens, is neither of them, and gets ``SchedulerConfig.DEFAULT_MAX_NUM_SEQS``.
+vLLM's larger defaults, which depend on the GPU's memory, apply only to its ``LLM`` class and its server. rlpipe opens
+``LLMEngine``, which gets ``SchedulerConfig.DEFAULT_MAX_NUM_SEQS``.
 """
 
 
 def default_sequences(rollout: RolloutConfig) -> int:
-    """Those that an engine runs at one time, where ``rollout.engine_args`` does not say."""
+    """Return how many sequences an engine runs concurrently if ``rollout.engine_args`` does not set the limit."""
     on_gpu = rollout.engine != "hf" and rollout.num_gpus > 0
     return VLLM_GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES
 
 
 class Engine(Protocol):
-    """Samples groups; driven by one thread, which calls ``step`` as long as ``has_work``.
+    """An engine that samples groups, driven by one thread that calls ``step`` while ``has_work`` is true.
 
-    Version 0 is the model as it lies on the disk, with ``model.adapter.path`` where engines serve adapters. A request
-    waits inside the engine until a version of at least its ``min_version`` is loaded. With ``weights.on_update=wait`` a
-    sequence finishes on the version that it began with, with ``inflight`` it goes on with every version that is
-    loaded. A version may be older than the one before it.
+    Version 0 is the model as stored on disk, with ``model.adapter.path`` if engines serve adapters. A request waits
+    inside the engine until a version of at least its ``min_version`` is loaded. With ``weights.on_update=wait`` a
+    sequence finishes on the version that it began with; with ``inflight`` it continues on each newly loaded version.
+    A newly loaded version may be older than the one before it.
     """
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` can advance anything: False if all requests wait for a newer version."""
+        """True if ``step`` can advance any request; False if all requests wait for a newer version."""
         ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Takes requests; a request that can't be sampled comes back as a group with its ``failure``."""
+        """Accept requests; a request that can't be sampled comes back as a group with its ``failure`` set."""
         ...
 
     def step(self) -> list[RolloutGroup]:
-        """Advances generation, and returns the groups that finished."""
+        """Advance generation, and return the groups that finished."""
         ...
 
     def prepare_load(self, manifest: WeightsManifest) -> bool:
-        """Whether ``load`` can be called now. Until it can, no new sequence starts that would delay it further."""
+        """Return whether ``load`` can be called now; until then, start no sequence that would delay it further."""
         ...
 
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
-        """Loads a version in memory, and answers the digest of what the engine now serves.
+        """Load a version from buckets in memory, and return the digest of the weights that the engine now serves.
 
-        Raises ``ModelError`` if the tensors do not fit the model. Only after ``prepare_load`` answered True.
+        Call it only after ``prepare_load`` returned True. Raises ``ModelError`` if the tensors do not fit the model.
         """
         ...
 
     def health(self) -> EngineHealth: ...
 
     def stop(self) -> None:
-        """Frees the model; the engine can't be used after."""
+        """Free the model; the engine can't be used afterwards."""
         ...
 
 
 def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
-    """The engine that ``rollout.engine`` stands for here; ``ConfigError`` if vllm is asked for and not installed."""
+    """Return the engine that ``rollout.engine`` selects here; raise ``ConfigError`` if it is vllm but not installed."""
     has_vllm = find_spec("vllm") is not None
     if kind == "hf" or (kind == "auto" and not has_vllm):
         return "hf"
@@ -77,5 +77,5 @@ def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
 
 
 def num_threads(rollout: RolloutConfig) -> int:
-    """CPU threads of an engine."""
+    """Return the number of CPU threads of an engine."""
     return rollout.num_threads or max(1, int(rollout.num_cpus))

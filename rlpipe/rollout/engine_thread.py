@@ -1,4 +1,4 @@
-"""Runs an engine on a thread of its own, behind calls that any other thread may make."""
+"""A thread that runs an engine, with methods that any other thread may call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.rollout.engine import Engine
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
 FIRST_ASKED_ID = 2**50
-"""Of the groups that are asked for, which no other group has."""
+"""First group id for ``EngineThread.ask``; no other group's id is in this range."""
 
 
 @dataclass(slots=True)
@@ -25,11 +25,11 @@ class _Load:
 
 
 class EngineThread:
-    """Submits, collects and loads without ever waiting for a step of the engine to call into it.
+    """A thread that runs an engine, so that callers can submit and collect without waiting for a step to finish.
 
-    ``open_engine`` is called on the thread, so that the engine lives on one thread from start to end; the constructor
-    returns when it is open. Whatever it raises is raised here. An error in a later step or load ends the thread, and
-    every later call raises ``EngineFailed`` with the engine's name and the cause.
+    ``open_engine`` is called on the thread, so that the engine lives on one thread from start to end. The constructor
+    returns once the engine is open, and raises whatever ``open_engine`` raises. An error in a later step or load ends
+    the thread, and every later call raises ``EngineFailed`` with the engine's name and the cause.
     """
 
     def __init__(self, name: str, open_engine: Callable[[], Engine]) -> None:
@@ -52,7 +52,7 @@ class EngineThread:
 
     @property
     def outstanding_tokens(self) -> int:
-        """The most tokens that the requests which are not finished can still cost."""
+        """Upper bound on the tokens of all unfinished requests."""
         with self._changed:
             return self._outstanding_tokens
 
@@ -62,9 +62,9 @@ class EngineThread:
             self._add(requests)
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
-        """Waits for a group that ``collect`` does not return; the request's own id does not matter.
+        """Sample one group and wait for it; ``collect`` does not return it, and the request's own id is ignored.
 
-        Raises ``WaitTimeout`` after ``timeout_s``; the group is still sampled then, and dropped.
+        Raises ``WaitTimeout`` after ``timeout_s``; the group is then still sampled, but dropped.
         """
         answer: Future[RolloutGroup] = Future()
         with self._changed:
@@ -78,7 +78,7 @@ class EngineThread:
             raise WaitTimeout(f"engine {self.name} gave no answer within {timeout_s:g} s: {self.health()}") from None
 
     def collect(self, timeout_s: float, max_groups: int) -> list[RolloutGroup]:
-        """Waits until a group is finished, and returns all that are, up to ``max_groups``; none after ``timeout_s``."""
+        """Wait for a finished group, and return up to ``max_groups`` of them; none if ``timeout_s`` passes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished or not self._alive, timeout_s)
             if not self._finished:
@@ -86,9 +86,9 @@ class EngineThread:
             return [self._finished.popleft() for _ in range(min(max_groups, len(self._finished)))]
 
     def load(self, manifest: WeightsManifest, buckets: Buckets, timeout_s: float) -> str:
-        """Loads a version between two steps, and answers the digest of what the engine then serves.
+        """Load a version between two steps, and return the digest of the weights that the engine then serves.
 
-        Raises ``WaitTimeout`` after ``timeout_s``; the load then still takes place.
+        Raises ``WaitTimeout`` after ``timeout_s``; the load still takes place.
         """
         load = _Load(manifest, buckets)
         with self._changed:
@@ -103,14 +103,14 @@ class EngineThread:
             ) from None
 
     def health(self) -> EngineHealth:
-        """What the engine said of itself after its last step."""
+        """Return the health that the engine reported after its last step."""
         with self._changed:
             self._check()
             assert self._health is not None
             return self._health
 
     def stop(self) -> None:
-        """Ends the thread after its current step, and frees the engine; requests in flight are dropped."""
+        """End the thread after its current step, and free the engine; requests in flight are dropped."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Opens the rollout engine that a config names; torch and vllm are imported when an engine is opened."""
+"""A factory of rollout engines; torch and vllm are only imported when an engine is opened."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 def open_engine(
     name: str, model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, *, max_prompt_tokens: int
 ) -> Engine:
-    """Loads the model into the engine of the config.
+    """Open the engine that the config selects, with the model loaded.
 
     Args:
-        name: of this engine, in its health and its errors.
+        name: name of this engine, in its health and its errors.
         max_prompt_tokens: the longest prompt that will be submitted.
 
     Raises:
         ConfigError: an option is unknown to the engine, or not supported by it.
         ModelError: the model or adapter can't be loaded.
     """
-    if model.dtype == "auto":  # to vLLM, the type of the model's files
+    if model.dtype == "auto":  # vLLM would read auto as the type of the model's files
         from rlpipe.models.loading import own_device, with_dtype
 
         model = with_dtype(model, own_device())

@@ -1,10 +1,11 @@
-"""Which engines may be given work: a state machine for each, moved by what is heard of them and by time.
+"""Health of the engines: a state machine for each, driven by the engine's answers and by time.
 
     STARTING ──loaded──> HEALTHY <──answered── SUSPECT
        ^  └──started──> STALE ─┘    └──silent──>┘  │
        └───────────── DEAD <──died, or silent longer──┘
 
-A STALE engine runs, but has not loaded the present version yet. Times are in seconds, of any one clock.
+A STALE engine runs, but has not loaded the newest version yet. Only HEALTHY engines are given work. Times are in
+seconds, of any one clock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class EngineState(StrEnum):
 
 
 ANSWERING = frozenset({EngineState.HEALTHY, EngineState.SUSPECT})
-"""States in which an engine owes answers."""
+"""States in which an engine is expected to answer."""
 
 
 @dataclass(slots=True)
@@ -36,9 +37,9 @@ class _Engine:
 
 
 class Fleet:
-    """The engines of a run. An engine that restarted serves nothing until it has loaded the newest version.
+    """The engines of a run; a restarted engine serves nothing until it has loaded the newest version.
 
-    ``clock`` gives the time; every method that hears something of an engine reads it.
+    ``clock`` returns the time, against which an engine's silence is measured.
     """
 
     def __init__(
@@ -52,35 +53,38 @@ class Fleet:
 
     @property
     def serving(self) -> list[str]:
-        """The engines that may be given work."""
+        """Names of the engines that may be given work."""
         return [name for name, engine in self._engines.items() if engine.state is EngineState.HEALTHY]
 
     @property
     def outage_s(self) -> float:
-        """Seconds since the last engine stopped to serve; 0 while one does, and before the first one has."""
+        """Seconds since the last serving engine was lost; 0 while one serves, and before the first one does."""
         return 0.0 if self._none_since is None else self._clock() - self._none_since
 
     def state(self, name: str) -> EngineState:
         return self._engines[name].state
 
     def version(self, name: str) -> int:
-        """What it serves, as far as is known."""
+        """Return the last version that the engine is known to serve."""
         return self._engines[name].version
 
     def failures_in_row(self, name: str) -> int:
-        """Deaths since it last finished something."""
+        """Return how often the engine has died since it last finished a group."""
         return self._engines[name].failures_in_row
 
     def published(self, version: int) -> None:
-        """There is a new version; engines that serve an older one go on, those that start now must load it."""
+        """Record a new version; engines that serve older ones continue, but those that start now must load it."""
         self._version = version
 
     def started(self, name: str) -> None:
-        """It runs, and serves nothing yet."""
+        """Record that the engine runs, but serves nothing yet."""
         self._move(name, EngineState.STALE)
 
     def loaded(self, name: str, version: int) -> None:
-        """It serves a version; a stale one becomes healthy if that is the newest. What is said of the dead is late."""
+        """Record that the engine serves a version; a stale engine becomes healthy if the version is the newest.
+
+        Late reports about dead engines are ignored.
+        """
         engine = self._engines[name]
         if engine.state in ANSWERING or (engine.state is EngineState.STALE and version >= self._version):
             self._move(name, EngineState.HEALTHY)
@@ -88,7 +92,7 @@ class Fleet:
             engine.version = version
 
     def answered(self, name: str, *, finished: bool = False) -> None:
-        """It was heard of, and has ``finished`` a group or not."""
+        """Record an answer of the engine, and whether it ``finished`` a group."""
         engine = self._engines[name]
         engine.heard_at = self._clock()
         if finished:
@@ -104,12 +108,12 @@ class Fleet:
             self._move(name, EngineState.DEAD)
 
     def restarting(self, name: str) -> None:
-        """Another process takes its place."""
+        """Record that another process replaces the dead engine."""
         assert self._engines[name].state is EngineState.DEAD, "only a dead engine is replaced"
         self._move(name, EngineState.STARTING)
 
     def check(self) -> list[str]:
-        """Suspects engines that are silent; returns those that have been so for too long, which now are dead."""
+        """Mark silent engines as suspect, and those silent for too long as dead; return the latter."""
         now = self._clock()
         lost = []
         for name, engine in self._engines.items():
@@ -122,7 +126,7 @@ class Fleet:
         return lost
 
     def describe(self) -> dict[str, str]:
-        """Every engine's state, for error messages."""
+        """Return a description of every engine's state, for error messages."""
         now = self._clock()
         return {
             name: f"{engine.state}, version {engine.version}, last heard of {now - engine.heard_at:.0f} s ago"

@@ -1,4 +1,4 @@
-"""Samples conversations turn by turn, on any engine: each answer goes on from those before it."""
+"""Turn-by-turn sampling of conversations, on any engine: each answer continues the turns before it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rlpipe.types import (
 )
 
 FIRST_PART_ID = 2**40
-"""Of the requests for single turns, which no group has."""
+"""First request id for single turns; no group's id is in this range."""
 SEED_STEP = 1_000_003
 MAX_SEED = 2**31
 
 
 class TurnByTurn:
-    """An engine that also samples prompts with ``turns``; all others pass through.
+    """An engine that also samples prompts with ``turns``; all other requests go to the wrapped engine unchanged.
 
-    The first turn is sampled for the whole group. Behind each answer that ended by itself, the prompt's next tokens
-    are put, and the sibling goes on alone, until the last turn, or one that was cut off.
+    The first turn is sampled for the whole group. After each answer that ended by itself, the prompt's next turn is
+    appended, and the sibling continues alone, until its last turn or an answer that was cut off.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -87,10 +87,10 @@ class TurnByTurn:
 
 
 class _Conversation:
-    """The siblings of one prompt with further turns."""
+    """The siblings (rollouts of one group) of a prompt with further turns."""
 
     group: RolloutGroup
-    """From ``begin`` on: with all that was said."""
+    """The group with all turns sampled so far; set by ``begin``."""
 
     def __init__(self, request: GroupRequest) -> None:
         self._request = request
@@ -100,13 +100,13 @@ class _Conversation:
         self._num_waiting = 0
 
     def begin(self, group: RolloutGroup) -> None:
-        """Takes the first turn of all."""
+        """Add the first turn of all siblings."""
         self.group = group
         self._num_turns = [1] * len(group)
         self._due = [index for index in range(len(group)) if self._goes_on(index)]
 
     def go_on(self, index: int, part: RolloutGroup) -> None:
-        """Takes a further turn of one sibling."""
+        """Add a further turn of one sibling."""
         self._num_waiting -= 1
         self.group.generate_s += part.generate_s / self._request.group_size
         if part.failure is not None:
@@ -119,7 +119,7 @@ class _Conversation:
             self._due.append(index)
 
     def take_requests(self) -> list[tuple[int, GroupRequest]]:
-        """What is to be sampled next, with the siblings that it belongs to; nothing more once one has failed."""
+        """Return the turns to sample next, as (sibling's index, request); none once a turn has failed."""
         due = self._due if self.group.failure is None else []
         self._due = []
         self._num_waiting += len(due)
@@ -145,7 +145,7 @@ class _Conversation:
 
 
 def _joined(before: Rollout, answer: Rollout) -> Rollout:
-    """``answer`` has all that was said before as its prompt."""
+    """Append an answer to a rollout; the prompt of ``answer`` holds all turns before it."""
     length = len(answer.token_ids)
     earlier = np.arange(length) < len(before.token_ids)
 

@@ -1,4 +1,4 @@
-"""Sends each group to the engine with the least outstanding tokens."""
+"""A router that sends each group to the engine with the fewest outstanding tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rlpipe.types import GroupRequest
 
 
 class Router:
-    """Knows which engine works on which group, and how many tokens each engine may still have to draw."""
+    """The assignment of groups to engines, and the tokens that each engine may still have to draw."""
 
     def __init__(self, engines: Sequence[str] = ()) -> None:
         self._outstanding = dict.fromkeys(engines, 0)
         self._assigned: dict[int, tuple[str, GroupRequest]] = {}
 
     def add(self, engine: str) -> None:
-        """An engine that works on nothing joins; one that is there already keeps its groups."""
+        """Add an idle engine; one that is already known keeps its groups."""
         self._outstanding.setdefault(engine, 0)
 
     def remove(self, engine: str) -> list[GroupRequest]:
-        """An engine leaves; answers what it worked on."""
+        """Remove an engine, and return the requests that it was working on."""
         self._outstanding.pop(engine, None)
         lost = [request for name, request in self._assigned.values() if name == engine]
         for request in lost:
@@ -30,9 +30,9 @@ class Router:
     def assign(
         self, requests: Sequence[GroupRequest], among: Sequence[str] | None = None
     ) -> dict[str, list[GroupRequest]]:
-        """Spreads the requests over all engines, or some of them; those that get none are left out.
+        """Spread the requests over all engines, or those in ``among``; engines that get none are left out.
 
-        Of engines with equally many tokens the first is taken.
+        Among engines with equally many outstanding tokens, the first is chosen.
         """
         shares: dict[str, list[GroupRequest]] = {}
         engines = self._outstanding if among is None else among
@@ -47,7 +47,7 @@ class Router:
         return shares
 
     def finish(self, group_id: int) -> GroupRequest | None:
-        """Takes a finished group off its engine; answers its request, or None if no engine works on it."""
+        """Release a finished group from its engine; return its request, or None if no engine works on it."""
         if group_id not in self._assigned:
             return None
         engine, request = self._assigned.pop(group_id)
@@ -56,7 +56,7 @@ class Router:
 
     @property
     def num_groups(self) -> int:
-        """Groups that some engine works on."""
+        """Number of groups that engines are working on."""
         return len(self._assigned)
 
     @property
@@ -65,5 +65,5 @@ class Router:
         return dict(self._outstanding)
 
     def groups_of(self, engine: str) -> list[int]:
-        """Ids of the groups that an engine works on."""
+        """Return the ids of the groups that an engine works on."""
         return [group_id for group_id, (name, _) in self._assigned.items() if name == engine]

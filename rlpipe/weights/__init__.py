@@ -1,1 +1,1 @@
-"""Policy weights between learner and engines: buckets, digests, broadcast."""
+"""Transfer of policy weights from the learner to the engines: buckets, digests, broadcast."""

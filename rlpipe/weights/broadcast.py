@@ -1,7 +1,7 @@
-"""Carries weights from the first learner rank to the workers of engines without a stop in between, over gloo.
+"""Broadcast of weights from the first learner rank directly to the engines' workers, over gloo.
 
-Between GPUs vLLM's NCCL transfer takes this file's place (``rlpipe.learner.nccl_broadcast``); either side is told by a
-``Transfer`` whom to meet, and which tensors come.
+Between GPUs, vLLM's NCCL transfer is used instead (``rlpipe.learner.nccl_broadcast``). In both cases a ``Transfer``
+gives both sides the address and the tensors to expect.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rlpipe.types import Transfer
 
 
 def listen(address: str) -> dist.TCPStore:
-    """Where the others will find the learner."""
+    """Open the store on the learner that the other processes connect to."""
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
 @dataclass(slots=True)
 class GlooGroup:
-    """A process group beside torch's default one; the learner is rank 0."""
+    """A process group separate from torch's default one; the learner is rank 0."""
 
     group: Any
 
     @staticmethod
     def join(transfer: Transfer, rank: int, timeout_s: float, store: dist.TCPStore | None = None) -> GlooGroup:
-        """``store`` is the learner's own, which listens already."""
+        """Join the group of a transfer; the learner passes its own ``store``, which already listens."""
         limit = timedelta(seconds=timeout_s)
         if store is None:
             store = dist.TCPStore(transfer.address, transfer.port, is_master=False, timeout=limit)

@@ -1,16 +1,16 @@
-"""Turns the tensors of a policy version into safetensors buckets and back, and fingerprints what an engine serves.
+"""Safetensors buckets of a policy version's tensors, and digests of the weights.
 
-The digest of a version is computed twice: by the sender from what it publishes, and by every engine from the tensors
-that it reads back out of the model it serves.
+The digest of a version is computed twice: by the sender from the tensors that it publishes, and by every engine from
+the tensors that it reads back out of the model it serves.
 
-LoRA: XXH3-128 over every adapted module in order of name: the module's name, A, and B times its scaling, in the type
-that they are served in. Any dropped module, changed element, type, or wrong scaling changes it.
+LoRA: XXH3-128 over all adapted modules in order of name: the module's name, A, and B times its scaling, in the type
+that they are served in. A missing module, a changed element or type, or a wrong scaling changes the digest.
 
 Full weights: engines fuse, pad and shard tensors, so the digest is independent of the layout: every element's bits are
-mixed to 64 bits and added up modulo 2^64, apart for every layer, and XXH3-128 is taken over these sums. A missing or
-altered element, a wrong type, and two layers that changed places alter it; a permutation of elements within one layer
+mixed to 64 bits and added up modulo 2^64, separately for every layer, and XXH3-128 is taken over these sums. A missing
+or altered element, a wrong type, or two swapped layers change the digest. A permutation of elements within one layer
 does not, which is why the engines also compare fused parameters with the tensors they came from. Elements whose bits
-are all zero add nothing, so that padding does not count. A tied tensor is published, and counted, once.
+are all zero add nothing, so padding does not count. A tied tensor is published, and counted, once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlpipe.errors import ModelError
 from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
 
 MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
-"""Features of an adapter that engines don't know, but for which it can be merged."""
+"""Adapter features that engines can't serve, but that merging the adapter supports."""
 BASE_DIGEST = "base"
 """The digest of an engine that serves the model as it was loaded from disk."""
 
@@ -59,28 +59,28 @@ _MASK = 2**64 - 1
 
 
 class BucketMemory:
-    """Memory that one bucket after the other is written to: fresh pages cost more time than the copy itself."""
+    """Memory that is reused for one bucket after another, because fresh pages cost more time than the copy itself."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
 
     def take(self, size: int) -> ByteArray:
-        """The first ``size`` bytes; what they held before is lost."""
+        """Return the first ``size`` bytes, to be overwritten; the memory grows if needed."""
         if len(self._memory) < size:
             self._memory = np.empty(size, dtype=np.uint8)
         return self._memory[:size]
 
 
 class BucketWriter:
-    """A safetensors file in memory, which takes one tensor after the other and copies its bytes just once.
+    """A safetensors file in memory, to which tensors are added one by one with a single copy of their bytes.
 
-    The header's length is known last: the data lie behind room for it, and it is put right before them. Room that is
-    never written to costs no memory.
+    The header's length is only known at the end, so room for the longest header is left before the data, and the header
+    is written directly before the data. Room that is never written to costs no memory.
 
     Args:
-        data_bytes: most bytes of tensors; if the first has more, there is room for it alone.
+        data_bytes: most bytes of tensors; a larger first tensor still fits, but none after it.
         header_bytes: most bytes of the header; ``entry_bytes`` gives those of one tensor.
-        memory: where it is written, new memory if None.
+        memory: memory that the file is written to; None: new memory.
     """
 
     def __init__(self, data_bytes: int, header_bytes: int = 2**20, memory: BucketMemory | None = None) -> None:
@@ -91,7 +91,7 @@ class BucketWriter:
         self._file = self._memory.take(self._data_start + data_bytes)
 
     def fits(self, name: str, tensor: Tensor) -> bool:
-        """Whether there is room for it, at a multiple of its elements' size."""
+        """Return whether there is room for the tensor, at a multiple of its element size."""
         return not self._header or (
             self._end + tensor.nbytes <= self._data_bytes
             and self._end % tensor.element_size() == 0
@@ -99,7 +99,7 @@ class BucketWriter:
         )
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copies a tensor that ``fits`` behind the others; ``ModelError`` if its type can't be published."""
+        """Append a tensor that ``fits``; raise ``ModelError`` if its type can't be published."""
         dtype_name = _dtype_name(name, tensor)
         if not self._header and tensor.nbytes > self._data_bytes:
             self._file = self._memory.take(self._data_start + tensor.nbytes)
@@ -110,7 +110,7 @@ class BucketWriter:
         data[start : self._end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def finish(self) -> ByteArray:
-        """The file. It is valid until another one begins in the same memory."""
+        """Write the header, and return the file, which is valid until another one begins in the same memory."""
         text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file = self._file[self._data_start - len(text) - 8 : self._data_start + self._end]
@@ -120,7 +120,7 @@ class BucketWriter:
 
     @staticmethod
     def entry_bytes(name: str) -> int:
-        """No fewer than the header needs for a tensor of at most 8 dimensions."""
+        """Return an upper bound on the header's bytes for a tensor of at most 8 dimensions."""
         return len(json.dumps(name)) + 256
 
 
@@ -135,15 +135,15 @@ def pack_weights(
     dtype: torch.dtype | None = None,
     memory: BucketMemory | None = None,
 ) -> WeightsManifest:
-    """Encodes one version, hands every bucket to ``emit`` as soon as it is full, and returns the manifest.
+    """Encode one version, pass every bucket to ``emit`` as soon as it is full, and return the manifest.
 
     Args:
-        named_tensors: for LoRA PEFT's state dict names, all in one bucket; for full weights transformers' parameter
-            names, tied tensors once. Drawn lazily: each is held until the next one is asked for.
+        named_tensors: names and tensors; for LoRA with PEFT's state dict names, all in one bucket; for full weights
+            with transformers' parameter names, tied tensors once, and iterated lazily with one tensor held at a time.
         bucket_bytes: most tensor bytes of a bucket of full weights; a larger tensor gets its own.
-        adapter_config: PEFT's adapter config; it gives the scaling of B.
-        dtype: the type that the engines serve; floating point tensors are cast to it. None: as they come.
-        memory: where buckets are written; each is then valid only until ``emit`` returns. None: each has its own.
+        adapter_config: PEFT's adapter config, which gives the scaling of B.
+        dtype: the type that the engines serve; floating point tensors are cast to it. None: no cast.
+        memory: memory of the buckets, each then valid only until ``emit`` returns. None: each has its own.
 
     Raises:
         ModelError: a LoRA tensor is not A or B of a linear module, lacks its partner, or uses an unsupported feature.
@@ -169,7 +169,7 @@ def pack_weights(
 
 
 def encode(tensors: Mapping[str, Tensor], memory: BucketMemory | None = None) -> ByteArray:
-    """Writes tensors as one safetensors file in memory (a new one if None), with a single copy of their bytes."""
+    """Write tensors as one safetensors file to ``memory`` (new memory if None), with a single copy of their bytes."""
     writer = BucketWriter(
         sum(tensor.nbytes for tensor in tensors.values()),
         2 + sum(BucketWriter.entry_bytes(name) for name in tensors),
@@ -181,9 +181,9 @@ def encode(tensors: Mapping[str, Tensor], memory: BucketMemory | None = None) ->
 
 
 def unpack(bucket: ByteArray) -> dict[str, Tensor]:
-    """The tensors of one bucket, as views of its memory: they live as long as it, and must not be written to.
+    """Return the tensors of one bucket as views of its memory, which must not be written to.
 
-    Raises ``ModelError`` if the bytes are no safetensors file.
+    Raises ``ModelError`` if the bytes are not a safetensors file.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
@@ -201,14 +201,14 @@ def unpack(bucket: ByteArray) -> dict[str, Tensor]:
 
 
 def adapter_bucket(manifest: WeightsManifest, buckets: Buckets) -> ByteArray:
-    """The bucket of a LoRA version; ``ModelError`` unless it came in just one, with its adapter config."""
+    """Return the only bucket of a LoRA version; raise ``ModelError`` if there are others, or no adapter config."""
     if len(buckets) != 1 or manifest.adapter_config is None:
         raise ModelError(f"LoRA version {manifest.version} needs one bucket and its adapter config, got {len(buckets)}")
     return buckets[0]
 
 
 def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[ByteArray]]:
-    """Version 0 from a PEFT adapter in a folder or on the hub; ``ModelError`` if it can't be read."""
+    """Pack version 0 from a PEFT adapter in a folder or on the hub; raise ``ModelError`` if it can't be read."""
     from peft import PeftConfig
     from peft.utils import load_peft_weights
 
@@ -231,9 +231,9 @@ def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[B
 
 
 def pair_adapter(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
-    """Sorts PEFT's A and B by module; ``ModelError`` names those that are something else or lack a partner.
+    """Pair PEFT's A and B by module; raise ``ModelError`` if a tensor is neither or lacks its partner.
 
-    The values may be the tensors, or stand for them.
+    The values may be tensors, or anything that stands for them.
     """
     halves: dict[str, dict[str, T]] = {}
     for name, tensor in tensors.items():
@@ -250,16 +250,16 @@ def pair_adapter(tensors: Mapping[str, T]) -> dict[str, tuple[T, T]]:
 
 
 def lora_scaling(adapter_config: Mapping[str, Any], module: str) -> float:
-    """PEFT's factor of B·A: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv:2312.03732)."""
+    """Return PEFT's factor of B·A: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv:2312.03732)."""
     rank = _pattern(adapter_config.get("rank_pattern"), module, adapter_config["r"])
     alpha = _pattern(adapter_config.get("alpha_pattern"), module, adapter_config["lora_alpha"])
     return alpha / (math.sqrt(rank) if adapter_config.get("use_rslora") else rank)
 
 
 def lora_digest(pairs: LoraPairs, scaling: Callable[[str], float] | None = None) -> str:
-    """Fingerprint of adapted modules, each with A and scaled B; see the top of the file.
+    """Compute the digest of adapted modules from A and scaled B; see the top of the file.
 
-    ``scaling`` gives the factor of a module's B where it is not in B yet.
+    ``scaling`` returns the factor of a module's B; None if B is already scaled.
     """
     digest = xxhash.xxh3_128()
     for module in sorted(pairs):
@@ -271,7 +271,7 @@ def lora_digest(pairs: LoraPairs, scaling: Callable[[str], float] | None = None)
 
 
 def checksum(tensor: Tensor) -> int:
-    """Sum of the mixed bits of all elements, modulo 2^64; the same for every order of the elements."""
+    """Return the sum of the mixed bits of all elements, modulo 2^64, which does not depend on their order."""
     bits = tensor.detach().contiguous().reshape(-1).view(_BIT_VIEWS[tensor.element_size()])
     total = 0
     for chunk in bits.split(2**16 if bits.device.type == "cpu" else 2**26):
@@ -282,13 +282,13 @@ def checksum(tensor: Tensor) -> int:
 
 
 def add_checksum(sums: dict[int, int], name: str, tensor: Tensor) -> None:
-    """Adds a tensor to the sum of the layer that its name is in (-1: in none)."""
+    """Add a tensor's checksum to the sum of its layer, the first number in its name (-1 if there is none)."""
     layer = next((int(part) for part in name.split(".") if part.isdigit()), -1)
     sums[layer] = (sums.get(layer, 0) + checksum(tensor)) & _MASK
 
 
 def merge_sums(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Adds up the sums that several ranks have of their shards."""
+    """Add up the sums of several ranks' shards."""
     merged: dict[int, int] = {}
     for part in parts:
         for layer, value in part.items():
@@ -297,7 +297,7 @@ def merge_sums(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def digest_of_sums(sums: Mapping[int, int]) -> str:
-    """Fingerprint of full weights from the sums of their layers; see the top of the file."""
+    """Compute the digest of full weights from the sums of their layers; see the top of the file."""
     text = ",".join(f"{layer}:{value}" for layer, value in sorted(sums.items()) if value)
     return f"full:{xxhash.xxh3_128(text.encode()).hexdigest()}"
 
@@ -305,7 +305,7 @@ def digest_of_sums(sums: Mapping[int, int]) -> str:
 def check_adapter_modules(
     received: Collection[str], linear_modules: Collection[str], config: Mapping[str, Any]
 ) -> None:
-    """Raises ``ModelError`` unless the adapter's modules are just those of the model that its config targets.
+    """Raise ``ModelError`` unless the adapter's modules are exactly the model's modules that its config targets.
 
     Args:
         received: modules with tensors.
@@ -320,7 +320,7 @@ def check_adapter_modules(
 
 
 def check_parameters(received: Collection[str], expected: Collection[str], *, complete: bool = True) -> None:
-    """Raises ``ModelError`` unless full weights have a tensor for each parameter (if ``complete``), and no other."""
+    """Raise ``ModelError`` unless full weights have a tensor for each parameter (if ``complete``), and no other."""
     unknown, missing = sorted(set(received) - set(expected)), sorted(set(expected) - set(received))
     if unknown:
         raise ModelError(f"published tensors match no parameter of the model: {_some(unknown)}")
@@ -329,14 +329,14 @@ def check_parameters(received: Collection[str], expected: Collection[str], *, co
 
 
 def check_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raises ``ModelError`` if a floating point tensor is not in the type that the engine serves."""
+    """Raise ``ModelError`` if a floating point tensor is not in the type that the engine serves."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype != dtype:
             raise ModelError(f"{name} was published in {tensor.dtype}, but the engine serves {dtype}: cast it first")
 
 
 def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
-    """Raises ``ModelError`` if a tensor can't be copied into the parameter that it is for."""
+    """Raise ``ModelError`` if a tensor's shape differs from its parameter's."""
     if tensor.shape != expected.shape:
         raise ModelError(f"{name} was published as {list(tensor.shape)}, but the model has {list(expected.shape)}")
 
@@ -348,7 +348,7 @@ def _fill_buckets(
     sums: dict[int, int],
     memory: BucketMemory | None,
 ) -> Iterator[ByteArray]:
-    """One after the other; a tensor is let go before the next one is gathered."""
+    """Yield buckets one by one; each tensor is released before the next one is gathered."""
     bucket = None
     for name, tensor in named_tensors:
         tensor = _cast(tensor.detach(), dtype)

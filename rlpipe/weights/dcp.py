@@ -1,4 +1,4 @@
-"""Tensors in a folder, written and read by torch's distributed checkpoint: each by its name, or parts of it."""
+"""Storage of named tensors, or shards of them, in a folder, with torch's distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 Read = Callable[[dict[str, Tensor]], None]
-"""Fills tensors with what a checkpoint has under their names."""
+"""Function that fills tensors with a checkpoint's values under their names."""
 
 
 def weight_key(name: str) -> str:
-    """Of a trained parameter."""
+    """Return the name of a trained parameter in a checkpoint."""
     return f"policy.{name}"
 
 
 def moment_key(name: str, moment: str) -> str:
-    """Of what the optimizer keeps of it."""
+    """Return the name of a parameter's optimizer state in a checkpoint."""
     return f"optimizer.{name}.{moment}"
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], *, num_ranks: int) -> None:
-    """All ranks must call it; what several have is written once. Raises ``OSError`` if it can't be written."""
+    """Write the tensors of all ranks, those that several hold once; raise ``OSError`` if they can't be written.
+
+    All ranks must call it.
+    """
     try:
         with _single_process_is_meant():
             dcp.save(tensors, checkpoint_id=folder, no_dist=num_ranks == 1)
@@ -38,21 +41,21 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], *, num_ranks: int) -
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], *, prefix: str = "") -> None:
-    """Fills them, each rank its own; ``prefix`` stands before their names in the folder."""
+    """Fill this rank's tensors from the folder, where ``prefix`` precedes their names."""
     with _single_process_is_meant():
         named = {prefix + name: tensor for name, tensor in tensors.items()}
         dcp.load(named, checkpoint_id=folder, no_dist=True)
 
 
 def stored_shapes(folder: Path) -> dict[str, torch.Size]:
-    """Of all tensors that were written, by name."""
+    """Return the shapes of all tensors in the folder, by name."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 @contextmanager
 def _single_process_is_meant() -> Iterator[None]:
-    """Without torch's warning at every checkpoint of a single rank."""
+    """Suppress torch's warning at every checkpoint of a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""Samples with transformers' generate: slower than vLLM, and runs wherever the model does."""
+"""The engine that samples with transformers' generate: slower than vLLM, but it runs wherever the model does."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _ADAPTER_KEYS = (
 class HfEngine:
     """``rlpipe.rollout.engine.Engine`` on transformers: one ``step`` samples a whole batch of waiting groups.
 
-    Between two steps nothing runs, so weights are replaced in place, whatever ``weights.on_update`` says.
-    ``rollout.engine_args`` knows ``max_batch_size``, the most sequences of a batch.
+    Nothing runs between two steps, so weights are replaced in place, whatever ``weights.on_update`` says.
+    ``rollout.engine_args`` takes only ``max_batch_size``, the most sequences of a batch.
     """
 
     def __init__(self, name: str, model: ModelConfig, rollout: RolloutConfig, *, max_prompt_tokens: int) -> None:
@@ -136,7 +136,7 @@ class HfEngine:
         del self._policy, self._base
 
     def _take_batch(self) -> tuple[list[tuple[GroupRequest, float]], list[RolloutGroup]]:
-        """Requests that one call of generate can sample together, and those that it never can."""
+        """Take the requests that one call of generate can sample together, and fail those that it never can."""
         batch: list[tuple[GroupRequest, float]] = []
         failed, waiting, num_sequences = [], [], 0
         for request, received_s in self._waiting:
@@ -155,7 +155,7 @@ class HfEngine:
         return batch, failed
 
     def _problem(self, request: GroupRequest) -> str | None:
-        """Why the request can't be sampled."""
+        """Return why the request can't be sampled; None if it can."""
         length = len(request.prompt.token_ids)
         if length >= self._max_model_len:
             return too_long(length, self._max_model_len)
@@ -170,7 +170,7 @@ class HfEngine:
 
     @torch.inference_mode()
     def _sample(self, requests: Sequence[GroupRequest]) -> list[Sample]:
-        """All samples of the requests, which are alike, group by group, in one left-padded batch."""
+        """Sample all completions of requests of the same kind, group by group, in one left-padded batch."""
         sampling = requests[0].sampling or self._sampling
         prompts = [request.prompt.token_ids for request in requests for _ in range(request.group_size)]
         width = max(map(len, prompts))
@@ -239,7 +239,7 @@ class HfEngine:
 
     @cached_property
     def _file_plan(self) -> tuple[dict[str, Tensor], dict[str, WeightGroup]]:
-        """The tensors of the model's files, hollow, and the unit of parameters that each is a part of."""
+        """The tensors of the model's files, on the meta device, and the ``WeightGroup`` that each belongs to."""
         outlines: dict[str, Tensor] = {}
         for name, tensor in untied_state(self._base).items():
             outlines |= to_files(self._base, name, tensor.detach().to("meta"))
@@ -271,7 +271,7 @@ class HfEngine:
 
 
 def _adapted_layers(policy: PeftModel) -> dict[str, Any]:
-    """PEFT's LoRA layers, by the name of the module that each wraps."""
+    """Return PEFT's LoRA layers, by the name of the module that each wraps."""
     return {
         name.removeprefix("base_model.model."): layer
         for name, layer in policy.named_modules()
@@ -290,7 +290,7 @@ def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
 
 
 def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
-    """The base model, ready to serve, and its tokenizer."""
+    """Open the base model, ready to serve, and its tokenizer."""
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)

@@ -1,4 +1,4 @@
-"""What transformers' generate is given of the images of a batch.
+"""Image arguments of transformers' generate.
 
 Shapes: B sequences, P tokens of the longest prompt.
 """
@@ -18,7 +18,7 @@ from rlpipe.types import GroupRequest
 
 
 class ImageInputs:
-    """Makes them with the model's processor."""
+    """A builder of generate's image arguments, with the model's processor."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         self._processor = ImageProcessor(config)
@@ -26,7 +26,7 @@ class ImageInputs:
         self._arguments = set(inspect.signature(model.forward).parameters)
 
     def arguments(self, requests: Sequence[GroupRequest], token_ids: Tensor) -> dict[str, Tensor]:
-        """By their names, for prompts ``[B, P]`` that are filled up on the left and have equally many images each."""
+        """Return the arguments by name, for left-padded prompts ``[B, P]`` with the same number of images each."""
         rows = [
             [image.content for image in request.prompt.images]
             for request in requests

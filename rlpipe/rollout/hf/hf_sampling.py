@@ -1,6 +1,6 @@
-"""Draws tokens inside transformers' generate, with a seed for each sequence, and ends each by its own limits.
+"""Sampling and stopping inside transformers' generate, with a seed and a length limit for each sequence.
 
-B sequences, V tokens of the vocabulary, L tokens of the longest completion.
+Shapes: B sequences, P tokens of the longest prompt, V tokens of the vocabulary, L tokens of the longest completion.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlpipe.types import GroupRequest
 
 
 class Sampler(LogitsProcessor):
-    """Draws the next token of every sequence, and leaves it as the only one that generate can choose.
+    """A logits processor that draws the next token of every sequence, and masks all others so that generate takes it.
 
     ``logprobs`` grows by one entry ``[B]`` for each token: its log-probability in the distribution it was drawn from.
     The steps and their order are vLLM's: repetition penalty, temperature, min_p, top_k, top_p. A temperature of 0
-    takes the likeliest token, and its log-probability before min_p, top_k and top_p.
+    takes the likeliest token, with its log-probability before min_p, top_k and top_p.
     """
 
     def __init__(self, requests: Sequence[GroupRequest], sampling: SamplingConfig, prompt_mask: Tensor) -> None:
@@ -65,7 +65,7 @@ class Sampler(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens, 0.0)
 
     def _penalise(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Repetition penalty of CTRL (arXiv:1909.05858) over prompt and completion, the padding left out."""
+        """Apply CTRL's repetition penalty (arXiv:1909.05858) over prompt and completion, without the padding."""
         if self._penalty == 1.0:
             return scores
         drawn = input_ids.new_ones((len(input_ids), len(self.logprobs)), dtype=torch.bool)
@@ -76,7 +76,7 @@ class Sampler(LogitsProcessor):
 
 
 class Ending(StoppingCriteria):
-    """Ends a sequence at an end token, a stop string, or its own length limit, and remembers where and why."""
+    """A criterion that ends sequences at an end token, a stop string, or a length limit, and records where and why."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Ending(StoppingCriteria):
         self._end_ids = end_ids
         self._stop = stop
         self._decode = decode
-        # A character takes four tokens at most, in a vocabulary of bytes.
+        # A character takes at most four tokens, in a vocabulary of bytes.
         self._tail = 4 * max(map(len, stop), default=0) + 4
 
     @property

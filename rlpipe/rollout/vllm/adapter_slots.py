@@ -1,4 +1,4 @@
-"""The room that vLLM makes for adapters, which it takes when it starts; imports neither torch nor vllm."""
+"""Rank and number of the adapter slots that vLLM allocates at startup; imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from rlpipe.errors import ConfigError
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _RUNNING_VERSIONS = 3
-"""That sequences may be on at one time, each on the one it began with."""
+"""Most versions served at one time, when each sequence stays on the version it began with."""
 
 
 def slot_rank(rank: int) -> int:
-    """The smallest rank that vLLM has room for and that is large enough; ``ConfigError`` if there is none."""
+    """Return the smallest slot rank of vLLM that fits the adapter; raise ``ConfigError`` if there is none."""
     fitting = [size for size in _RANKS if size >= rank]
     if not fitting:
         raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; at most {_RANKS[-1]}")
@@ -19,5 +19,5 @@ def slot_rank(rank: int) -> int:
 
 
 def num_slots(weights: WeightsConfig) -> int:
-    """Adapters that are served side by side."""
+    """Return how many adapters are served side by side."""
     return 1 if weights.on_update == "inflight" else _RUNNING_VERSIONS

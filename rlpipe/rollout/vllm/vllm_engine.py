@@ -1,4 +1,4 @@
-"""Samples with vLLM, inside the calling process (``LLMEngine``), or with its workers where GPUs share a model."""
+"""The engine that samples with vLLM, in the calling process (``LLMEngine``) or with workers if GPUs share a model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 _IN_FLIGHT_ADAPTER = 1
 _BASE_SALT = "base"
-"""Of what is computed without an adapter, which stays as it is."""
+"""Cache salt of sequences without an adapter, whose KV cache stays valid when the adapter changes."""
 
 
 @dataclass(slots=True)
@@ -55,19 +55,19 @@ class _Running:
     request: GroupRequest
     received_s: float
     version: int
-    """The one that it began with."""
+    """The version that the sequences began with."""
     adapter_id: int | None
 
 
 class VllmEngine:
     """``rlpipe.rollout.engine.Engine`` on vLLM.
 
-    With ``weights.on_update=wait`` a LoRA version is an adapter with an id of its own: running sequences keep the one
-    they began with, and it is removed with its last sequence. Full weights are replaced in place once nothing runs.
-    With ``inflight`` both are replaced in place between two steps, and running sequences go on; what is theirs in the
-    KV cache stays as older versions computed it. No other sequence reads it, in either way.
+    With ``weights.on_update=wait`` each LoRA version is an adapter with an id of its own: running sequences keep the
+    one they began with, and it is removed with its last sequence. Full weights are replaced in place once nothing runs.
+    With ``inflight`` both are replaced in place between two steps, and running sequences continue; their entries in
+    the KV cache stay as older versions computed them. In both modes, no sequence of another version reads them.
 
-    Of several engines in one process none works any more after the first of them is stopped.
+    If several engines run in one process, none of them works after the first one is stopped.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class VllmEngine:
         self._waiting: deque[tuple[GroupRequest, float]] = deque()
         self._running: dict[str, _Running] = {}
         self._ready: list[RolloutGroup] = []
-        """What the next step returns."""
+        """Groups that the next step returns."""
         self._num_sequences = 0
         self._num_requests = 0
         self._holding = False
@@ -123,7 +123,7 @@ class VllmEngine:
             return self._has_free_slot()
         running = self._running.values()
         must_finish = [one for one in running if not self._in_flight or not self._can_go_on(one, manifest.version)]
-        # Full weights that do not fit are found out when some of them are replaced already.
+        # Full weights that do not fit are only detected after some of them have been replaced.
         self._holding = bool(must_finish) or self._kind is WeightsKind.FULL
         return not must_finish
 
@@ -148,7 +148,7 @@ class VllmEngine:
         else:
             digest = self._receive_full(manifest.transfer)
         if self._kind is WeightsKind.FULL:
-            self._llm.reset_encoder_cache()  # what the weights before made of images
+            self._llm.reset_encoder_cache()  # image features from the old weights
         self._version, self._digest, self._holding = manifest.version, digest, False
         self._llm.set_weight_version(str(manifest.version))
         if self._in_flight:
@@ -169,7 +169,7 @@ class VllmEngine:
         self._llm.engine_core.shutdown()
 
     def _next_eligible(self) -> int | None:
-        """Place in the queue of the next request that may start now."""
+        """Return the index in the queue of the next request that may start now; None if there is none."""
         limit = self._llm.vllm_config.scheduler_config.max_num_seqs
         if self._holding or (self._num_sequences >= limit):
             return None
@@ -202,7 +202,7 @@ class VllmEngine:
             sampling = {**sampling, "stop_token_ids": [*sampling["stop_token_ids"], self._image_id]}
         adapter, salt = (self._adapter, self._cache_salt) if request.use_adapter else (None, _BASE_SALT)
         params = SamplingParams(
-            # The siblings of a greedy sample are all the same.
+            # All siblings of a greedy sample are the same.
             n=1 if greedy else request.group_size,
             seed=None if greedy else sample_seed(request.seed),
             temperature=request.temperature,
@@ -217,7 +217,7 @@ class VllmEngine:
         self._num_sequences += request.group_size
 
     def _input(self, prompt: Prompt, salt: str) -> Any:
-        """As vLLM takes it; raises ``ConfigError`` where it makes other tokens of the images."""
+        """Return the prompt as vLLM's input; raise ``ConfigError`` if vLLM makes other tokens of the images."""
         token_ids = prompt.token_ids.tolist()
         if prompt.folded_ids is None:
             return tokens_input(token_ids, cache_salt=salt)
@@ -261,14 +261,17 @@ class VllmEngine:
         return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 
     def _can_go_on(self, running: _Running, version: int) -> bool:
-        """Whether the version may draw the rest of a sequence; one that began without an adapter has no slot for it."""
+        """Return whether ``version`` may draw the rest of a sequence; without an adapter slot, a LoRA version can't."""
         if not running.request.use_adapter:
-            return True  # no version draws it
+            return True  # the base model draws it, whatever the version
         has_slot = self._kind is WeightsKind.FULL or running.adapter_id is not None
         return has_slot and running.request.min_version <= version
 
     def _deliver_sampled(self) -> None:
-        """Takes the tokens that are sampled but not yet delivered: vLLM labels them with the version of that moment."""
+        """Take the sampled tokens that vLLM has not delivered yet, because it labels them on delivery.
+
+        Delivered after the load, they would be labelled with the new version.
+        """
         self._llm.sleep(level=0, mode="keep")
         while self._core.batch_queue:
             self._advance()
@@ -276,11 +279,11 @@ class VllmEngine:
 
     @property
     def _cache_salt(self) -> str:
-        """Part of the prefix cache's key, so that no version reads what another one computed."""
+        """Part of the prefix cache's key, so that no version reads what another version computed."""
         return f"load-{self._num_loads}"
 
     def _renew_cache_keys(self) -> None:
-        """Lets the sequences that were handed to vLLM but do not run yet begin with the new version."""
+        """Give sequences that vLLM has queued but not started the new version's cache key."""
         for request in self._core.scheduler.requests.values():
             if request.num_computed_tokens == 0 and request.cache_salt != _BASE_SALT:
                 request.cache_salt = self._cache_salt

@@ -1,7 +1,7 @@
-"""Fused experts, whose kernels want their weights in a layout of their own: padded, and packed in another order.
+"""Reloading of fused experts, whose kernels need weights in a layout of their own: padded, and in another order.
 
-Weights that are replaced are collected until a layer has all of them, and laid out anew by vLLM, as when it loads a
-model; all other layers are written to in place.
+New weights are collected until a layer has all of them, and vLLM then lays them out as when it loads a model. All
+other layers are written in place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm.platforms import current_platform
 
 
 def begin_experts(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Call it before new weights are loaded into a model, and ``end_experts`` once all of them are."""
+    """Prepare the experts for new weights; call ``end_experts`` once all weights are loaded."""
     with set_current_vllm_config(vllm_config):
         for layer in _experts(model):
             initialize_layerwise_reload(layer)
             if current_platform.is_cpu():
-                # With its kernel in place, vLLM would leave the weights as they are in a file, which is right on GPUs.
+                # With a kernel set, vLLM would keep the weights in the file's layout, which is right only on GPUs.
                 layer.quant_method.moe_kernel = None
 
 

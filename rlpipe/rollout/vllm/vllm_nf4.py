@@ -1,7 +1,7 @@
-"""Loads a model into vLLM as QLoRA's learner has it: weights that are NF4 there have been through NF4 here.
+"""A vLLM model loader for QLoRA: weights that the learner holds in NF4 are quantised to NF4 and dequantised again.
 
-vLLM's own NF4 needs a GPU and other kernels; whoever wants its smaller memory sets
-``rollout.engine_args.quantization=bitsandbytes``.
+vLLM's own NF4 uses less memory, but needs a GPU and other kernels; set
+``rollout.engine_args.quantization=bitsandbytes`` to use it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What vLLM is told of a config: the arguments of its engine and of a request."""
+"""vLLM's arguments for a config: those of its engine and those of a request."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ _OWN_SAMPLING_ARGS = {
 def engine_args(
     model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int
 ) -> dict[str, Any]:
-    """vLLM's ``EngineArgs`` for a config, ``rollout.engine_args`` among them.
+    """Return vLLM's ``EngineArgs`` for a config, including ``rollout.engine_args``.
 
-    Raises ``ConfigError`` if one of these is unknown to vLLM, or set by another option.
+    Raises ``ConfigError`` if one of the latter is unknown to vLLM, or set by another option.
     """
     assert model.dtype != "auto", "which vLLM takes for the type of the model's files"
     _check_names(rollout.engine_args, {f.name for f in fields(EngineArgs)}, _OWN_ENGINE_ARGS, "rollout.engine_args")
@@ -86,7 +86,7 @@ def engine_args(
         "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():
-        # Seeded requests fail with chunked prefill: CPU generators can't be set back.
+        # Seeded requests fail with chunked prefill, because CPU generators can't be rewound.
         args |= {"enforce_eager": True, "enable_chunked_prefill": False}
         args |= {"max_num_batched_tokens": max(4096, max_model_len), "max_num_seqs": DEFAULT_SEQUENCES}
         # Siblings share whole blocks of their prompt; the default block of 128 tokens is longer than many prompts.
@@ -102,7 +102,10 @@ def engine_args(
 
 
 def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
-    """The ``SamplingParams`` that all requests share; ``ConfigError`` if one of ``sampling.extra`` is unknown."""
+    """Return the ``SamplingParams`` arguments that all requests share.
+
+    Raises ``ConfigError`` if one of ``sampling.extra`` is unknown or set by another option, or if vLLM refuses them.
+    """
     _check_names(sampling.extra, set(SamplingParams.__struct_fields__), _OWN_SAMPLING_ARGS, "rollout.sampling.extra")
     args: dict[str, Any] = {
         "top_p": sampling.top_p,
@@ -141,7 +144,10 @@ def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], op
 
 
 def _target_suffixes(model: ModelConfig) -> list[str]:
-    """The modules that vLLM must prepare for an adapter; it would also take the large embedding and output layers."""
+    """Return the modules that vLLM must prepare for an adapter.
+
+    By default vLLM would also prepare the large embedding and output layers.
+    """
     targets = model.adapter.target_modules
     if not isinstance(targets, str):
         return [target.rsplit(".", 1)[-1] for target in targets]
@@ -156,7 +162,7 @@ def _target_suffixes(model: ModelConfig) -> list[str]:
 
 
 def describe_refusal(error: Exception) -> str:
-    """What vLLM says of arguments that it does not take, in one line."""
+    """Return vLLM's error message about arguments that it refuses, in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # The first line of pydantic's errors only counts them.
     return lines[1] if "validation error" in lines[0] and len(lines) > 1 else lines[0]

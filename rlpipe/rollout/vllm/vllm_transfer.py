@@ -1,4 +1,4 @@
-"""The engines' side of weights that come from the learner directly: vLLM's NCCL transfer, and gloo between CPUs."""
+"""The engines' side of direct weight transfer from the learner: vLLM's NCCL transfer, and gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """All is known from the start."""
+    """No further fields: ``GlooInitInfo`` already describes the whole transfer."""
 
 
 class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives in a worker on the CPU; the tensors are loaded in place, as those of buckets are."""
+    """A transfer engine for CPU workers, which receives weights over gloo and loads them in place, as from buckets."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -70,12 +70,12 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
 
 def backend() -> str:
-    """The name by which vLLM knows the engine that suits its platform."""
+    """Return vLLM's name of the transfer engine for its platform."""
     return GLOO if current_platform.is_cpu() else "nccl"
 
 
 def meeting(transfer: Transfer, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """vLLM's arguments to join a transfer, and to receive what it brings."""
+    """Return vLLM's arguments for joining a transfer, and for receiving its tensors."""
     if current_platform.is_cpu():
         return {"transfer": asdict(transfer), "timeout_s": timeout_s}, {}
     joined = NCCLWeightTransferInitInfo(
@@ -83,7 +83,7 @@ def meeting(transfer: Transfer, timeout_s: float) -> tuple[dict[str, Any], dict[
         master_port=transfer.port,
         rank_offset=transfer.first_rank,
         world_size=transfer.num_processes,
-        packed=True,  # as the other side is by default
+        packed=True,  # the sender's default
         packed_buffer_size_bytes=transfer.buffer_bytes,
     )
     update = NCCLWeightTransferUpdateInfo(

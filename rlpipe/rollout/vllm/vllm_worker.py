@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: loads policy weights from memory, and reads back what the model then serves."""
+"""Code inside vLLM's workers that loads policy weights from memory, and reads back the weights that are then served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-# These register themselves in every worker.
+# Importing these registers them in every worker.
 import rlpipe.rollout.vllm.vllm_nf4
 import rlpipe.rollout.vllm.vllm_transfer  # noqa: F401
 from rlpipe.errors import ModelError, WeightsMismatch
@@ -42,7 +42,7 @@ _EXPERTS = ".experts."
 
 
 class WeightsExtension:
-    """Methods that vLLM adds to its worker class; called through ``collective_rpc``."""
+    """Methods that vLLM adds to its worker class, called through ``collective_rpc``."""
 
     device: torch.device
     model_runner: Any
@@ -50,7 +50,7 @@ class WeightsExtension:
     _layout: AdapterLayout | None = None
 
     def prepare_serving(self) -> None:
-        """Replaces what vLLM does on CPUs by what is faster (LoRA) or can be updated in place (output layer)."""
+        """Replace, on CPUs, vLLM's LoRA by a faster one, or its output layer by one that can be updated in place."""
         if self.device.type != "cpu":
             return
         if self.model_runner.lora_config is not None:
@@ -61,9 +61,9 @@ class WeightsExtension:
                     setattr(module, "cpu_linear", nn.functional.linear)  # noqa: B010
 
     def serve_adapter(self, bucket: ByteArray, adapter_config: Mapping[str, Any], adapter_id: int) -> str:
-        """Loads and activates an adapter, and answers the digest of what its slot in every layer now holds.
+        """Load and activate an adapter, and return the digest of the weights in its slots of all layers.
 
-        One of the same id is replaced in place: sequences that run on it go on with the new one.
+        An adapter with the same id is replaced in place, and its running sequences continue with the new one.
         """
         manager: LoRAModelManager = self.model_runner.lora_manager._adapter_manager
         tensors = unpack(bucket)
@@ -88,7 +88,7 @@ class WeightsExtension:
         begin_experts(model, self.vllm_config)
 
     def load_full_bucket(self, bucket: ByteArray) -> None:
-        """Loads the tensors of one bucket into the model, and compares them with what then lies there."""
+        """Load the tensors of one bucket into the model, and compare them with the model's parameters afterwards."""
         model = self.model_runner.model
         tensors = {name: tensor.to(self.device) for name, tensor in unpack(bucket).items()}
         check_dtype(tensors, self.model_runner.model_config.dtype)
@@ -105,7 +105,7 @@ class WeightsExtension:
         self._received |= tensors.keys()
 
     def finish_full_load(self) -> dict[int, int]:
-        """The checksums of what is served now; raises ``ModelError`` if a parameter was not published."""
+        """Return the checksums of the served weights; raise ``ModelError`` if a parameter was not published."""
         model = self.model_runner.model
         end_experts(model, self.vllm_config)
         received = set(_own_names(model, self._received).values())
@@ -113,7 +113,10 @@ class WeightsExtension:
         return self.checksums(self._received)
 
     def checksums(self, published: Collection[str]) -> dict[int, int]:
-        """Of what this rank serves of the published tensors, by layer; what ranks share is counted by one of them."""
+        """Return the checksums, by layer, of this rank's part of the published tensors.
+
+        Tensors that several ranks hold are counted by one of them.
+        """
         model, sums = self.model_runner.model, dict[int, int]()
         for name, tensor in _owned_shards(model, set(_own_names(model, published).values())):
             add_checksum(sums, name, tensor)
@@ -122,7 +125,7 @@ class WeightsExtension:
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """Where vLLM's module finds its part of a published adapter."""
+    """A module of vLLM, with the names of its A and B in a published adapter, its rank and its scaling."""
 
     name: str
     a: str
@@ -132,7 +135,7 @@ class AdaptedModule:
 
 
 class AdapterLayout:
-    """What the adapters of a run have in common, found out once: their modules and scalings.
+    """The modules and scalings that all adapters of a run share, determined once.
 
     Raises ``ModelError`` if vLLM can't serve such adapters.
     """
@@ -144,7 +147,7 @@ class AdapterLayout:
         helper = _legal_helper(manager, adapter_config)
         mapper = _rename_mapper(manager.model)
         self.peft_names: dict[str, str] = {}
-        """The name in PEFT of every adapted module, by vLLM's name of it."""
+        """PEFT's names of the adapted modules, by vLLM's names."""
         self._modules: list[AdaptedModule] = []
         for module, (a, b) in pair_adapter({name: name for name in tensors}).items():
             vllm_name = parse_fine_tuned_lora_name(f"base_model.model.{module}.lora_A.weight", mapper)[0]
@@ -158,7 +161,7 @@ class AdapterLayout:
         return self._config == adapter_config and self._names == list(tensors)
 
     def build(self, tensors: Mapping[str, Tensor], adapter_id: int) -> LoRAModel:
-        """The adapter as vLLM wants it: B scaled, in a copy, because the bucket's memory is read-only."""
+        """Return the adapter in vLLM's form, with B scaled in a copy because the bucket's memory is read-only."""
         weights = {
             module.name: LoRALayerWeights(
                 module.name, module.rank, module.rank, tensors[module.a], tensors[module.b] * module.scaling, scaling=1
@@ -169,7 +172,7 @@ class AdapterLayout:
 
 
 class GroupedLora(PunicaWrapperCPU):
-    """LoRA on the CPU with one pair of products for each adapter in the batch.
+    """LoRA on the CPU with one pair of matrix products for each adapter in the batch.
 
     vLLM's own wrapper gathers A and B for every token, which takes several times as long as the model itself.
     """
@@ -231,13 +234,13 @@ def _rename_mapper(model: nn.Module) -> Any:
 
 
 def _own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
-    """vLLM's names of what was published, before it fuses."""
+    """Map the names of published tensors to vLLM's names before fusing."""
     mapper = _rename_mapper(model)
     return {name: (mapper.map_name(name) or name) if mapper else name for name in published}
 
 
 def _linear_modules(manager: LoRAModelManager) -> Iterator[str]:
-    """The linear modules that can take an adapter, fused ones by the names of their parts."""
+    """Yield the names of the linear modules that can take an adapter; for a fused one, the names of its parts."""
     for name, layer in manager.modules.items():
         if isinstance(layer, BaseLinearLayerWithLoRA | LogitsProcessorWithLoRA):
             yield from manager.packed_modules.get(name, [name])
@@ -253,9 +256,10 @@ def _legal_helper(manager: LoRAModelManager, adapter_config: Mapping[str, Any]) 
 
 
 def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """A and scaled B of every adapted module, read out of the layers' slots; ``WeightsMismatch`` if these hold more.
+    """Yield A and scaled B of every adapted module, read from the layers' slots.
 
-    Of a layer that is sharded, the whole tensors are returned, once its slot has been compared with its part of them.
+    For a sharded layer, the slot is compared with its shards of the loaded tensors, and the whole tensors are yielded.
+    Raises ``WeightsMismatch`` if a slot holds more than the adapter, or if a shard differs.
     """
     slot = manager.lora_index_to_id.index(adapter_id)
     adapter = manager.get_adapter(adapter_id)
@@ -277,11 +281,11 @@ def _served_pairs(manager: LoRAModelManager, adapter_id: int) -> Iterator[tuple[
 
 
 _Slices = tuple[list[Any], list[Any]]
-"""A and B of every module that is fused into a layer; None for one without an adapter."""
+"""A and B of every module that is fused into a layer; None for a module without an adapter."""
 
 
 def _read_slot(name: str, layer: Any, slot: int, expected: _Slices) -> _Slices:
-    """The parts of the layer's slot that are as large as what is expected there."""
+    """Read from the layer's slot the parts that have the shapes of the expected tensors."""
     lora_a, lora_b = (
         [_filled_part(name, buffer[slot, 0], tensor) for buffer, tensor in zip(_as_list(stacked), tensors, strict=True)]
         for stacked, tensors in zip((layer.lora_a_stacked, layer.lora_b_stacked), expected, strict=True)
@@ -290,7 +294,7 @@ def _read_slot(name: str, layer: Any, slot: int, expected: _Slices) -> _Slices:
 
 
 def _filled_part(name: str, buffer: Tensor, tensor: Tensor | None) -> Tensor | None:
-    """The part of the buffer that holds the tensor; whatever lies beyond it must be zero."""
+    """Return the part of the buffer that holds the tensor; raise ``WeightsMismatch`` if the rest is not zero."""
     if tensor is None:
         if buffer.any():
             raise WeightsMismatch(f"{name} serves an adapter that was not published")
@@ -314,16 +318,16 @@ def _as_list(tensors: Any) -> list[Any]:
 
 
 def _fused_parts(model: nn.Module, module: str) -> list[str]:
-    """Names of the modules that vLLM fused into this one; its own if it is not fused."""
+    """Return the names of the modules that vLLM fused into this one; its own name if it is not fused."""
     prefix, _, suffix = module.rpartition(".")
     parts = getattr(model, "packed_modules_mapping", {}).get(suffix, [suffix])
     return [f"{prefix}.{part}" if prefix else part for part in parts]
 
 
 def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """For every tensor that must be published, the parameter that it is loaded into, and its place among the parts.
+    """Map every tensor that must be published to the parameter it is loaded into, and its index among the fused parts.
 
-    Fused experts have many names for one tensor, and are left to the digest.
+    Fused experts are left out, because many names belong to one tensor there; the digest covers them.
     """
     locations = {}
     for name, _ in model.named_parameters():
@@ -335,7 +339,7 @@ def _locate_parameters(model: nn.Module) -> dict[str, tuple[str, int]]:
 
 
 def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tensor) -> None:
-    """Compares a published tensor with its rows of the parameter that it was fused into, where no shard is cut."""
+    """Compare a published tensor with its rows of the parameter that it was fused into, unless the model is sharded."""
     if get_tensor_model_parallel_world_size() > 1:
         return
     module, _, kind = parameter_name.rpartition(".")
@@ -349,7 +353,7 @@ def _check_slice(model: nn.Module, parameter_name: str, index: int, tensor: Tens
 
 
 def _owned_shards(model: nn.Module, published: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters and published buffers, without those that another rank holds too and counts."""
+    """Yield this rank's parameters and published buffers, without those that another rank also holds and counts."""
     rank = get_tensor_model_parallel_rank()
     if rank == 0:
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name in published)
