@@ -1,1 +1,1 @@
-"""One learner rank: its policy, its steps, its checkpoints, and what it publishes; knows no Ray."""
+"""One rank of the learner: the policy, its training steps, checkpoints and weight publishing; independent of Ray."""

@@ -1,4 +1,4 @@
-"""Sends versions of a whole model from the learner's ranks to the engines, without a stop in between."""
+"""Direct transfer of a whole model's weights from the learner's ranks to the engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlpipe.weights.buckets import add_checksum, digest_of_sums
 
 
 class DirectSender:
-    """One rank's part: all gather one tensor after the other, the first sends it on."""
+    """One rank's sender: all ranks gather one tensor at a time, and rank 0 sends it to the engines."""
 
     def __init__(self, policy: Policy, config: WeightsConfig) -> None:
         self._policy, self._timeout_s, self._buffer_bytes = policy, config.timeout_s, config.bucket_bytes
@@ -31,9 +31,9 @@ class DirectSender:
         self.num_bytes = sum(math.prod(one.shape) * getattr(torch, one.dtype).itemsize for one in self.outlines)
 
     def open(self, address: str) -> Transfer:
-        """Where the first rank, at ``address``, meets the engines' workers next."""
+        """Choose a port at ``address``, rank 0's own, and return the transfer that the engines' workers join there."""
         if self._policy.device.type == "cuda":
-            with socket.socket() as listener:  # vLLM listens itself, and wants to be told where
+            with socket.socket() as listener:  # vLLM listens itself, on the port that it is given
                 listener.bind((address, 0))
                 port = listener.getsockname()[1]
         else:
@@ -42,10 +42,10 @@ class DirectSender:
         return Transfer(address=address, port=port, outlines=self.outlines, buffer_bytes=self._buffer_bytes)
 
     def send(self, transfer: Transfer | None) -> str:
-        """Returns the digest of what was sent; None sends to nobody.
+        """Send the weights and return their digest; with None, only take part in gathering them.
 
-        Raises ``TimeoutError`` if the engines do not take it within ``weights.timeout_s``, and whatever the transfer
-        raises: the group of processes can't be used any more then.
+        Raises ``TimeoutError`` if the transfer takes longer than ``weights.timeout_s``, and any error of the transfer;
+        the process group can't be used after that.
         """
         self._sums.clear()
         sent: Future[None] = Future()
@@ -53,14 +53,14 @@ class DirectSender:
         def run() -> None:
             try:
                 if self._policy.device.type == "cuda":
-                    torch.cuda.set_device(self._policy.device)  # each thread has its own
+                    torch.cuda.set_device(self._policy.device)  # the current device is per thread
                 self._send(transfer)
-            except BaseException as error:  # noqa: BLE001 - raised by the one who waits
+            except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 sent.set_exception(error)
             else:
                 sent.set_result(None)
 
-        # What hangs in a transfer can't be interrupted; its thread must not keep the process from ending.
+        # A hanging transfer can't be interrupted; as a daemon, its thread does not keep the process from exiting.
         threading.Thread(target=run, name="transfer", daemon=True).start()
         sent.result(self._timeout_s)
         return digest_of_sums(self._sums)

@@ -1,4 +1,4 @@
-"""Runs packed rows through a causal language model: for log-probs of tokens, logits, and hidden states.
+"""The forward pass of packed rows through a causal language model, for log-probs, logits and hidden states.
 
 Shapes: M tokens of the row, K loss tokens, H hidden size, V vocabulary.
 """
@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 
 class TokenScorer(nn.Module):
-    """The model with the fused lm_head in place of its own; one module, so that it can be sharded as a whole.
+    """The model with the fused lm_head in place of its own, in one module, so that it can be sharded as a whole.
 
-    ``compute_dtype`` is what matrix products run in; where it is narrower than that of the trained parameters,
-    they are cast on the way (autocast). ``drifts`` are the weights whose scale stood out when they were loaded.
+    ``compute_dtype`` is the dtype of matrix products; parameters in a wider one are cast by autocast. ``drifts`` are
+    the weights whose scale was found to be off when they were loaded.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TokenScorer(nn.Module):
         self.layout = layout
         self.drifts = drifts
         self.announce: Callable[[nn.Module], None] = lambda _: None
-        """Is told of a module whose weights are read next without a call of it."""
+        """Callback that is given a module whose weights are read next without calling it."""
         self.num_layers: int = self.causal_model.config.get_text_config().num_hidden_layers
         check_logits(self.causal_model)
 
@@ -54,7 +54,7 @@ class TokenScorer(nn.Module):
         return cast(PreTrainedModel, self.model.get_base_model()) if isinstance(self.model, PeftModel) else self.model
 
     def forward(self, work: Callable[[], Result]) -> Result:
-        """Does what reads the weights, which sharding gathers around this call."""
+        """Run ``work``, which reads the weights; sharding gathers them around this call."""
         return work()
 
     def logprobs(
@@ -65,23 +65,23 @@ class TokenScorer(nn.Module):
         with_entropy: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``[K]`` of the row's targets and, if asked for, the entropies in nats ``[K]``."""
+        """Return the log-probs ``[K]`` of the row's targets and, if asked for, the entropies in nats ``[K]``."""
         work = partial(self._logprobs, row, temperature, chunk_tokens, with_entropy, entropy_gradient)
         result: tuple[Tensor, Tensor | None] = self(work)
         return result
 
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
-        """Hidden states of every token at some depths, each ``[M, H]``; 0 is the embedding, as in transformers."""
+        """Return the hidden states of every token at some depths, each ``[M, H]``; 0 is the embedding."""
         result: list[Tensor] = self(partial(self._depths, row, indices))
         return result
 
     def take_masks(self, implementation: str) -> None:
-        """From here on rows may have masks of their own; ``implementation`` is that of ``model.attention``."""
+        """Switch to an attention that takes each row's own mask; ``implementation`` is that of ``model.attention``."""
         use_masks(self.causal_model, implementation)
         self.layout = AttentionLayout.POSITIONS
 
     def hidden_states(self, row: Row) -> Tensor:
-        """The last hidden state of every token of the row ``[M, H]``; within ``forward``."""
+        """Return the last hidden state of every token of the row ``[M, H]``; call it inside ``forward`` only."""
         if self.layout is AttentionLayout.APART:
             assert row.attention is not None
             (block,) = row.attention.blocks  # [S, L]
@@ -98,17 +98,20 @@ class TokenScorer(nn.Module):
         return self._of_row(row, states)
 
     def run_backbone(self, token_ids: Tensor, **arguments: Any) -> Tensor:
-        """The last hidden states of token ids ``[S, L]``, as ``[S, L, H]``; within ``forward``."""
+        """Return the last hidden states ``[S, L, H]`` of token ids ``[S, L]``; call it inside ``forward`` only."""
         # Without use_cache=False, transformers does not look at the position ids and rows see each other.
         options = {"use_cache": "past_key_values" in arguments, **arguments}
         narrow = self.compute_dtype is not torch.float32
-        # Every weight is cast once a pass; a cache would hold all of them to its end, also of what is computed again.
+        # Each weight is cast once a pass; autocast's cache would only keep all cast weights until the pass ends.
         with torch.autocast(token_ids.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
             output = self.causal_model.base_model(input_ids=token_ids, **options)
         return cast(Tensor, output.last_hidden_state)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
-        """Of the next tokens, over the temperature: ``[K, H]`` gives ``[K, V]``, in float32; within ``forward``."""
+        """Return the next tokens' logits ``[K, V]`` of hidden states ``[K, H]``, divided by the temperature.
+
+        They have no gradient, and are in at least float32. Call it inside ``forward`` only.
+        """
         return self._head().logits(hidden, temperature)
 
     def _logprobs(
@@ -126,7 +129,7 @@ class TokenScorer(nn.Module):
         with_entropy: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies ``[K]`` of targets that hidden states ``[K, H]`` predict; within ``forward``."""
+        """Return log-probs and entropies ``[K]`` of the targets of states ``[K, H]``; only inside ``forward``."""
         return self._head().logprobs(
             hidden,
             targets,
@@ -163,7 +166,7 @@ class TokenScorer(nn.Module):
         return [found[index] for index in indices]
 
     def _of_row(self, row: Row, states: Tensor) -> Tensor:
-        """Hidden states as the model has them, for each token of the row ``[M, H]``."""
+        """Return the model's hidden states, reordered to the tokens of the row ``[M, H]``."""
         if self.layout is AttentionLayout.APART:
             assert row.attention is not None
             return states.flatten(0, 1).index_select(0, row.attention.selected)
@@ -175,13 +178,13 @@ class TokenScorer(nn.Module):
 
 
 def _on_device(row: Row) -> dict[str, Any]:
-    """What the model is given of the row's images."""
+    """Return the model's inputs for the row's images, on the row's device."""
     device = row.token_ids.device
     return {name: value.to(device, non_blocking=True) for name, value in row.vision.items()}
 
 
 def find_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a model, in order."""
+    """Return the decoder layers of a model, in order; raise ``ModelError`` if they can't be found."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

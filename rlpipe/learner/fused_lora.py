@@ -1,4 +1,4 @@
-"""Has PEFT's LoRA layers of linear modules run by ``lora_linear``, wherever that computes what PEFT would."""
+"""Fused forward pass of PEFT's LoRA layers on linear modules, by ``lora_linear`` where the result is the same."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rlpipe.models.nf4 import from_nf4
 
 
 class FusedLora(nn.Module):
-    """Goes before PEFT's layer in the order of classes. It reads the weights of its parts without calling these: they
-    must be there whenever the layer runs, forward or backward.
+    """Mixin that comes before PEFT's layer class in the MRO and replaces its forward pass.
+
+    It reads the weights of its submodules without calling them, so they must be present whenever the layer runs,
+    forward or backward.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -36,7 +38,7 @@ class FusedLora(nn.Module):
 
 
 def fuse_lora(model: nn.Module) -> None:
-    """Changes the layers in place. Embeddings, experts, DoRA and layers with dropout stay PEFT's alone."""
+    """Fuse the LoRA layers in place; embeddings, experts, DoRA and layers with dropout stay as they are."""
     for layer in model.modules():
         kind: Any = type(layer)
         if _is_linear(layer) and find_adapter(layer) is not None:
@@ -44,7 +46,7 @@ def fuse_lora(model: nn.Module) -> None:
 
 
 def _is_linear(layer: Any) -> bool:
-    """Over a plain weight, or over one that bitsandbytes has in 4 bit."""
+    """Return whether the layer is LoRA on a linear module, with a plain weight or bitsandbytes' 4-bit one."""
     base = getattr(layer, "base_layer", None)
     if not hasattr(getattr(base, "weight", None), "quant_state"):
         return type(layer) is lora.Linear and type(base) is nn.Linear
@@ -55,12 +57,12 @@ def _is_linear(layer: Any) -> bool:
 
 @cache
 def _fused(kind: Any) -> Any:
-    """Named as it was: users may give classes by name, as in ``learner.fsdp.wrap``."""
+    """Return the fused class, of the same name, because users may name classes, as in ``learner.fsdp.wrap``."""
     return type(kind.__name__, (FusedLora, kind), {"__module__": kind.__module__})
 
 
 def find_adapter(layer: Any) -> str | None:
-    """The one that is active, if it is no more than two matrices beside a frozen weight."""
+    """Return the name of the active adapter if it is just two matrices beside a frozen weight, else None."""
     name, *others = layer.active_adapters or [""]
     is_plain = (
         not others

@@ -1,4 +1,4 @@
-"""Brings one micro batch to the device: its row, and what the loss reads, for its loss tokens alone.
+"""A micro batch on the device: its row, and the inputs of the loss, for its loss tokens alone.
 
 Shapes: N tokens of the micro batch, K loss tokens.
 """
@@ -30,7 +30,7 @@ class LearnerInputs:
     old_logprobs: Tensor | None = None  # [K]
     ref_logprobs: Tensor | None = None  # [K]
     is_truth: bool = False
-    """It has ground truths, whose likelihood is trained."""
+    """True for ground truths, whose likelihood is trained."""
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +39,7 @@ class LearnerInputs:
     def loss_inputs(
         self, logprobs: Tensor, entropy: Tensor | None, mini_batch: MiniBatch, max_completion_tokens: int
     ) -> LossInputs:
-        """What the losses read, given the policy's present log-probs and entropies ``[K]``."""
+        """Return the inputs of the losses, given the policy's current log-probs and entropies ``[K]``."""
         return LossInputs(
             logprobs=logprobs,
             loss_mask=torch.ones_like(logprobs, dtype=torch.bool),

@@ -1,4 +1,4 @@
-"""The lm_head of a transformers model: what makes logits of hidden states, with its LoRA and what follows it.
+"""The lm_head of a transformers model with its LoRA, logit scale and softcap, to compute log-probs and logits.
 
 Shapes: T tokens, H hidden size, V vocabulary, r rank of all LoRA of the lm_head together.
 """
@@ -20,12 +20,12 @@ LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling",)
 LOGIT_CAP = "final_logit_softcapping"
 LOGIT_CHANGES = ("logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
-"""What no model that is known to train here does to its logits."""
+"""Config names of logit changes that ``Head`` does not implement; models that set one are refused."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Head:
-    """Its tensors are those of the model, of which it is read anew for each use."""
+    """The lm_head's weights and settings; its tensors are the model's own, so it is read anew for each use."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
@@ -34,11 +34,11 @@ class Head:
     scale: float
     softcap: float | None
     dtype: torch.dtype
-    """That products run in."""
+    """Dtype of the matrix products."""
 
     @classmethod
     def read(cls, model: PreTrainedModel, dtype: torch.dtype) -> Head:
-        """With its LoRA unless that is off."""
+        """Read the lm_head of a model, with its LoRA unless that is disabled."""
         head = model.get_output_embeddings()
         base = cast(nn.Linear, head.base_layer if isinstance(head, LoraLinear) else head)
         pairs = _adapters(head) if isinstance(head, LoraLinear) else []
@@ -53,11 +53,11 @@ class Head:
         )
 
     def logprobs(self, hidden: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Of ``targets`` ``[T]`` that ``hidden`` ``[T, H]`` predict, and entropies; see ``linear_logprob``."""
+        """Return log-probs and entropies of targets ``[T]`` of states ``[T, H]``; see ``linear_logprob``."""
         return linear_logprob(targets=targets, **self._inputs(hidden), **options)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
-        """Over the temperature: ``[T, H]`` gives ``[T, V]``, in at least float32; without gradient."""
+        """Return logits ``[T, V]`` of ``[T, H]`` over the temperature, in at least float32, without gradient."""
         return linear_logits(temperature=temperature, **self._inputs(hidden))
 
     def _inputs(self, hidden: Tensor) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Head:
 
 
 def _adapters(head: LoraLinear) -> list[tuple[Tensor, Tensor]]:
-    """``[r, H]`` and ``[V, r]`` of each that is on."""
+    """Return the matrices ``[r, H]``, scaled, and ``[V, r]`` of each active LoRA."""
     if head.disable_adapters or head.merged:
         return []
     active = [name for name in head.active_adapters if name in head.lora_A]
@@ -83,7 +83,7 @@ def _adapters(head: LoraLinear) -> list[tuple[Tensor, Tensor]]:
 
 
 def check_adapter(model: PreTrainedModel) -> None:
-    """Refuses a LoRA of the lm_head that is more than a product of two matrices."""
+    """Raise ``ModelError`` if the lm_head has a LoRA that is more than a product of two matrices."""
     head = model.get_output_embeddings()
     if not isinstance(head, LoraLinear):
         return
@@ -100,7 +100,7 @@ def check_adapter(model: PreTrainedModel) -> None:
 
 
 def check_logits(model: PreTrainedModel) -> None:
-    """Refuses models that change their logits in ways that ``Head`` does not know."""
+    """Raise ``ModelError`` if the model changes its logits in a way that ``Head`` does not implement."""
     config = model.config.get_text_config()
     for name in LOGIT_CHANGES:
         if getattr(config, name, None) is not None:
@@ -110,7 +110,7 @@ def check_logits(model: PreTrainedModel) -> None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """What the model multiplies its logits with."""
+    """Return the factor that the model multiplies its logits by."""
     config = model.config.get_text_config()
     scale = 1.0
     for name in LOGIT_MULTIPLIERS:
@@ -121,6 +121,6 @@ def logit_scale(model: PreTrainedModel) -> float:
 
 
 def logit_cap(model: PreTrainedModel) -> float | None:
-    """What the logits are bounded to, by cap · tanh(logits / cap)."""
+    """Return the bound of the model's logits, applied as cap · tanh(logits / cap), or None."""
     cap: float | None = getattr(model.config.get_text_config(), LOGIT_CAP, None)
     return cap

@@ -1,4 +1,4 @@
-"""The learner's side of vLLM's own transfer of weights between GPUs."""
+"""The learner's side of vLLM's weight transfer between GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.types import Transfer
 
 
 def send_by_nccl(transfer: Transfer, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Meets the workers, which wait already, and broadcasts the weights in vLLM's packed form."""
+    """Join the waiting workers, and broadcast the weights in vLLM's packed format."""
     meeting = NCCLTrainerInitInfo(
         master_address=transfer.address,
         master_port=transfer.port,
@@ -31,7 +31,7 @@ def send_by_nccl(transfer: Transfer, weights: Iterator[tuple[str, Tensor]]) -> N
 
 
 class OneVersion(WeightSource):
-    """What is sent in one go; vLLM would iterate it again for every version."""
+    """The source of one version's weights, which is iterated only once; vLLM would reuse a source for every version."""
 
     def __init__(self, transfer: Transfer, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._transfer, self._weights = transfer, weights
@@ -47,7 +47,7 @@ class OneVersion(WeightSource):
 
 
 class EnginesWait:
-    """vLLM's trainer would call the engines itself; here the weights actor has done so."""
+    """A client that does nothing, because the weights actor calls the engines, which vLLM's trainer would do."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass

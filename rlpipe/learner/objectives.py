@@ -1,4 +1,4 @@
-"""What a step minimises on one rank: the policy-gradient loss of rollouts, or the negative likelihood of rows."""
+"""The objectives of a training step on one rank: the policy-gradient loss of rollouts, and the likelihood of rows."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ class Inputs(Protocol):
 
     @property
     def group_ids(self) -> IntArray:
-        """Of its sequences, on the host."""
+        """Group of each of its sequences, on the host."""
 
     @property
     def is_empty(self) -> bool:
-        """It has no loss, and is there only because other ranks have work."""
+        """True if it has no loss tokens, and is run only because other ranks have work."""
 
 
 Prepared = TypeVar("Prepared", bound=Inputs)
 
 
 class Objective(Protocol[Prepared]):
-    """All ranks must call all methods alike."""
+    """The loss that a step minimises on one rank; all ranks must make the same calls."""
 
     def begin(self, step: int) -> None:
-        """Told before every step."""
+        """Prepare for a step; called before every one."""
 
     def prepare(self, mini_batch: MiniBatch) -> list[Prepared]:
-        """The mini batch's inputs; as many on all ranks."""
+        """Return the mini batch's inputs, equally many on all ranks."""
 
     def remember(self, inputs: Prepared) -> None:
-        """Keeps what the loss needs of the present weights, if these change before it is asked for."""
+        """Store what the loss needs of the current weights, because these change before it is computed."""
 
     def loss(self, mini_batch: MiniBatch, inputs: Prepared) -> LossOutput:
-        """What these inputs add to the update's loss."""
+        """Return what these inputs add to the update's loss."""
 
 
 class PackedRows:
-    """What the losses of sequences that are run as they came have in common."""
+    """The base class of objectives that run the sequences of rollouts or rows unchanged."""
 
     def __init__(self, policy: Policy, learner: LearnerConfig) -> None:
         self._policy, self._config = policy, learner
 
     def begin(self, step: int) -> None:
-        """Nothing depends on it."""
+        """Do nothing; these objectives do not depend on the step."""
 
     def prepare(self, mini_batch: MiniBatch) -> list[LearnerInputs]:
         micro_batches = self._cut(list(mini_batch.micro_batches))
@@ -68,7 +68,10 @@ class PackedRows:
         return [prepare(self._policy, micro) for micro in micro_batches]
 
     def _with_images(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Where a micro batch of another rank has images, all have: every rank must run the same modules."""
+        """Add a blank image to each micro batch without images if another rank's has some.
+
+        Every rank must run the same modules. Raises ``ModelError`` if that is not possible in this layout.
+        """
         have = torch.tensor([bool(micro.images) for micro in micro_batches], dtype=torch.int64)
         needed = self._policy.sharding.reduce(have, Reduce.MAX).tolist()
         lacking = [
@@ -88,7 +91,10 @@ class PackedRows:
         ]
 
     def _cut(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Where sequences are filled up, in parts that keep to the token budget so; or one by one."""
+        """Split the micro batches if sequences are padded or run alone, into equally many parts on all ranks.
+
+        In layout ``APART``, each part keeps to the token budget, padding included; in ``ALONE``, it is one sequence.
+        """
         layout = self._policy.scorer.layout
         if layout not in (AttentionLayout.APART, AttentionLayout.ALONE) or not micro_batches:
             return micro_batches
@@ -103,7 +109,7 @@ class Supervised(PackedRows):
     """The negative log-likelihood of rows."""
 
     def remember(self, inputs: LearnerInputs) -> None:
-        """Nothing: it is that of the present weights."""
+        """Do nothing; the likelihood is that of the current weights."""
 
     def loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
         logprobs, _ = self._policy.scorer.logprobs(inputs.row, 1.0, self._config.logprob_chunk_tokens)
@@ -111,7 +117,7 @@ class Supervised(PackedRows):
 
 
 class PolicyGradient(PackedRows):
-    """The surrogate of rollouts; ``reference`` is what the policy's KL is taken to."""
+    """The surrogate loss of rollouts, with a KL penalty to ``reference`` if there is one."""
 
     def __init__(
         self,
@@ -165,7 +171,7 @@ class PolicyGradient(PackedRows):
         return output
 
     def _truth_loss(self, mini_batch: MiniBatch, inputs: LearnerInputs) -> LossOutput:
-        """Counts in no mean over the rollouts' tokens."""
+        """Return the loss of ground truths, with metrics that enter no mean over the rollouts' tokens."""
         assert mini_batch.truth is not None
         loss = self._truths.loss(mini_batch.truth, inputs).loss
         weighted = self._algorithm.ebft.ce_coef * loss

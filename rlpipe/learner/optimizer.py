@@ -13,7 +13,7 @@ from rlpipe.configs.schema.learner_config import OptimizerConfig, ScheduleConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay, as decay has no meaning for norms and biases."""
+    """Make an AdamW optimizer; only matrices decay, because decay has no meaning for norms and biases."""
     trained = list(parameters)
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -32,7 +32,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Share of the peak learning rate at ``step``, counted from 0, of ``num_steps``; all updates of a step share it."""
+    """Return the fraction of the peak learning rate for all updates of ``step``, counted from 0, of ``num_steps``."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
@@ -41,5 +41,5 @@ def learning_rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> f
 
 
 def clipping_scale(norm: float, max_norm: float | None) -> float:
-    """What gradients of a global norm are multiplied with, so that it is at most ``max_norm`` (as torch clips)."""
+    """Return the factor that clips gradients of global norm ``norm`` to at most ``max_norm`` (as torch clips)."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -1,7 +1,7 @@
-"""Attention over a packed row, block by block of sequences, as an attention implementation of transformers.
+"""Attention over a packed row in blocks of sequences, as an attention implementation for transformers.
 
-A packed row of M tokens under a dense mask costs M² in time and memory; cut into sequences of length L it costs M·L,
-and runs on the plain causal kernels. Shapes: h heads, of which g are for keys and values, d channels a head.
+A packed row of M tokens under a dense mask costs M² in time and memory; cut into sequences of length L, it costs M·L
+and runs on the plain causal kernels. Shapes: h query heads, g heads of keys and values, d channels per head.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from rlpipe.learner.row_plan import AttentionLayout, AttentionPlan
 
 NAME = "rlpipe_packed"
 REPLACED_LAYERS = {"full_attention", "sliding_attention"}
-"""Whose attention this file can do."""
+"""Layer types whose attention this module implements."""
 MASKED_LAYERS = REPLACED_LAYERS | {"chunked_attention"}
-"""Whose masks transformers makes by position ids; all others, such as linear attention, see across sequences."""
+"""Layer types that transformers masks by position ids; others, such as linear attention, mix sequences."""
 
 
 def find_layout(model: PreTrainedModel, implementation: str) -> AttentionLayout:
-    """How sequences are kept apart in a model, given transformers' attention implementation."""
+    """Return how a model keeps sequences apart, given transformers' attention implementation."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     chunked = getattr(config, "attention_chunk_size", None) is not None
     if not model.is_backend_compatible() or not layers <= MASKED_LAYERS:
         return AttentionLayout.APART
     if model.base_model is not model and "cross_attention_mask" in signature(model.base_model.forward).parameters:
-        return AttentionLayout.ALONE  # tokens in front of a sequence's first image look at all images of the pass
+        return AttentionLayout.ALONE  # tokens before a sequence's first image attend to all images of the pass
     replaceable = implementation == "sdpa" and layers <= REPLACED_LAYERS and not chunked
     return AttentionLayout.SHARED if replaceable else AttentionLayout.POSITIONS
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Has the language model's attention run by plans; a vision tower keeps its own."""
+    """Make the language model's attention run by attention plans; a vision tower keeps its own attention."""
     own = getattr(model.config, "text_config", None) is not None
     model.set_attn_implementation({"text_config": NAME} if own else NAME)
 
 
 def use_masks(model: PreTrainedModel, implementation: str) -> None:
-    """Has a model's attention take masks of ours: flex_attention's on a GPU, else dense ones.
+    """Make a model's attention take rlpipe's masks: flex_attention's on a GPU, else dense ones.
 
-    Raises ``ModelError`` where tokens are mixed in other ways, or the result would be another one.
+    Raises ``ModelError`` if the model has other kinds of layers, or caps its attention outside of eager mode.
     """
     config = model.config.get_text_config()
     if find_layout(model, "sdpa") is not AttentionLayout.SHARED:
@@ -62,7 +62,7 @@ def use_masks(model: PreTrainedModel, implementation: str) -> None:
 
 
 def mask_for(model: PreTrainedModel, mask: StridedMask, queries: slice = slice(None)) -> Any:
-    """A mask as the model's attention takes it: of each kind of its layers, if they differ."""
+    """Return the mask in the form that the model's attention takes; a dict by layer type if these differ."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
@@ -100,7 +100,7 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Returns ``[1, M, h, d]``; raises ``ModelError`` for kinds of attention whose result it would change."""
+    """Compute attention ``[1, M, h, d]``; raise ``ModelError`` if the model caps or biases its attention."""
     if softcap is not None or s_aux is not None or position_bias is not None:
         raise ModelError(f"{type(module).__name__} caps or biases its attention: set model.attention=eager")
     assert attention_plan is not None, f"{type(module).__name__} does not hand its arguments on to attention"
@@ -121,9 +121,9 @@ def packed_attention(
 def _seen(
     length: int, window: int | None, groups: Tensor | None, groups_past_window: bool, device: torch.device
 ) -> Tensor | None:
-    """True where a token is seen ``[L, L]``, or with groups ``[S, L]``, which count from 1, ``[S, 1, L, L]``.
+    """Return the mask ``[L, L]``, True where a token is seen, or None if it is plainly causal.
 
-    None where that is all up to each token.
+    With groups ``[S, L]``, which are numbered from 1, it is ``[S, 1, L, L]``.
     """
     narrow = window is not None and window < length
     if groups is None and not narrow:

@@ -1,4 +1,4 @@
-"""Loads the policy: a transformers causal language model, with a LoRA adapter or trained as a whole."""
+"""The policy: a transformers causal language model, with a LoRA adapter or trained as a whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rlpipe.types import MicroBatch, WeightsKind
 
 
 class Policy:
-    """The model that is trained. ``model`` is transformers' or PEFT's; it must not be called for its own logits."""
+    """The model being trained; ``model`` is transformers' or PEFT's, and must not be called for its own logits."""
 
     def __init__(
         self, scorer: TokenScorer, config: ModelConfig, device: torch.device, sharding: Sharding | None = None
@@ -48,11 +48,11 @@ class Policy:
         self.device = device
         self.sharding = sharding or SingleRank()
         self.num_trained = sum(parameter.numel() for parameter in self.trainable_parameters().values())
-        """Elements of all trained parameters."""
+        """Number of elements of all trained parameters."""
 
     @property
     def notes(self) -> list[str]:
-        """What users should know of how it was loaded."""
+        """Messages to the user about how the model was loaded and sharded."""
         return [*map(str, self.scorer.drifts), *self.sharding.notes]
 
     @property
@@ -61,28 +61,28 @@ class Policy:
 
     @property
     def kind(self) -> WeightsKind:
-        """What engines are given of it."""
+        """Kind of weights that engines are given: the LoRA adapter, or the full model."""
         return WeightsKind.LORA if serves_adapter(self.config) else WeightsKind.FULL
 
     @cached_property
     def merged(self) -> LiveMerge:
-        """The whole model with the adapter in it; only for LoRA. ``ModelError`` where it can't be merged exactly."""
+        """The whole model with the LoRA adapter merged; raises ``ModelError`` if it can't be merged exactly."""
         assert isinstance(self.model, PeftModel)
         return LiveMerge(self.model, self.sharding)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in ``model``; each tied one once."""
+        """Return the trained parameters by their names in ``model``, each tied one once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @cached_property
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
-        """A LoRA adapter's by the names in PEFT's files, which take long to find; the same objects throughout."""
+        """Parameters of a LoRA adapter by their names in PEFT's files; cached, because finding the names is slow."""
         trained = self.trainable_parameters()
         named = get_peft_model_state_dict(self.model, state_dict=trained, save_embedding_layers=False)
         return {name: named[name] for name in sorted(named)}
 
     def plan(self, micro_batch: MicroBatch) -> Row:
-        """The row that the micro batch is run as."""
+        """Plan the row that the micro batch is run as."""
         if micro_batch.images:
             return self.vision.plan(micro_batch, self.scorer.layout, self.device)
         return plan_row(micro_batch, layout=self.scorer.layout, device=self.device)
@@ -93,13 +93,13 @@ class Policy:
 
     @cached_property
     def vision(self) -> Vision:
-        """What makes the model's inputs of images."""
+        """Preparation of the model's image inputs."""
         return Vision(self.scorer.causal_model, self.config)
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, with_entropy: bool = False, chunk_tokens: int = 1024
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies ``[N]`` of the micro batch's loss tokens; 0 for all others."""
+        """Return the log-probs and entropies ``[N]`` of the micro batch's loss tokens; 0 for all others."""
         row = self.plan(micro_batch)
         logprobs, entropy = self.scorer.logprobs(
             row, temperature, chunk_tokens, with_entropy, entropy_gradient=with_entropy
@@ -112,7 +112,7 @@ class Policy:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Without gradients and dropout; may be within another one."""
+        """Turn off gradients and dropout inside the context; contexts may be nested."""
         training = self.model.training
         self.model.eval()
         try:
@@ -124,11 +124,11 @@ class Policy:
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """The model that the adapter was put on; only for LoRA."""
+        """Disable the LoRA adapter inside the context; only for LoRA."""
         assert isinstance(self.model, PeftModel)
         trained = self.trainable_parameters().values()
         with self.model.disable_adapter():
-            # PEFT freezes what it disables; FSDP takes what is frozen in its first forward pass as frozen for good.
+            # PEFT freezes what it disables; FSDP treats what is frozen in its first forward pass as frozen for good.
             for parameter in trained:
                 parameter.requires_grad_(True)
             yield
@@ -137,11 +137,10 @@ class Policy:
 def load_policy(
     model: ModelConfig, learner: LearnerConfig, device: torch.device, *, seed: int = 0, workload: Workload | None = None
 ) -> Policy:
-    """Loads model and adapter, and spreads them over the ranks; a new adapter is drawn from ``seed`` on every rank.
+    """Load model and adapter, and shard them over the ranks; a new adapter is drawn from ``seed`` on every rank.
 
-    ``workload`` is what chunked offload decides by.
-    What is trained is kept in float32 and computed with in ``model.dtype``. Raises ``ModelError``, in one line, where
-    the model or adapter can't be found, loaded, or trained.
+    Trained parameters are kept in float32 and computed with in ``model.dtype``. Chunked offload is planned for
+    ``workload``. Raises ``ModelError``, in one line, if the model or adapter can't be found, loaded or trained.
     """
     model = with_dtype(model, device)
     sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none", workload=workload)
@@ -158,7 +157,7 @@ def load_policy(
 
 
 def outline_policy(model: ModelConfig) -> Policy:
-    """A policy whose adapter a checkpoint can be read into, on the CPU; the base is hollow, and can't be run."""
+    """Make a policy on the CPU to read a checkpoint's adapter into; its base is hollow and can't be run."""
     source = find_source(model.path, "model.path", revision=model.revision)
     model = with_dtype(model, torch.device("cpu"))
     try:
@@ -195,7 +194,7 @@ def make_sharding(
 
 
 def load_scorer(config: ModelConfig, device: torch.device | str, *, frozen: bool = False) -> TokenScorer:
-    """The model without adapter, on ``device``; in float32 if it is trained as a whole, else in ``config.dtype``."""
+    """Load the model without adapter on ``device``, in float32 if trained as a whole, else in ``config.dtype``."""
     config = with_dtype(config, torch.device(device))
     compute_dtype: torch.dtype = getattr(torch, config.dtype)
     trained_whole = config.adapter.kind == "none" and not frozen
@@ -223,7 +222,10 @@ def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def find_source(path: str, option: str, *, revision: str | None = None) -> str:
-    """A folder, or the hub id if the hub has it; raises ``ModelError`` at once where loaders would try for a minute."""
+    """Return the model's local folder, or its hub id if the hub has it.
+
+    Raises ``ModelError`` at once if neither exists, whereas the loaders would retry for a minute.
+    """
     folder = Path(model_folder(path)).expanduser()
     if folder.exists():
         return str(folder)
@@ -242,7 +244,7 @@ def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
             f"{type(model).__name__} has no gradient checkpointing: set model.gradient_checkpointing=false"
         )
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:  # such a block has gradients only if its input has one, which a frozen embedding does not give
+    if reentrant:  # a reentrant block has gradients only if its input requires them, unlike a frozen embedding's output
         model.enable_input_require_grads()
 
 
@@ -262,7 +264,7 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
         where = " (adapters go on the language model, unless target_modules is a regex)" if has_vision(model) else ""
         raise ModelError(f"{name} can't be loaded: {describe_error(error)}{where}") from None
     for parameter in adapted.parameters():
-        if parameter.requires_grad:  # modules that are saved come in the base's type
+        if parameter.requires_grad:  # modules_to_save are created in the base's dtype
             parameter.data = parameter.data.float()
     check_adapter(model)
     fuse_lora(model)
@@ -270,7 +272,7 @@ def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Pe
 
 
 def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
-    """PEFT's; unless a regex names the modules, none of a vision tower is among them, which engines don't adapt."""
+    """Make PEFT's config; a vision tower, which engines don't adapt, is excluded unless a regex names the targets."""
     targets = config.target_modules
     by_regex = isinstance(targets, str) and targets != "all-linear"
     return LoraConfig(
@@ -288,7 +290,7 @@ def lora_config(config: AdapterConfig, model: PreTrainedModel) -> LoraConfig:
 
 
 def outside_language(model: PreTrainedModel) -> str | None:
-    """A regex of the modules outside of the language model; None where there is nothing else."""
+    """Return a regex of the modules outside of the language model, or None if there are none."""
     if not has_vision(model):
         return None
     decoder = model.get_decoder()

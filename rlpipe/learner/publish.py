@@ -1,4 +1,4 @@
-"""Gathers the trained weights, and packs them for the engines."""
+"""Publishing of the trained weights: gathered over the ranks and packed for the engines."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def publish_weights(
     emit: Callable[[ByteArray], None],
     memory: BucketMemory | None = None,
 ) -> WeightsManifest | None:
-    """Packs the present weights into buckets, which rank 0 hands to ``emit`` one by one; all ranks must call it.
+    """Pack the current weights into buckets, which rank 0 passes to ``emit`` one by one; all ranks must call it.
 
     An adapter that engines can serve is published alone, any other policy as the tensors of a whole model's checkpoint,
-    each gathered, and merged with the adapter, when its turn comes.
-    Returns the manifest on rank 0, None elsewhere. With ``memory``, a bucket is valid only until ``emit`` returns.
+    gathered (and merged with the adapter, if there is one) one at a time. Returns the manifest on rank 0, None on the
+    others. With ``memory``, a bucket is valid only until ``emit`` returns.
     """
     tensors = served_weights(policy)
     if policy.sharding.rank != 0:
@@ -49,7 +49,10 @@ def publish_weights(
 
 
 def outline_weights(policy: Policy) -> list[TensorOutline]:
-    """What ``served_weights`` of a whole model yields, in the type that engines serve, without gathering anything."""
+    """Return names, dtypes and shapes of what ``served_weights`` yields for a whole model, without gathering it.
+
+    The dtypes are those that engines serve.
+    """
     model, outlines = policy.scorer.causal_model, []
     for name, hollow in _hollow_state(policy).items():
         for published, part in to_files(model, name, hollow).items():
@@ -70,9 +73,9 @@ def _hollow_state(policy: Policy) -> dict[str, Tensor]:
 
 
 def served_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What engines are given, by the names that ``save_pretrained`` gives it, gathered one at a time.
+    """Return an iterator over the tensors for engines, by their names in ``save_pretrained``, gathered one at a time.
 
-    Every rank must exhaust it. Raises ``ModelError`` where an adapter can't be merged exactly.
+    All ranks must exhaust it. Raises ``ModelError`` if an adapter can't be merged exactly.
     """
     if policy.kind is WeightsKind.FULL and isinstance(policy.model, PeftModel):
         return policy.merged.tensors()
@@ -80,9 +83,9 @@ def served_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What is trained, by the names that ``save_pretrained`` of PEFT or transformers gives it, gathered one at a time.
+    """Return an iterator over the adapter's or whole model's tensors, gathered one at a time.
 
-    Tensors are in the type that they are trained in. Every rank must exhaust it.
+    Names are those of ``save_pretrained`` of PEFT or transformers, dtypes those of training. All ranks must exhaust it.
     """
     return _adapter_weights(policy) if isinstance(policy.model, PeftModel) else _model_weights(policy)
 
@@ -99,7 +102,7 @@ def _model_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_config(policy: Policy) -> dict[str, Any] | None:
-    """PEFT's config of the adapter as plain JSON values, or None for a whole model."""
+    """Return PEFT's config of the adapter as plain JSON values, or None for a whole model."""
     if not isinstance(policy.model, PeftModel):
         return None
     config = replace(policy.model.peft_config["default"], inference_mode=True)

@@ -1,4 +1,4 @@
-"""The initial model, for the policy's KL and for EBFT's features: the model without its adapter, or a frozen copy.
+"""The reference model, for the policy's KL and for EBFT's features: the model without adapter, or a frozen copy.
 
 Shapes: M tokens of a row, K targets, H hidden size.
 """
@@ -21,20 +21,20 @@ from rlpipe.learner.workload import needs_reference
 
 class Reference(Protocol):
     def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
-        """Log-probs ``[K]`` of the row's targets, without gradient."""
+        """Return the log-probs ``[K]`` of the row's targets, without gradient."""
 
     def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
-        """Hidden states of all tokens at some depths, each ``[M, H]``, without gradient; 0 is the embedding."""
+        """Return the hidden states of all tokens at some depths, each ``[M, H]``, no gradient; 0 is the embedding."""
 
     def end_step(self, num_steps_done: int) -> None:
-        """Told after every step."""
+        """Update the reference if it is due; called after every step."""
 
     def moving(self) -> dict[str, nn.Parameter]:
-        """What a checkpoint must hold."""
+        """Return the parameters that training changes, by name; a checkpoint must hold them."""
 
 
 class AdapterOff:
-    """The model that a LoRA adapter sits on; costs no memory."""
+    """The policy's model with its LoRA adapter disabled, which takes no extra memory."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -55,10 +55,10 @@ class AdapterOff:
 
 
 class FrozenCopy:
-    """A copy of the whole model, moved by an exponential average where asked (as TRL's sync_ref_model).
+    """A copy of the whole model, fixed or updated by an exponential average (as TRL's sync_ref_model).
 
-    Every ``sync_steps`` steps, reference = mixup · policy + (1 - mixup) · reference. Loaded from ``model.path``, and
-    spread over the ranks as the policy is.
+    Every ``sync_steps`` steps, reference = mixup · policy + (1 - mixup) · reference. The copy is loaded from
+    ``model.path`` and sharded over the ranks as the policy is.
     """
 
     def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
@@ -89,12 +89,12 @@ class FrozenCopy:
             self._policy.sharding.move(own[name], parameter, self._config.mixup)
 
     def moving(self) -> dict[str, nn.Parameter]:
-        """Nothing where the copy stays: it is then what ``model.path`` holds."""
+        """Return nothing if the copy is fixed, because ``model.path`` holds it then."""
         return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
 
 
 def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:
-    """The reference that the config needs, or None; raises ``ConfigError`` where it asks a LoRA's to move."""
+    """Make the reference that the config needs, or None; raise ``ConfigError`` if ``sync_steps`` is set with LoRA."""
     if not needs_reference(algorithm):
         return None
     if not isinstance(policy.model, PeftModel):

@@ -1,4 +1,4 @@
-"""Plans the row that one micro batch is run as: shared prompts once, and no token that nothing is predicted from.
+"""The row that a micro batch is run as: shared prompts are run once, and tokens that predict nothing are dropped.
 
 Shapes: N tokens and S sequences of the micro batch, M tokens of its row, K loss tokens, L tokens of the longest
 sequence of a block.
@@ -27,7 +27,7 @@ BLOCK_GROWTH = 1.5
 
 
 class AttentionLayout(Enum):
-    """How the sequences of a micro batch are run."""
+    """Ways to run the sequences of a micro batch."""
 
     SHARED = "in one row, common prompts once, kept apart by the plan of its attention"
     POSITIONS = "in one row, kept apart by position ids that restart"
@@ -40,56 +40,56 @@ PLANNED = {AttentionLayout.SHARED, AttentionLayout.APART}
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionPlan:
-    """Cuts the tokens of a row into blocks of sequences of similar length, for attention within each sequence alone.
+    """The cut of a row into blocks of sequences of similar length, for attention within each sequence alone.
 
-    A block ``[S, L]`` says where in the row each token of each of its sequences lies; shorter sequences are filled up
-    at their end, where causal attention never looks. ``selected`` says which of the outputs of all blocks, one after
-    the other, belongs to each token of the row.
+    A block ``[S, L]`` holds the place in the row of each token of its sequences; shorter sequences are padded at the
+    end, where causal attention never looks. ``selected`` holds, for each token of the row, the index of its output in
+    the concatenated outputs of all blocks.
     """
 
     blocks: list[Tensor]  # each [S, L], into the row
     selected: Tensor  # [M], into the sum of S * L
     groups: list[Tensor | None] | None = None  # [S, L] of each block
-    """Tokens with the same number above 0 see each other, also ahead; None where there are none."""
+    """Tokens with the same number above 0 see each other in both directions; None if a block has no such tokens."""
     groups_in_full: bool = True
-    """Whether that holds in layers of full attention, too."""
+    """True if the groups apply in layers of full attention, too."""
     groups_past_window: bool = False
-    """Whether it holds for tokens that are further apart than a layer's window."""
+    """True if the groups apply to tokens that are further apart than a layer's window, too."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
-    """One row for the backbone, and where in it the loss tokens of the micro batch are predicted."""
+    """One row for the backbone, with the places in it that predict the micro batch's loss tokens."""
 
     token_ids: Tensor  # [M]
     position_ids: Tensor  # [M], or [P, M] where tokens have several
     predictors: Tensor  # [K], the token of the row that predicts each loss token
-    loss_tokens: Tensor  # [K], the loss tokens' places in the micro batch
-    targets: Tensor  # [K], their token ids
+    loss_tokens: Tensor  # [K], places of the loss tokens in the micro batch
+    targets: Tensor  # [K], token ids of the loss tokens
     attention: AttentionPlan | None = None
-    """Of ``AttentionLayout.SHARED``; of ``APART``, it says in a single block which tokens each row has."""
+    """Attention plan in layout ``SHARED``; in ``APART``, a plan whose single block holds each sequence as a row."""
     mask: StridedMask | None = None
-    """Of EBFT's strided rows, which have no plan."""
+    """Attention mask of EBFT's strided rows, which have no plan."""
     sequences: Sequence[Indices] = ()
-    """Where in the row the tokens of each sequence lie, on the host."""
+    """Places in the row of each sequence's tokens, on the host."""
     images: Images = ()
-    """By their places in the row."""
+    """Images, with their places in the row."""
     vision: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model is given of the images, by the names of its arguments; on the host until a pass needs it."""
+    """Model inputs for the images, by argument name; on the host until a pass needs them."""
 
 
 @dataclass(slots=True)
 class _RowBuilder:
-    """Collects the tokens of a row, with places for the tokens of each sequence."""
+    """The tokens of a row that is being built, with the places of each sequence's tokens."""
 
-    sources: list[Indices] = field(default_factory=list)  # pieces of the micro batch, in the row's order
-    sequences: list[Indices] = field(default_factory=list)  # of each sequence, its tokens' places in the row
+    sources: list[Indices] = field(default_factory=list)  # pieces of the micro batch, in the order of the row
+    sequences: list[Indices] = field(default_factory=list)  # places in the row of each sequence's tokens
     num_tokens: int = 0
     prompts: dict[tuple[bytes, ...], Indices] = field(default_factory=dict)
     images: list[PlacedImage] = field(default_factory=list)
 
     def append(self, start: int, stop: int, images: Images = ()) -> Indices:
-        """Adds a piece of the micro batch, and says where in the row it came to lie."""
+        """Append a piece of the micro batch, and return its places in the row."""
         places = np.arange(self.num_tokens, self.num_tokens + stop - start)
         self.sources.append(np.arange(start, stop))
         self.images += [image.moved(self.num_tokens - start) for image in _within(images, start, stop)]
@@ -104,11 +104,12 @@ class _RowBuilder:
 
 
 def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.device) -> Row:
-    """Drops of each sequence what follows the token that predicts its last loss token, and sequences without any.
+    """Plan the row of a micro batch, without the tokens that predict no loss token.
 
-    In ``AttentionLayout.SHARED``, siblings whose tokens up to their first loss token are equal, with their images, have
-    those run once. A micro batch without loss tokens becomes a row of one token, for ranks that run it only because
-    others have work; where it has images, so has its row.
+    A sequence is cut after the token that predicts its last loss token, and dropped if it has no loss tokens. In
+    ``AttentionLayout.SHARED``, sequences with equal tokens and images before their first loss token share these. A
+    micro batch without loss tokens becomes a row of one token, for a rank that runs it only because others have work.
+    If a micro batch has images, its row has at least one.
     """
     loss_tokens = np.flatnonzero(micro_batch.loss_mask)
     builder = _RowBuilder()
@@ -119,7 +120,7 @@ def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.
         if begin == end:
             continue
         start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])
-        if layout is AttentionLayout.ALONE:  # where what comes first may look at an image that comes last
+        if layout is AttentionLayout.ALONE:  # a token may attend to a later image, so all images are kept
             ends = [image.place + image.num_tokens for image in micro_batch.images if image.place < starts[index + 1]]
             last = max([last, *ends])
         if layout is AttentionLayout.SHARED:

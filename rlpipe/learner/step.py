@@ -1,4 +1,4 @@
-"""Trains one step on one rank: forward and backward over its micro batches, exact clipping, the optimizer."""
+"""A training step on one rank: forward and backward over its micro batches, exact clipping, and the optimizer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, describe_small_
 from rlpipe.types import NO_GROUP, MiniBatch, TrainBatch
 
 LOSSES = ("loss", "ebft/rl_loss", "ebft/ce_loss")
-"""Totals of an update, of which a step reports the mean."""
+"""Metrics that are totals of an update; a step reports their mean over its updates."""
 MAX_GROUPS_NAMED = 8
-"""In the error that ends a run whose steps are not finite."""
+"""Maximum number of groups named in the error that ends a run after repeated non-finite steps."""
 
 
 class Learner:
-    """One rank of the learner group. All methods that take a batch must be called by all ranks alike.
+    """One rank of the learner group; all ranks must make the same calls of methods that take a batch.
 
-    ``temperature`` is that of the engines' sampling, by which logits are divided; ``max_completion_tokens`` is what the
-    constant aggregate divides by; ``seed`` is for what the learner draws itself (strided EBFT).
+    ``temperature`` is the engines' sampling temperature, which divides the logits; ``max_completion_tokens`` is the
+    divisor of the constant aggregate; ``seed`` is for the learner's own sampling (strided EBFT).
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Learner:
         )
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Trains on the batch, one update for each of its mini batches, and returns the step's metrics on all ranks.
+        """Train on the batch, with one update per mini batch, and return the step's metrics on all ranks.
 
-        An update whose loss or gradient is not finite on any rank is left out on all of them. Raises ``LearnerFailed``
-        after ``max_bad_steps`` steps in a row with such an update; it names the groups of the last one.
+        An update whose loss or gradient is not finite on any rank is skipped on all ranks. Raises ``LearnerFailed``
+        after ``max_bad_steps`` steps in a row with such an update; it names the groups of the last step.
         """
         started = time.perf_counter()
         self._bad_groups.clear()
         self._objective.begin(batch.step)
         learning_rate = self._set_learning_rate()
         updates = [self._objective.prepare(mini_batch) for mini_batch in batch.mini_batches]
-        for inputs in (inputs for update in updates[1:] for inputs in update):  # the first has the weights of the start
+        for inputs in (inputs for update in updates[1:] for inputs in update):  # the first has the initial weights
             self._objective.remember(inputs)
         sums: MetricSums | None = None
         norms = []
@@ -111,7 +111,7 @@ class Learner:
         }
 
     def compare(self, batch: TrainBatch) -> dict[str, float]:
-        """The loss and the differences to the sampling log-probs, with the present weights; trains nothing."""
+        """Return the loss and the differences to the sampling log-probs with the current weights, without training."""
         sums: MetricSums | None = None
         for mini_batch in batch.mini_batches:
             for inputs in self._objective.prepare(mini_batch):
@@ -120,7 +120,7 @@ class Learner:
         return self._values(sums, num_updates=len(batch.mini_batches))
 
     def evaluate(self, held_out: Sequence[MiniBatch]) -> dict[str, float]:
-        """``eval/loss``: the mean negative log-likelihood of held-out rows' loss tokens, in nats."""
+        """Return ``eval/loss``, the mean negative log-likelihood of held-out rows' loss tokens, in nats."""
         sums: MetricSums | None = None
         objective = Supervised(self.policy, self._config)
         for mini_batch in held_out:
@@ -130,7 +130,7 @@ class Learner:
         return {"eval/loss": self._values(sums, num_updates=len(held_out))["loss"]}
 
     def _update(self, mini_batch: MiniBatch, update: Sequence[Inputs]) -> tuple[float, MetricSums | None]:
-        """One optimizer update; returns the gradient's norm before clipping, not finite if it was left out."""
+        """Run one optimizer update; return the gradient's norm before clipping (not finite if it was skipped)."""
         if not mini_batch.num_loss_tokens or not update:
             return 0.0, None
         alone = self.policy.sharding.num_ranks == 1
@@ -149,8 +149,10 @@ class Learner:
         return norm, sums
 
     def _find_bad_groups(self, update: Sequence[Inputs], losses: Tensor) -> set[int]:
-        """Groups, on any rank, of the micro batches whose ``losses`` are not finite; where those are, only the gradient
-        is not, and any group of the update may be why."""
+        """Return the groups, on any rank, of the micro batches whose ``losses`` are not finite.
+
+        If all losses are finite, only the gradient is not, and all groups of the update are candidates.
+        """
         sharding = self.policy.sharding
         bad = ~losses.isfinite()
         if not sharding.reduce(bad.any().float(), Reduce.MAX):
@@ -195,7 +197,7 @@ class Learner:
             self.reference.end_step(self.num_steps_done)
 
     def _values(self, sums: MetricSums | None, *, num_updates: int) -> dict[str, float]:
-        """The metrics over all ranks; the loss is the mean over the step's updates."""
+        """Return the metrics over all ranks, with losses as means over the step's updates."""
         if sums is None:
             return {"loss": 0.0}
         operations = (Reduce.SUM, Reduce.MIN, Reduce.MAX)

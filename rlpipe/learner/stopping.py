@@ -1,4 +1,4 @@
-"""Decides when supervised fine-tuning has learned enough."""
+"""The stopping criterion of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ WINDOW = 10
 
 
 class LossTarget:
-    """Reached once the mean loss of the last ``WINDOW`` steps is below the target; never without a target."""
+    """A target for the mean loss of the last ``WINDOW`` steps; without a target it is never reached."""
 
     def __init__(self, target: float | None) -> None:
         self._target = target
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def reached(self, loss: float) -> bool:
-        """Takes the next step's loss; one that is not finite keeps the target out of reach for ``WINDOW`` steps."""
+        """Add the next step's loss, and return whether the mean is below the target.
+
+        A loss that is not finite prevents this for ``WINDOW`` steps.
+        """
         self._losses.append(loss)
         return self._target is not None and len(self._losses) == WINDOW and fmean(self._losses) < self._target

@@ -1,4 +1,4 @@
-"""EBFT on blocks of raw text: draws them, rewards them by their features, and gives the policy-gradient loss.
+"""The EBFT objective on raw text: blocks are sampled, rewarded by their features, and give a policy-gradient loss.
 
 Shapes: C columns of a row (B blocks times n samples), g tokens of a block, D features.
 Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
@@ -34,10 +34,10 @@ from rlpipe.types import MiniBatch
 
 
 class Strided:
-    """Draws from the weights that the update changes, so that every update is on-policy.
+    """The objective of strided EBFT, which samples from the current weights, so that every update is on-policy.
 
-    ``reference`` is the feature network; ``seed`` determines, with the step and the row, what is drawn, so that ranks
-    and micro batches can be cut in any way.
+    ``reference`` is the feature network. Samples depend on ``seed``, the step and the row alone, not on the split into
+    ranks and micro batches.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Strided:
         return [replace(inputs, num_columns_of_update=num_columns) for inputs in planned]
 
     def remember(self, inputs: StridedInputs) -> None:
-        """Nothing: what is drawn comes from the present weights."""
+        """Do nothing; blocks are sampled from the current weights."""
 
     def loss(self, mini_batch: MiniBatch, inputs: StridedInputs) -> LossOutput:
         ebft, plan = self._algorithm.ebft, inputs.plan
@@ -89,7 +89,7 @@ class Strided:
         inputs.mask.forget()
         truth_loss = -logprobs.truth.sum() / max(mini_batch.num_loss_tokens, 1)
         if not ebft.ce_coef:
-            truth_loss = truth_loss.detach()  # it is reported, and takes no backward pass
+            truth_loss = truth_loss.detach()  # it is only reported, and needs no backward pass
         loss = ebft.rl_coef * surrogate.loss + ebft.ce_coef * truth_loss
         metrics = surrogate.metrics
         metrics.add_total("loss", loss)
@@ -101,7 +101,7 @@ class Strided:
         return LossOutput(loss=loss, metrics=metrics)
 
     def draw(self, inputs: StridedInputs) -> Tensor:
-        """The tokens of all blocks ``[g, C]``."""
+        """Sample the tokens of all blocks ``[g, C]``."""
         with self._policy.inference():
             return draw_blocks(
                 self._policy.scorer,
@@ -112,7 +112,7 @@ class Strided:
             )
 
     def _uniforms(self, inputs: StridedInputs) -> Tensor:
-        """What the tokens of all columns are drawn by ``[g, C]``."""
+        """Return the uniform random numbers ``[g, C]`` that determine the tokens of all columns."""
         plan = inputs.plan
         by_document = [
             np.random.default_rng([self._seed, self._step, row]).random((count, plan.num_steps))
@@ -123,7 +123,7 @@ class Strided:
         return torch.from_numpy(points.T.copy()).to(inputs.documents.device)
 
     def _score(self, inputs: StridedInputs, drawn: Tensor) -> FeatureScores:
-        """Scores each block's samples against the document's own tokens in their place."""
+        """Score each block's samples against the document's own tokens in their place."""
         config, num_samples = self._algorithm.ebft.features, self._algorithm.group_size
         depths = self._reference.depths(inputs.row(drawn), self._layers)
         places = inputs.plan.truth_places()[:, ::num_samples]  # [g, B], the same for all samples
@@ -134,7 +134,7 @@ class Strided:
         return score_features(samples, truth, config.whitening)
 
     def _pool(self, depths: list[Tensor], places: Tensor) -> Tensor:
-        """The features ``[S, D]`` of token sequences whose places in the row are ``[g, S]``."""
+        """Return the features ``[S, D]`` of token sequences whose places in the row are ``[g, S]``."""
         config = self._algorithm.ebft.features
         states = [depth[places.T].float() for depth in depths]
         tokens = join_layers(states, normalize=config.normalize_layers)  # [S, g, D]
@@ -142,7 +142,7 @@ class Strided:
         return pool(tokens, every, every, config.pooling)
 
     def _advantages(self, scores: FeatureScores, device: torch.device) -> Tensor:
-        """One for each column ``[C]``."""
+        """Return the advantage of each column ``[C]``."""
         config = self._algorithm.ebft.features
         rewards = feature_rewards(scores, config).cpu().numpy()
         pairwise = (-2 * config.diversity_coef * scores.diversity).cpu().numpy()
@@ -161,7 +161,7 @@ class Strided:
             num_loss_tokens=num_steps * inputs.num_columns_of_update,
             num_sequences=inputs.num_columns_of_update,
             max_completion_tokens=num_steps,
-            advantages=advantages.repeat(num_steps),  # a column's stand C apart
+            advantages=advantages.repeat(num_steps),  # a column's tokens are C apart
             ref_logprobs=self._ask_reference(inputs, drawn),
             entropy=logprobs.entropy,
         )
@@ -177,7 +177,7 @@ class Strided:
 def _add_metrics(
     metrics: MetricSums, scores: FeatureScores, advantages: Tensor, num_steps: int, config: FeatureConfig
 ) -> None:
-    """Means over blocks and samples, which all have as many tokens."""
+    """Add means over blocks and samples, which all have the same number of tokens."""
     by_block = advantages.view_as(scores.alignment)  # [B, n]
     values = {
         "ebft/alignment": scores.alignment,

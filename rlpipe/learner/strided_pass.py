@@ -1,4 +1,4 @@
-"""EBFT's strided pass over one row: draws the tokens of its blocks, and scores them with those of the documents.
+"""EBFT's strided pass over one row, which samples the tokens of its blocks, and scores these and the documents.
 
 Shapes: L document tokens of a row, K of them with a loss, C columns (B blocks times n samples), g tokens of a block,
 M = L + g C tokens of the row.
@@ -35,17 +35,17 @@ class StridedInputs:
     position_ids: Tensor  # [M]
     mask: StridedMask
     predecessors: Tensor  # [g, C], into the row
-    truth: Tensor  # [K], the places of documents' tokens whose likelihood counts
+    truth: Tensor  # [K], places of the document tokens whose likelihood counts
     group_ids: IntArray  # of the documents, on the host
     num_columns_of_update: int = 0
-    """On all ranks."""
+    """Columns of the update, on all ranks."""
 
     @property
     def is_empty(self) -> bool:
         return not self.plan.num_columns and not len(self.truth)
 
     def row(self, drawn: Tensor) -> Row:
-        """The row with the drawn tokens ``[g, C]``, which are its targets, step by step."""
+        """Return the row with the drawn tokens ``[g, C]``, which are its targets, step by step."""
         token_ids = torch.cat([self.documents, drawn.flatten()])
         places = torch.arange(len(self.documents), len(token_ids), device=token_ids.device)
         return Row(
@@ -61,7 +61,10 @@ class StridedInputs:
 def plan_strided(
     micro_batch: MicroBatch, config: StridedConfig, *, num_samples: int, device: torch.device
 ) -> StridedInputs:
-    """The micro batch's sequences as documents; what comes before a later first loss token is a prompt."""
+    """Plan a strided row with the micro batch's sequences as documents.
+
+    The tokens before a document's first loss token are its prompt, if there is more than one.
+    """
     starts = micro_batch.sequence_starts
     masks = [micro_batch.loss_mask[start:end] for start, end in pairwise(starts)]
     firsts = [int(mask.argmax()) if mask.any() else 0 for mask in masks]
@@ -86,7 +89,7 @@ def plan_strided(
 
 
 def make_mask(plan: StridedRow, device: torch.device) -> StridedMask:
-    """Which tokens of a row see each other."""
+    """Make the attention mask of a strided row."""
     return StridedMask(
         documents=_to_device(plan.documents(), device),
         columns=_to_device(plan.columns(), device),
@@ -102,7 +105,7 @@ def _to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
 
 
 class StridedLogprobs(NamedTuple):
-    """A tuple, in whose tensors FSDP finds what the backward pass begins at."""
+    """Log-probs of one pass, in a tuple, where FSDP finds the tensors that the backward pass starts from."""
 
     drawn: Tensor  # [g C], at the temperature that they were drawn with
     entropy: Tensor  # [g C], in nats
@@ -118,7 +121,7 @@ def score_blocks(
     chunk_tokens: int,
     entropy_gradient: bool = False,
 ) -> StridedLogprobs:
-    """Log-probs of the drawn tokens ``[g, C]`` and of the documents', from one pass."""
+    """Compute the log-probs of the drawn tokens ``[g, C]`` and of the documents' tokens in one pass."""
 
     def work() -> StridedLogprobs:
         row = inputs.row(drawn)
@@ -138,10 +141,10 @@ def score_blocks(
 def draw_blocks(
     scorer: TokenScorer, inputs: StridedInputs, uniforms: Tensor, *, temperature: float, chunk_tokens: int
 ) -> Tensor:
-    """Draws the tokens of all blocks ``[g, C]`` from the policy, a step of all columns at a time.
+    """Sample the tokens of all blocks ``[g, C]`` from the policy, one step of all columns at a time.
 
-    ``uniforms`` ``[g, C]``, from 0 to below 1, determine them: each is where a token's share of the probability begins
-    or before it ends. Logits exist for ``chunk_tokens`` columns at one time.
+    ``uniforms`` ``[g, C]`` in [0, 1) determine them: each selects the token whose interval of the cumulative
+    probability contains it. Logits are in memory for ``chunk_tokens`` columns at a time.
     """
     drawn: Tensor = scorer(partial(_draw_blocks, scorer, inputs, uniforms, temperature, chunk_tokens))
     return drawn
@@ -172,14 +175,14 @@ def _draw_blocks(
     for step in range(plan.num_steps - 1):
         if plan.num_columns:
             hidden = run(steps[-1], plan.place(step), cache)
-        else:  # as many passes as ranks that have blocks
+        else:  # as many passes as on ranks that have blocks
             run(inputs.documents, documents, DynamicCache())
         steps.append(draw(hidden[: plan.num_columns], uniforms[step + 1]))
     return torch.stack(steps)
 
 
 def _invert(logits: Tensor, points: Tensor) -> Tensor:
-    """The tokens ``[C]`` in whose share of the probability, token after token, the points ``[C]`` lie."""
+    """Return the tokens ``[C]`` whose intervals of the cumulative probability contain the points ``[C]``."""
     ends = logits.double().softmax(1).cumsum(1)  # [C, V]
     found = torch.searchsorted(ends, (points.double() * ends[:, -1])[:, None], right=True)[:, 0]
     return found.clamp(max=logits.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with on the CPU."""
+"""The number of CPU threads of a learner rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from rlpipe.hardware.cgroup import num_cores
 
 
 def num_threads(learner: LearnerConfig) -> int:
-    """As the config says, else the CPUs that Ray reserves; a rank with a GPU whose weights the host updates takes its
-    share of the machine, which is idle otherwise, and which that update is predicted with."""
+    """Return the number of threads: as configured, or else the number of CPUs that Ray reserves.
+
+    A rank with a GPU whose weights are updated on the host takes at least its share of the machine's cores, which are
+    idle otherwise; the predicted time of that update assumes the same.
+    """
     if learner.num_threads is not None:
         return learner.num_threads
     reserved = max(1, int(learner.num_cpus))

@@ -1,4 +1,4 @@
-"""Gives a packed row what its model takes of images: pixels, positions in the picture, and what may see what.
+"""The image inputs of a packed row: pixels, positions in the image, and which tokens see each other.
 
 Shapes: M tokens of the row, I images, S sequences and L tokens of the longest one of a block.
 """
@@ -19,14 +19,16 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.types import Images, MicroBatch
 
 WHOLE_IMAGES = {"gemma3", "gemma4_unified"}
-"""Models in whose layers the tokens of an image see each other, also ahead; of others the config says it, but not for
-layers of full attention."""
+"""Model types in whose layers all tokens of an image see each other, in both directions.
+
+The configs of other models may turn this on, but not for layers of full attention.
+"""
 PAST_WINDOW = {"gemma4_unified"}
-"""Those of them in which they do so, too, where the image is longer than a layer's window."""
+"""Model types in which the tokens of an image see each other even beyond a layer's window."""
 
 
 class Vision:
-    """What a model with a vision tower is given beside the tokens of its rows."""
+    """The preparation of image inputs for a model with a vision tower."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         self.processor = ImageProcessor(config)
@@ -36,7 +38,7 @@ class Vision:
         self._arguments = set(inspect.signature(self._base.forward).parameters)
 
     def plan(self, micro_batch: MicroBatch, layout: AttentionLayout, device: torch.device) -> Row:
-        """The row of a micro batch with images."""
+        """Plan the row of a micro batch with images."""
         assert self._image_id is not None, "rows with images are refused where the model can't take them"
         row = plan_row(micro_batch, layout=layout, device=device)
         images = self._in_order(row, layout)
@@ -67,7 +69,7 @@ class Vision:
         return "mm_token_type_ids" if "mm_token_type_ids" in self._arguments else "token_type_ids"
 
     def _in_order(self, row: Row, layout: AttentionLayout) -> Images:
-        """As the model comes across them."""
+        """Return the row's images in the order in which the model reads them."""
         if layout is not AttentionLayout.APART:
             return row.images
         assert row.attention is not None
@@ -75,7 +77,7 @@ class Vision:
         return tuple(sorted(row.images, key=lambda image: selected[image.place]))
 
     def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: AttentionLayout) -> Tensor:
-        """Those of text, and time, height and width ``[4, M]``; only the latter for rows that are apart ``[3, M]``."""
+        """Return positions ``[4, M]`` of text, time, height and width, or without text ``[3, M]`` in ``APART``."""
         places_of = {image.place: index for index, image in enumerate(row.images)}
         spatial = row.position_ids.expand(3, -1).clone()
         for sequence in row.sequences:
@@ -92,7 +94,7 @@ class Vision:
         return spatial if layout is AttentionLayout.APART else torch.cat([row.position_ids[None], spatial])
 
     def _let_see(self, row: Row, is_image: Tensor, layout: AttentionLayout) -> Row:
-        """Has the attention of ours let the tokens of an image see each other."""
+        """Return the row with a plan that lets the tokens of an image see each other, in layout ``SHARED``."""
         if layout is not AttentionLayout.SHARED or row.attention is None:
             return row
         starts = is_image & ~torch.cat([is_image.new_zeros(1), is_image[:-1]])
@@ -108,7 +110,7 @@ class Vision:
 
 
 def _per_row(values: Tensor, row: Row, layout: AttentionLayout) -> Tensor:
-    """Of each token of the row ``[M]``, as the model has them ``[1, M]`` or ``[S, L]``."""
+    """Return the row's values ``[M]`` in the shape of the model's input, ``[1, M]`` or ``[S, L]``."""
     if layout is not AttentionLayout.APART:
         return values[None]
     assert row.attention is not None

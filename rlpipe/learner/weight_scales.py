@@ -1,5 +1,7 @@
-"""Finds weights whose spread has drifted from that of their kind, and scales them back: rarely used experts and
-recurrent parts of published models have some."""
+"""Detection and rescaling of weights whose standard deviation has drifted from that of similar weights.
+
+Rarely used experts and recurrent parts of published models have some.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ class Drift:
     rule: str
     name: str
     spread: float
-    """Its standard deviation."""
+    """Standard deviation of the parameter or the expert's part."""
     median: float
-    """That of the standard deviations of all that the rule matches."""
+    """Median standard deviation of all that the rule matches."""
     mended: bool
 
     @property
     def factor(self) -> float:
-        """What it is multiplied with, if it is mended; 1 for what is 0 throughout."""
+        """Factor that the values are multiplied by; 1 if they are not mended, or all 0."""
         return self.median / self.spread if self.mended and self.spread else 1.0
 
     def __str__(self) -> str:
@@ -44,10 +46,10 @@ class Drift:
 
 @torch.no_grad()
 def normalize_weight_scales(model: nn.Module, rules: Mapping[str, WeightScaleRule]) -> list[Drift]:
-    """Scales what leaves its rule's bounds to the median standard deviation, unless the rule is a ``dry_run``.
+    """Scale weights outside of a rule's bounds to the median standard deviation, unless the rule is a ``dry_run``.
 
-    All parameters whose names match a rule's pattern are a group; experts that are fused into one parameter count each.
-    Raises ``ModelError`` if a rule matches nothing, or only zeros.
+    All parameters that match a rule's pattern form a group; experts that are fused into one parameter count separately.
+    Returns the drifts found. Raises ``ModelError`` if a rule matches nothing, or has a median of 0.
     """
     drifts = []
     for rule_name, rule in rules.items():
@@ -69,8 +71,8 @@ def normalize_weight_scales(model: nn.Module, rules: Mapping[str, WeightScaleRul
 
 
 def _members(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter ``[experts, out, in]`` by its slices, as ``name[0]`` and so on; any other as it is."""
-    if value.ndim == EXPERT_DIMENSIONS and min(value.shape) > 1:  # not so the kernels [channels, 1, width] of a mixer
+    """Yield the slices of a parameter ``[experts, out, in]`` as ``name[0]`` and so on, and any other one whole."""
+    if value.ndim == EXPERT_DIMENSIONS and min(value.shape) > 1:  # unlike the kernels [channels, 1, width] of a mixer
         yield from ((f"{name}[{index}]", part) for index, part in enumerate(value))
     else:
         yield name, value
@@ -78,12 +80,12 @@ def _members(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def apply_factors(name: str, value: Tensor, factors: Mapping[str, float]) -> Tensor:
-    """Multiplies a parameter, in place, as a record of drifts says."""
+    """Multiply a parameter, in place, by the factors of a training record's drifts."""
     for member, part in _members(name, value):
         part.mul_(factors.get(member, 1.0))
     return value
 
 
 def parameter_of(member: str) -> str:
-    """The parameter that a drift's name belongs to."""
+    """Return the name of the parameter that a drift's name refers to."""
     return member.partition("[")[0]

@@ -1,4 +1,4 @@
-"""What a run has the learner do, as far as memory and seconds of an update depend on it."""
+"""The learner's workload in a run, from which the memory and seconds of an update are predicted."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:  # the driver, which reads the workload, needs no model
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Workload:
-    """As it stands, that of one micro batch of which only log-probs are asked for."""
+    """The work of an update on a rank; by default, the log-probs of one micro batch."""
 
     num_micro_batches: int = 1
-    """Of an update, all sequences at full length."""
+    """Micro batches of an update, with all sequences at full length."""
     temperature: float = 1.0
     with_entropy: bool = False
     trains_entropy: bool = False
-    """Whether the loss depends on it."""
+    """True if the loss depends on the entropy."""
     has_copy: bool = False
-    """Whether a frozen copy of the whole model lies beside the policy."""
+    """True if there is a copy of the whole model beside the policy."""
 
     def loss_of(self, scorer: TokenScorer, row: Row, chunk_tokens: int) -> Tensor:
-        """A loss that takes as much as that of the run, with ``chunk_tokens`` of logits at one time."""
+        """Compute a loss of the same cost as the run's, with the logits of ``chunk_tokens`` tokens at a time."""
         logprobs, entropy = scorer.logprobs(row, self.temperature, chunk_tokens, self.with_entropy, self.trains_entropy)
         if entropy is not None and self.trains_entropy:
             logprobs = logprobs + entropy
@@ -59,17 +59,17 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def reads_features(algorithm: AlgorithmConfig) -> bool:
-    """Whether ranks compute the run's rewards with the reference."""
+    """Return whether ranks compute the run's rewards with the reference."""
     return algorithm.ebft.reward and algorithm.ebft.features.weights == "learner"
 
 
 def needs_copy(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
-    """Whether the reference is a copy of the whole model, which lies beside it."""
+    """Return whether the reference is a separate copy of the whole model."""
     return model.adapter.kind == "none" and needs_reference(algorithm)
 
 
 def pack_full(config: Config) -> tuple[int, MicroBatch]:
-    """As the run packs a step: how many micro batches an update has on a rank, and the one with most work.
+    """Return the number of micro batches of an update on a rank, and the costliest one, packed as in the run.
 
     Raises ``ConfigError`` for sequences that fit into no micro batch.
     """
@@ -84,19 +84,19 @@ def pack_full(config: Config) -> tuple[int, MicroBatch]:
 
 
 def num_sequences(algorithm: AlgorithmConfig) -> int:
-    """Of a step, on all ranks."""
+    """Return the number of sequences of a step, on all ranks."""
     return algorithm.groups_per_step * (algorithm.group_size if algorithm.kind == "rl" else 1)
 
 
 def sequence_tokens(config: Config) -> int:
-    """Of a prompt with a completion; rows of SFT may fill a micro batch."""
+    """Return the maximum tokens of a prompt with its completion; rows of SFT may fill a micro batch."""
     if config.algorithm.kind != "rl":
         return config.learner.max_tokens_per_microbatch
     return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
 
 
 def _rollouts(config: Config) -> Iterator[Rollout]:
-    """Groups with prompts of their own."""
+    """Yield the rollouts of a step at full length, with a different prompt for each group."""
     is_rl, length = config.algorithm.kind == "rl", sequence_tokens(config)
     mask = np.arange(length) >= (config.data.max_prompt_tokens if is_rl else 1)
     versions, numbers = np.zeros(length, np.int32), np.ones(length, np.float32)

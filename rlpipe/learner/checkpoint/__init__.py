@@ -1,1 +1,1 @@
-"""Checkpoints of a run, the learner's state in them, and the trained policy as files."""
+"""A run's checkpoints, the learner state that they hold, and the export of the trained policy."""

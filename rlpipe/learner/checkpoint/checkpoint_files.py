@@ -1,4 +1,4 @@
-"""A run's checkpoints as files: which are whole, which is the newest, which one ``resume`` means."""
+"""A run's checkpoints on disk: listing, verification, selection by ``resume``, and pruning."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rlpipe.errors import ConfigError
 
 NAME = re.compile(r"step_(\d+)")
 RECORD = "learner.json"
-"""Written last, with the size of every other file; a folder without it, or with other sizes, is no checkpoint."""
+"""Record file, written last; it lists every other file's size, and a folder that does not match it is incomplete."""
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint says of itself."""
+    """Metadata of a checkpoint."""
 
     step: int
-    """Steps done when it was written."""
+    """Number of steps done when the checkpoint was written."""
     extra: dict[str, Any]
-    """What the caller gave to ``save``."""
+    """The ``extra`` values given to ``CheckpointStore.save``, with those that its ``add`` returned."""
 
 
 def damaged(folder: Path) -> dict[Path, str]:
-    """The checkpoints that are not whole, with what is wrong."""
+    """Return the incomplete checkpoints in the folder, each with a description of the damage."""
     problems = {path: damage(path) for path in _numbered(folder)}
     return {path: problem for path, problem in problems.items() if problem is not None}
 
 
 def set_newer_aside(folder: Path, step: int) -> list[Path]:
-    """Renames the checkpoints after more than ``step`` steps, which a run leaves that goes on from an older one."""
+    """Rename the checkpoints newer than ``step``, for a run that resumes from an older one; return their new paths."""
     moved = []
     for path in list_checkpoints(folder):
         if read_extra(path).step > step:
@@ -43,12 +43,12 @@ def set_newer_aside(folder: Path, step: int) -> list[Path]:
 
 
 def set_damaged_aside(folder: Path) -> dict[Path, str]:
-    """Renames the checkpoints that are not whole; answers their new names, with what is wrong."""
+    """Rename the incomplete checkpoints; return their new paths, each with a description of the damage."""
     return {path.rename(_free_name(path, "damaged")): problem for path, problem in damaged(folder).items()}
 
 
 def damage(path: Path) -> str | None:
-    """What is missing in a checkpoint, or None."""
+    """Return what is missing or wrong in a checkpoint, or None if it is complete."""
     try:
         files: dict[str, int] = json.loads((path / RECORD).read_text())["files"]
     except (OSError, ValueError, KeyError):
@@ -62,13 +62,17 @@ def damage(path: Path) -> str | None:
 
 
 def read_extra(path: Path) -> Checkpoint:
-    """What a checkpoint says of itself, without loading it; raises ``ConfigError`` if ``path`` is none."""
+    """Read a checkpoint's metadata without its tensors; raise ``ConfigError`` if it is not complete."""
     record = read_record(path)
     return Checkpoint(record["step"], record["extra"])
 
 
 def resolve_checkpoint(resume: str, folder: Path) -> Path | None:
-    """The checkpoint that the option ``resume`` means: ``auto``, the newest in ``folder``; ``never``; or a path."""
+    """Return the checkpoint that the option ``resume`` selects, or None.
+
+    ``auto`` selects the newest in ``folder``, ``never`` none, and any other value is the path of a checkpoint. Raises
+    ``ConfigError`` if that is not a complete checkpoint.
+    """
     if resume == "never":
         return None
     if resume == "auto":
@@ -86,9 +90,9 @@ def latest(folder: Path) -> Path | None:
 
 
 def newest_of_run(folder: Path, first: Path | None) -> Path | None:
-    """The newest in a run's folder, or, before that is newer, the one that the run began with.
+    """Return the newest checkpoint of a run: the newest in its folder, or ``first``, which it started from, if later.
 
-    The first one may lie in the folder too, and goes once enough newer ones are there.
+    ``first`` may lie in the same folder, where it is pruned once there are enough newer checkpoints.
     """
     newest = latest(folder)
     if newest is None or first is None or not first.exists():
@@ -97,7 +101,7 @@ def newest_of_run(folder: Path, first: Path | None) -> Path | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in the folder, by step."""
+    """Return the complete checkpoints in the folder, ordered by step."""
     return [path for path in _numbered(folder) if damage(path) is None]
 
 
@@ -112,20 +116,20 @@ def _free_name(path: Path, suffix: str) -> Path:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the ``keep`` newest checkpoints, and what a crash left half written."""
+    """Remove all but the ``keep`` newest checkpoints, and the partial ones that a crash left."""
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     remove_rest(folder)
 
 
 def remove_rest(folder: Path) -> None:
-    """Removes what a crash left half written."""
+    """Remove the partial checkpoints that a crash left."""
     for rest in folder.glob(".step_*"):
         shutil.rmtree(rest, ignore_errors=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What ``complete_checkpoint`` wrote; raises ``ConfigError`` if ``path`` is no whole checkpoint."""
+    """Read the record of ``complete_checkpoint``; raise ``ConfigError`` if ``path`` is not a complete checkpoint."""
     problem = damage(path)
     if problem is not None:
         raise ConfigError(f"{path} is no whole checkpoint ({problem}): give another step_... folder")
@@ -134,7 +138,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def complete_checkpoint(temporary: Path, target: Path, record: Mapping[str, Any]) -> None:
-    """Writes the record of a checkpoint whose other files are there, and gives it its name."""
+    """Write the record of a checkpoint after all its other files, and rename the folder to ``target``."""
     files = {str(path.relative_to(temporary)): path.stat().st_size for path in temporary.rglob("*") if path.is_file()}
     with (temporary / RECORD).open("w") as file:
         file.write(json.dumps({**record, "files": files}))

@@ -1,4 +1,4 @@
-"""Keeps the checkpoints of a run: written beside the last one, renamed when whole, the oldest removed."""
+"""The store of a run's checkpoints, each written to a temporary folder and renamed once complete."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Add = Callable[[Path], Mapping[str, Any]]
 
 
 class CheckpointStore:
-    """The checkpoints in one folder, which all ranks must see; all ranks must call ``save`` and ``load`` alike."""
+    """Checkpoints in a folder that all ranks can access; every rank must make the same ``save`` and ``load`` calls."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
     def save(self, learner: Learner, *, step: int, extra: Mapping[str, Any], add: Add | None = None) -> Path:
-        """Writes ``step_<step>`` and removes all but the newest ``keep``; ``extra`` must be JSON.
+        """Write the checkpoint ``step_<step>`` and remove all but the newest ``keep``; ``extra`` must be JSON values.
 
-        ``add`` is called on the first rank with the folder that is being written; what it returns joins ``extra``.
-        Raises ``OSError`` if it can't be written; the checkpoints before are then still whole.
+        ``add`` is called on rank 0 with the folder being written; what it returns is added to ``extra``. Raises
+        ``OSError`` if the checkpoint can't be written; the earlier checkpoints then remain complete.
         """
         sharding = learner.policy.sharding
         target = self._folder / f"step_{step:06d}"
@@ -59,7 +59,7 @@ class CheckpointStore:
         return target
 
     def load(self, path: Path, learner: Learner) -> Checkpoint:
-        """Puts the learner where it was; raises ``ConfigError`` if the checkpoint does not fit it."""
+        """Restore the learner's state; raise ``ConfigError`` if the checkpoint does not fit the learner."""
         record = read_record(path)
         read_state(learner, path)
         learner.num_steps_done = record["step"]
@@ -69,7 +69,7 @@ class CheckpointStore:
 
 
 def _on_first_rank(sharding: Sharding, action: Callable[[], Any]) -> None:
-    """Does it on rank 0 while the others wait; an ``OSError`` there is one on all of them."""
+    """Run ``action`` on rank 0 while the other ranks wait; an ``OSError`` there is raised on all ranks."""
     failure: OSError | None = None
     if sharding.rank == 0:
         try:

@@ -1,6 +1,6 @@
-"""Writes the learner's state with torch's distributed checkpoint, and reads it back on any number of ranks.
+"""The learner's state, written with torch's distributed checkpoint and readable on any number of ranks.
 
-Every tensor has a name of its own, so that parts written by some ranks can be read by others:
+Every tensor has a unique name, so that shards written by some ranks can be read by others:
 ``policy.<parameter>``, ``optimizer.<parameter>.<moment>``, ``reference.<parameter>``, ``random.<device>.<rank>``.
 """
 
@@ -21,17 +21,20 @@ from rlpipe.weights.dcp import read_tensors, stored_shapes, weight_key, write_te
 POLICY, REFERENCE = weight_key(""), "reference."
 FLOAT32_BYTES = 4
 NUM_MOMENTS = 2
-"""That AdamW keeps of every parameter."""
+"""Moments per parameter that AdamW keeps."""
 
 
 def state_bytes(learner: Learner) -> int:
-    """What all ranks write together once there are moments, without a few bytes beside the large tensors."""
+    """Return the bytes that all ranks together write once moments exist; small tensors are not counted."""
     copies = 1 + NUM_MOMENTS + bool(_moving(learner))
     return FLOAT32_BYTES * copies * learner.policy.num_trained
 
 
 def write_state(learner: Learner, folder: Path) -> None:
-    """All ranks must call it. Raises ``OSError`` if it can't be written."""
+    """Write the learner's state; all ranks must call it.
+
+    Raises ``OSError`` if it can't be written.
+    """
     sharding = learner.policy.sharding
     reference = {f"{REFERENCE}{name}": tensor for name, tensor in sharding.state(_moving(learner)).items()}
     tensors = learner.updates.state() | reference | _random_states(learner)
@@ -39,7 +42,10 @@ def write_state(learner: Learner, folder: Path) -> None:
 
 
 def read_state(learner: Learner, folder: Path) -> None:
-    """All ranks must call it. Raises ``ConfigError`` if the checkpoint trains other parameters than the learner."""
+    """Load the learner's state; all ranks must call it.
+
+    Raises ``ConfigError`` if the checkpoint's trained parameters are not those of the learner.
+    """
     stored, moving = stored_shapes(folder), _moving(learner)
     expected = {weight_key(name) for name in learner.policy.trainable_parameters()}
     _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
@@ -51,7 +57,10 @@ def read_state(learner: Learner, folder: Path) -> None:
 
 
 def read_policy(policy: Policy, folder: Path) -> None:
-    """The trained parameters alone, of a policy that is trained no further. ``ModelError`` if they are others."""
+    """Load only the trained parameters, for a policy that is not trained further.
+
+    Raises ``ModelError`` if the checkpoint's trained parameters are not those of the policy.
+    """
     parameters = policy.trainable_parameters()
     shapes = {weight_key(name): policy.sharding.shape(parameter) for name, parameter in parameters.items()}
     stored = {name: shape for name, shape in stored_shapes(folder).items() if name.startswith(POLICY)}
@@ -65,7 +74,7 @@ def read_policy(policy: Policy, folder: Path) -> None:
 
 
 def _moving(learner: Learner) -> dict[str, nn.Parameter]:
-    """Those of a reference that moves."""
+    """Return the parameters of a reference that is updated in training, by name; empty if there is none."""
     return {} if learner.reference is None else learner.reference.moving()
 
 

@@ -1,4 +1,4 @@
-"""Writes the trained policy to a folder that PEFT, transformers and vLLM load as it is."""
+"""Export of the trained policy to a folder that PEFT, transformers and vLLM can load."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def export_policy(policy: Policy, folder: Path) -> None:
-    """Writes the adapter, or the whole model, and the tokenizer as ``from_pretrained`` and vLLM load them.
+    """Write the adapter or the whole model, and the tokenizer, in the format of ``from_pretrained`` and vLLM.
 
     All ranks must call it; rank 0 writes, and raises ``RunError`` if it can't.
     """
     writes = policy.sharding.rank == 0
-    # An adapter is small and keeps its float32; a whole model is written in the type it is computed with.
+    # An adapter is small and stays in float32; a whole model is written in its compute dtype.
     dtype = torch.float32 if isinstance(policy.model, PeftModel) else policy.scorer.compute_dtype
     tensors: dict[str, Tensor] = {}
     for name, tensor in named_weights(policy):
@@ -55,17 +55,17 @@ def export_policy(policy: Policy, folder: Path) -> None:
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None) -> None:
-    """Exports what a checkpoint holds, on the CPU; ``base`` replaces the run's ``model.path``.
+    """Export the policy of a checkpoint, on the CPU; ``base`` replaces the run's ``model.path``.
 
-    Raises ``InputError`` if it is no whole checkpoint, does not fit the base, or the folder is there already.
+    Raises ``InputError`` if the checkpoint is incomplete or does not fit the base, or if ``folder`` exists.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
     model = model_of(read_extra(checkpoint).extra["model"])
-    model = replace(model, path=base or model.path, attention="eager")  # which every class has, and nothing is run
+    model = replace(model, path=base or model.path, attention="eager")  # every class has eager, and nothing is run
     if model.adapter.kind == "none" or mends_weights(model):
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
-    else:  # an adapter stands alone
+    else:  # an adapter needs no base weights
         policy = outline_policy(model)
     read_policy(policy, checkpoint)
     export_policy(policy, folder)
@@ -84,7 +84,7 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
         return
     model = policy.scorer.causal_model
     model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
-    # transformers notes the type of the parameters it sees, which is that of training.
+    # transformers records the dtype of the parameters it sees, which is that of training.
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
     path.write_text(json.dumps(config, indent=2) + "\n")

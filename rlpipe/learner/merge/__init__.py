@@ -1,1 +1,1 @@
-"""Merges a LoRA adapter into its base model's files: ``rlpipe merge``."""
+"""Merging a LoRA adapter into its base model: in files (``rlpipe merge``), and in memory during training."""

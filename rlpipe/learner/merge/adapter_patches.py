@@ -1,7 +1,7 @@
-"""What an adapter changes of its base: a patch for each parameter, computed by PEFT's own merge.
+"""The changes of an adapter to its base, as one patch per parameter, computed by PEFT's own merge.
 
-The base is hollow and the adapter alone has values, so that a model of any size fits; a patch gives the adapted module
-the weight at hand, has PEFT merge it, and takes it away again.
+The base is hollow (without values) and only the adapter has values, so that a model of any size fits. A patch puts the
+given weight into the adapted module, has PEFT merge it, and removes it again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rlpipe.models.loading import hollow_model
 from rlpipe.models.nf4 import nf4_round_trip
 
 Patch = Callable[[Tensor], Tensor]
-"""From a parameter of the base, which it may change in place, to that of the merged model."""
+"""Function from a parameter of the base, which it may change in place, to the merged parameter."""
 ADAPTER = "default"
 PREFIX = "base_model.model."
-"""Of all names in PEFT's files."""
+"""Prefix of all tensor names in PEFT's files."""
 BASE_COPY = ".base_layer.weight"
 KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
-"""Ways of drawing an adapter before training that leave the base as it is."""
+"""Values of ``init_lora_weights`` that leave the base unchanged."""
 
 
 def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
-    """The hollow model that a folder's config describes, to be merged into.
+    """Return the hollow model that a folder's config describes.
 
-    Of images and text, the learner trains the class for text alone where there is one; others put their adapters on the
-    one that the config names.
+    For a model of images and text, this is the text-only class if there is one, which rlpipe's learner trains. With
+    ``as_named``, it is the class that the config names, which other trainers put their adapters on.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -53,7 +53,7 @@ def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
 
 
 def tensor_names(adapter: Path) -> frozenset[str]:
-    """Of the adapter's file; raises ``ModelError`` if there is none, or it can't be read."""
+    """Return the names of the tensors in the adapter's file; raise ``ModelError`` if it is missing or unreadable."""
     if not any((adapter / name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
         raise ModelError(f"{adapter} holds no {SAFETENSORS_WEIGHTS_NAME}")  # PEFT would look for it on the hub
     try:
@@ -63,16 +63,16 @@ def tensor_names(adapter: Path) -> frozenset[str]:
 
 
 def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
-    """Whether the model has all modules that an adapter's tensors are named after."""
+    """Return whether the model has every module that the adapter's tensor names refer to."""
     modules = {f"{PREFIX}{name}" for name, _ in model.named_modules()}
     return {name.partition(".lora_")[0] for name in tensors} <= modules
 
 
 def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]) -> tuple[PeftModel, dict[str, Patch]]:
-    """Puts the adapter on ``model``; a patch for each parameter that it changes is under its name before that.
+    """Put the adapter on ``model``; return it with a patch for each changed parameter, by its name in ``model``.
 
-    Raises ``ModelError``, with the names, if a tensor of the adapter finds no place in the model, or a place has no
-    tensor; if it can't be merged exactly; or if a parameter is changed that is tied to another.
+    Raises ``ModelError``, with the names, if the adapter has unexpected tensors or lacks some, if it can't be merged
+    exactly, or if it changes a parameter that is tied to another.
     """
     names = {id(module): name for name, module in model.named_modules()}
     adapted = _put_on(model, adapter, tensors)
@@ -117,7 +117,7 @@ def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> P
 
 
 def check_mergeable(config: PeftConfig) -> LoraConfig:
-    """Raises ``ValueError`` for adapters that PEFT can't merge, or whose merge is not the base's weights alone."""
+    """Raise ``ValueError`` for an adapter that PEFT can't merge, or that a merge into the weights does not capture."""
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{config.peft_type} is not LoRA, and can't be merged")
     if config.bias != "none":
@@ -129,7 +129,7 @@ def check_mergeable(config: PeftConfig) -> LoraConfig:
 
 
 def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
-    """For the embeddings of the base, which PEFT saves with an adapter on them."""
+    """Allocate memory for the base's embeddings that PEFT saves along with an adapter on them."""
     for name in tensors:
         if name.endswith(BASE_COPY):
             layer = adapted.get_submodule(name.removesuffix(".weight"))
@@ -137,7 +137,7 @@ def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
 
 
 def patches_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
-    """The module of the base that ``module`` adapts, with each parameter that it changes."""
+    """Yield the base module, parameter name and patch for each parameter that the adapter module changes."""
     if isinstance(module, ParamWrapper):
         base = module.get_base_layer()
         yield base, module.parameter_name, _merging(module, base, module.parameter_name)
@@ -176,7 +176,7 @@ def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
 
 
 def _adding_bias(layer: LoraLayer) -> Patch:
-    """PEFT adds it while it merges the weight, which is not at hand."""
+    """Return a patch that adds LoRA's bias itself, because PEFT adds it only while merging the weight."""
     return lambda bias: bias.add_(cast(Tensor, layer.lora_B[ADAPTER].bias).data * layer.scaling[ADAPTER])
 
 
@@ -185,7 +185,7 @@ def _replacing(saved: Tensor) -> Patch:
 
 
 def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
-    """The first of the changed parameters that is tied to another, and that other."""
+    """Return the first changed parameter that is tied to another, with that other one, or None."""
     for one, other in (model.all_tied_weights_keys or {}).items():
         if one in changed:
             return one, other
@@ -195,13 +195,13 @@ def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, 
 
 
 def over_nf4(patches: Mapping[str, Patch], quantized: Collection[str]) -> dict[str, Patch]:
-    """The same patches for a base whose ``quantized`` parameters have been in NF4."""
+    """Return the patches for a base whose ``quantized`` parameters are rounded to NF4 first."""
 
     return _after(patches, dict.fromkeys(quantized, nf4_round_trip))
 
 
 def over_scaled(patches: Mapping[str, Patch], factors: Mapping[str, float]) -> dict[str, Patch]:
-    """The same patches for a base whose parameters have been multiplied."""
+    """Return the patches for a base whose parameters are multiplied by ``factors`` first."""
 
     def scale(name: str) -> Patch:
         return lambda weight: apply_factors(name, weight, factors)

@@ -1,7 +1,7 @@
-"""The weights of a policy in training with its adapter merged, for engines that can't serve the adapter as it is.
+"""The weights of a policy in training with its adapter merged, for engines that can't serve the adapter itself.
 
-A hollow twin of the model has the places of all tensors. Each of the base's is gathered when its turn comes, and merged
-there with what the adapter has in that place alone: no rank ever holds the whole model.
+A hollow twin of the model provides the modules to merge in. The base's tensors are gathered one at a time, each merged
+with the adapter's tensors for that parameter, so that no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpipe.models.loading import hollow, hollow_model
 from rlpipe.models.nf4 import from_nf4, nf4_layers
 
 BASE_PARTS = ("base_layer.", "original_module.")
-"""Where an adapter's module holds what it is around."""
+"""Prefixes under which an adapter module holds the base module that it wraps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class MergedParameter:
 
     patch: Patch
     parts: Mapping[str, nn.Parameter]
-    """What the adapter has there, in the twin, by the names in the policy."""
+    """Adapter parameters that change it, hollow in the twin, by their names in the policy."""
 
     def merge(self, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        """May change ``weight``."""
+        """Return ``weight`` merged with the adapter's ``parts``; may change ``weight`` in place."""
         for name, part in self.parts.items():
             part.data = parts[name]
         try:
@@ -50,7 +50,7 @@ class MergedParameter:
 
 
 class LiveMerge:
-    """All ranks must make it, and exhaust ``tensors``, alike."""
+    """The merged weights of a LoRA policy; all ranks must create it and exhaust ``tensors``."""
 
     def __init__(self, model: PeftModel, sharding: Sharding) -> None:
         self._model, self._sharding = model, sharding
@@ -62,14 +62,14 @@ class LiveMerge:
             config = check_mergeable(model.peft_config[ADAPTER])
         except ValueError as error:
             raise ModelError(f"model.adapter.merge: engines can't be given this adapter: {error}") from None
-        with torch.random.fork_rng(devices=[]):  # it draws values that nobody needs
+        with torch.random.fork_rng(devices=[]):  # the values it draws are not used
             adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
         self._outlines = {
             live: outlines[id(tensor)]
             for live, tensor in adapted.state_dict(keep_vars=True).items()
             if id(tensor) in outlines
         }
-        """Of the base's tensors, by their names in the policy: names and shapes without the adapter."""
+        """Name and meta tensor in the plain model of each tensor of the base, by its name in the policy."""
         self._places = {
             f"{modules[id(base)]}.{parameter}": MergedParameter(patch, _parts(prefix, module, parameter))
             for prefix, module in adapted.named_modules()
@@ -84,13 +84,14 @@ class LiveMerge:
             )
 
     def outlines(self) -> dict[str, Tensor]:
-        """What ``tensors`` makes files of, on the meta device."""
+        """Return the names and shapes of the whole model's tensors, without the adapter, on the meta device."""
         return dict(self._outlines[live] for live in untied_state(self._model) if live in self._outlines)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of the merged model's files, in the type of the base; the first rank alone is given them.
+        """Yield the tensors of the merged model's files, in the dtype of the base, on rank 0; nothing on other ranks.
 
-        One parameter is gathered and merged at a time, which takes it, a copy, and what PEFT adds in float32.
+        One parameter is gathered and merged at a time. Peak memory is that parameter, one copy of it, and the float32
+        delta that PEFT computes.
         """
         layers, trained = nf4_layers(self._model), dict(self._model.named_parameters())
         for live, tensor in untied_state(self._model).items():

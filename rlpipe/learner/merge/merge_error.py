@@ -1,4 +1,4 @@
-"""How far the log-probs of a merged model are from those of the adapter on the base that it was trained on.
+"""The error of a merged model's log-probs, against those of the adapter on the base that it was trained on.
 
 Shapes: B texts, T tokens of the longest.
 """
@@ -20,19 +20,19 @@ from rlpipe.learner.merge.adapter_patches import Patch
 from rlpipe.learner.merge.streaming import Streamed
 
 CHUNK_TOKENS = 128
-"""Tokens whose logits exist at one time."""
+"""Number of tokens whose logits are in memory at once."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Texts:
-    """What the log-probs are compared on, filled up at the end."""
+    """Texts to compare log-probs on, padded at the end."""
 
     token_ids: Tensor  # [B, T]
     lengths: Tensor  # [B]
 
     @property
     def targets(self) -> Tensor:
-        """The token after each ``[B, T]``, ``IGNORED`` where there is none."""
+        """The next token of each token ``[B, T]``, ``IGNORED`` where there is none."""
         last = torch.arange(self.token_ids.shape[1]) >= self.lengths[:, None] - 1
         return self.token_ids.roll(-1, 1).masked_fill(last, IGNORED)
 
@@ -44,7 +44,7 @@ def fill_up(texts: Sequence[Sequence[int]]) -> Texts:
 
 
 class Gap:
-    """Between merges and the adapter on the base that ``live`` makes of the files' weights."""
+    """The error of merges against the unmerged adapter; ``live`` patches the files' weights to the adapter's base."""
 
     def __init__(
         self, model: PreTrainedModel, adapted: PeftModel, weights: Streamed, live: Mapping[str, Patch]
@@ -52,18 +52,18 @@ class Gap:
         self._model, self._adapted, self._weights, self._live = model, adapted, weights, live
 
     def sample(self, *, num: int, num_tokens: int, start: int, seed: int = 0) -> Texts:
-        """Draws texts from the adapter on its base, each from the token ``start`` on."""
+        """Sample texts from the unmerged adapter on its base, each starting with the token ``start``."""
         with torch.random.fork_rng(), self._weights.running(self._live):
             torch.manual_seed(seed)
             begun = torch.full((num, 1), start)
             drawn = self._adapted.generate(input_ids=begun, max_new_tokens=num_tokens, do_sample=True)
         ends = self._model.generation_config.eos_token_id
         after_end = torch.isin(drawn, torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
-        lengths = (~after_end[:, 1:]).sum(1) + 2  # the start, what was drawn, and the end
+        lengths = (~after_end[:, 1:]).sum(1) + 2  # with the start token and the end token
         return Texts(token_ids=drawn, lengths=lengths.clamp(max=drawn.shape[1]))
 
     def measure(self, texts: Texts, merges: Mapping[str, Mapping[str, Patch]]) -> dict[str, float]:
-        """The mean absolute difference of log-probs, in nats, of each merge."""
+        """Return the mean absolute difference of log-probs, in nats, for each merge."""
         live = self._logprobs(texts, self._live, adapter=True)
         counted = texts.targets != IGNORED
         return {
@@ -72,7 +72,7 @@ class Gap:
         }
 
     def _logprobs(self, texts: Texts, patches: Mapping[str, Patch], *, adapter: bool) -> Tensor:
-        """Of the targets ``[B, T]``."""
+        """Return the log-probs of the targets ``[B, T]``."""
         dtype = self._model.dtype
         with (
             nullcontext() if adapter else self._adapted.disable_adapter(),

@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base model's files, one file in memory at a time."""
+"""The merge of a LoRA adapter into its base model's files (``rlpipe merge``), with one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from rlpipe.models.hf_weight_map import WeightGroup, plan_units
 from rlpipe.models.nf4 import nf4_parameters
 
 PLAN = "merge.json"
-"""In a folder that is being written: what is merged into what, so that only its own work is continued."""
+"""File in an unfinished output folder that describes the merge, so that only the same merge continues it."""
 MAX_TEXTS, MAX_TEXT_TOKENS = 64, 512
-"""As much of a file of texts is measured on."""
+"""Limits on the texts read from a file to measure on."""
 DRAWN_TEXTS, DRAWN_TOKENS = 32, 24
-"""Every token costs a pass over the files."""
+"""Number of texts sampled to measure on, and tokens of each; every token costs a pass over the files."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-"""Where the adapter's folder has them, they are those that it was trained with."""
+"""Tokenizer files, which the adapter's folder may hold as it was trained with them; they replace the base's."""
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class MergeRequest:
-    """What to merge into what, and in which precision of the base."""
+    """The adapter and base to merge, and the precision of the base to merge in."""
 
     adapter: str
     """Folder or hub id of a PEFT adapter."""
     output: Path
     base: str | None = None
-    """Folder or hub id; None: the one that the adapter's config names."""
+    """Folder or hub id of the base; None: the one that the adapter's config names."""
     base_precision: str | None = None
-    """``full`` or ``nf4``; None: the one that is closer to the adapter on the base that it was trained on."""
+    """``full`` or ``nf4``; None: the one whose merge is closer to the adapter on the base that it was trained on."""
     trained_on: str | None = None
-    """The precision of that base; None: as the adapter's folder says, or ``full``."""
+    """Precision of the base in training; None: as the adapter's folder records it, or ``full``."""
     text: Path | None = None
-    """Texts to measure on, one a line; None: some are drawn from the adapter."""
+    """File of texts to measure on, one per line; None: texts are sampled from the adapter."""
 
 
 def merge(request: MergeRequest) -> Iterator[str]:
-    """Writes the base with the adapter in it, as ``from_pretrained`` and ``vllm serve`` load it; says what it does.
+    """Write the merged model in the format of ``from_pretrained`` and ``vllm serve``; yield progress messages.
 
-    What an interrupted merge wrote is kept. Raises ``InputError`` where something does not fit, or can't be merged
-    exactly, and ``RunError`` if the output can't be written.
+    Files that an interrupted merge wrote are kept. Raises ``InputError`` if the inputs do not fit together or can't be
+    merged exactly, and ``RunError`` if the output can't be written.
     """
     if request.output.exists():
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
@@ -100,7 +100,7 @@ def merge(request: MergeRequest) -> Iterator[str]:
 
 
 def _find_folder(path: str, what: str) -> Path:
-    """A folder, fetched from the hub where it is none here."""
+    """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
     source = Path(find_source(path, what))
     return source if source.is_dir() else Path(snapshot_download(path))
 
@@ -142,7 +142,7 @@ def write_merged(
     output: Path,
     plan: str,
 ) -> None:
-    """``plan`` says what is merged into what; what was written of the same plan stays."""
+    """Write the merged model to ``output``; keep the files that an interrupted merge with the same ``plan`` wrote."""
     changed = _changed_units(units, files, patches)
     try:
         folder = _begin(output, plan)
@@ -159,7 +159,7 @@ def write_merged(
 
 
 def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Mapping[str, Patch]) -> list[WeightGroup]:
-    """Those with a patch; tries the conversion there and back on shapes alone."""
+    """Return the units that have a patch, after checking on shapes alone that their conversion can be reverted."""
     outlines, left, changed = files.outlines(), set(patches), []
     for unit in units:
         sources = {name: outlines[name] for name in unit.sources}
@@ -192,7 +192,7 @@ def _merge_file(
             merged = {name: patches[name](value) if name in patches else value for name, value in parameters.items()}
             del elsewhere, parameters
             back = unit.to_sources(merged)
-            for name in here:  # parts of one tensor each keep the whole in memory, and can't be written
+            for name in here:  # a view would keep the whole tensor in memory, and can't be written
                 tensors[name] = back[name] if unit.converter is None else back[name].clone()
                 if not tensors[name].isfinite().all():
                     raise ModelError(f"{name} is not finite once it is merged: the adapter or the base is broken")
@@ -208,7 +208,7 @@ def _describe(files: ModelFiles, adapter: Path, precision: str) -> str:
 
 
 def _begin(output: Path, plan: str) -> Path:
-    """The folder to write in: that of an interrupted merge of the same, or a new one."""
+    """Return the folder to write in: that of an interrupted merge with the same plan, or a new one."""
     folder = writing_path(output)
     if not (folder / PLAN).exists() or (folder / PLAN).read_text() != plan:
         begin_folder(output)
@@ -217,7 +217,7 @@ def _begin(output: Path, plan: str) -> Path:
 
 
 def _write_rest(files: ModelFiles, adapter: Path, folder: Path) -> None:
-    """Tokenizer, config and the like as they are, and the index anew."""
+    """Copy the tokenizer, config and other files unchanged, and write a new index."""
     rest = [path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)]
     trained_with = [path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)]
     for path in rest + trained_with:

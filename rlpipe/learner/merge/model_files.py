@@ -1,4 +1,4 @@
-"""A model's safetensors files: which tensor lies in which, and how they are read and written one at a time."""
+"""A model's safetensors files: the tensors in each, read and written one file at a time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlpipe.common.atomic_io import writing_path
 from rlpipe.errors import ModelError
 
 METADATA = {"format": "pt"}
-"""transformers refuses a file without it."""
+"""Metadata without which transformers refuses a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a folder, in order, each with the names of the tensors in it."""
+    """The safetensors files of a folder, in order of name, each with the names of its tensors."""
 
     folder: Path
     by_file: Mapping[str, tuple[str, ...]]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors, each in memory of its own."""
+        """Read the named tensors, each into its own memory; names that no file has are skipped."""
         wanted, found = frozenset(names), dict[str, Tensor]()
         for file, inside in self.by_file.items():
             here = [name for name in inside if name in wanted]
@@ -38,7 +38,7 @@ class ModelFiles:
         return found
 
     def outlines(self) -> dict[str, Tensor]:
-        """All tensors without their values, and in float32."""
+        """Return all tensors as float32 meta tensors: shapes without values."""
         found = {}
         for file, names in self.by_file.items():
             with safe_open(self.folder / file, "pt") as tensors:
@@ -48,7 +48,7 @@ class ModelFiles:
 
 
 def open_files(folder: Path) -> ModelFiles:
-    """Reads the index, or the one file; raises ``ModelError`` if neither is there, or a file is missing or broken."""
+    """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     try:
         if index.exists():
@@ -73,13 +73,13 @@ def open_files(folder: Path) -> ModelFiles:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file that has its name once it is whole."""
+    """Write a safetensors file, which gets its name only once it is complete."""
     temporary = writing_path(path)
     save_file(dict(tensors), temporary, metadata=METADATA)
     temporary.replace(path)
 
 
 def data_bytes(path: Path) -> int:
-    """Bytes of all tensors in a file."""
+    """Return the bytes of all tensors in a safetensors file."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Runs a model whose weights stay in its files: each module gets them when it is called, and gives them back."""
+"""A model whose weights stay in its files: each module loads them for its call and frees them after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlpipe.models.hf_weight_map import WeightGroup
 
 
 class Streamed:
-    """A hollow model, by the modules that it has before an adapter is put on it."""
+    """A hollow model whose modules load their weights from files; create it before an adapter is put on the model."""
 
     def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[WeightGroup]) -> None:
         self._files = files
@@ -31,7 +31,7 @@ class Streamed:
 
     @contextmanager
     def running(self, patches: Mapping[str, Patch]) -> Iterator[None]:
-        """Calls of the model run with the patched weights."""
+        """Make calls of the model load the patched weights, inside the context."""
         handles: list[Any] = []
         for module in self._names:
             hollow = _own(module)
@@ -47,7 +47,7 @@ class Streamed:
 
     @contextmanager
     def filled(self, module: nn.Module, patches: Mapping[str, Patch]) -> Iterator[None]:
-        """One module has the patched weights, without a call; it may be an adapter's, around the model's own."""
+        """Load one module's patched weights without calling it, inside the context; it may be an adapter's wrapper."""
         module = module if module in self._names else module.get_base_layer()  # type: ignore[operator]
         hollow = _own(module)
         self._fill(module, patches)
@@ -73,7 +73,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 def _set(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-        if is_parametrized(module, name):  # PEFT adds what it trained of an expert's weights in this way
+        if is_parametrized(module, name):  # PEFT adapts expert weights by a parametrization
             module.parametrizations[name].original = parameter  # type: ignore[index,union-attr]
         else:
             setattr(module, name, parameter)

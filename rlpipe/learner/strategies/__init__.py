@@ -1,1 +1,1 @@
-"""The ways to hold a policy and to update it: on one rank, by FSDP2 or ZeRO-3, or in chunks."""
+"""Strategies to hold and update a policy: on one rank, sharded by FSDP2 or ZeRO-3, or in offloaded chunks."""

@@ -1,4 +1,4 @@
-"""What the options under ``learner.chunked`` mean to chunked offload, in a run and in its plan."""
+"""The options under ``learner.chunked``, translated for chunked offload, in a run and in its plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
-    """One sequence that fills a micro batch, of which all but the first token count."""
+    """Return a row of one sequence that fills a micro batch; all tokens but the first are loss tokens."""
     micro_batch = MicroBatch(
         token_ids=np.zeros(num_tokens, np.int64),
         position_ids=np.arange(num_tokens),
@@ -45,18 +45,18 @@ def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision
 
 
 def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
-    """Those to choose from, in bytes."""
+    """Return the chunk sizes to choose from, in bytes."""
     return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
 
 
 def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
-    """Those that are not left to the search."""
+    """Return the knobs that the config sets, which are not searched."""
     given = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def capacity(config: ChunkedConfig, device: torch.device, *, replaced: nn.Module) -> Capacity:
-    """What a rank may take: as the config says, or of what is free once chunks have replaced the model."""
+    """Return a rank's memory limits: as configured, or a share of what is free once chunks replace the model."""
     free = free_memory(device, replaced=replaced)
     on_device, on_host = config.device_memory_gib, config.host_memory_gib
     return Capacity(

@@ -1,4 +1,4 @@
-"""Trains the policy in chunks that come from the host and go back (rlpipe/offload), on one rank or several."""
+"""Chunked offload of the policy (rlpipe/offload), in chunks that move between host and device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rlpipe.weights.dcp import Read
 
 
 class Chunked:
-    """One rank; with several, torch's default process group must be there."""
+    """The sharding of a policy in chunks, on one rank or, with torch's default process group, on several."""
 
     loads_on_cpu = True
 
@@ -74,7 +74,7 @@ class Chunked:
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
         hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
         free = capacity(self._config, self.device, replaced=scorer)
-        if self._workload.has_copy:  # which is spread after the policy
+        if self._workload.has_copy:  # the copy is sharded after the policy
             free = free.less(least_memory(scorer, sizes=chunk_sizes(self._config)))
 
         def decide(least: Capacity) -> Decision:

@@ -1,4 +1,4 @@
-"""Updates of a policy in chunks: of what is resident by torch's optimizers, of the rest by the chunks' own."""
+"""Updates of a policy in chunks: resident parameters by torch's optimizers, the rest by the chunks' own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ChunkedUpdates:
         *,
         measured: Callable[[float, int], None],
     ) -> None:
-        """``measured`` is told of every update's seconds and micro batches."""
+        """Set up the updates; ``apply`` calls ``measured`` with the update's seconds and number of micro batches."""
         self._measured = measured
         self._offloaded, self._chunks = offloaded, offloaded.optimizer
         places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
         self._names = {place: name for name, place in places.items() if place is not None}
-        """Of the parameters in chunks, by chunk and name there."""
+        """Name of each parameter in chunks, by its chunk and its name there."""
         resident = {name: parameters[name] for name, place in places.items() if place is None}
         self._resident = TorchUpdates(resident, config, local=lambda tensor: tensor) if resident else None
         self._learning_rate = config.lr
@@ -57,7 +57,7 @@ class ChunkedUpdates:
         self._chunks.drop()
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank has, without copies."""
+        """Return this rank's parameters and moments, without copies."""
         resident = {} if self._resident is None else self._resident.state()
         return resident | chunk_state(self._offloaded, self._names)
 

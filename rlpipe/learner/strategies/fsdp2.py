@@ -1,4 +1,4 @@
-"""Spreads the policy over the ranks with torch's fully_shard."""
+"""Sharding of the policy over the ranks with torch's fully_shard."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rlpipe.weights.dcp import Read
 
 
 class Fsdp2(RankGroup):
-    """The group of ranks over which ``shard`` spreads models; needs torch's default process group.
+    """A group of ranks that holds models sharded by FSDP2; needs torch's default process group.
 
-    Parameters are kept in their own type and computed with in the scorer's; gradients are summed in float32, over
-    the ranks once an update for an adapter, and after every backward pass for a whole model, whose unsharded gradients
+    Parameters are kept in their own dtype and computed with in the scorer's. Gradients are summed over the ranks in
+    float32: once per update for an adapter, and after every backward pass for a whole model, whose unsharded gradients
     would not fit.
     """
 
     def __init__(self, config: FsdpConfig, device: torch.device, *, on_cpu: bool, reduce_every_backward: bool) -> None:
-        """``on_cpu`` keeps parameters, gradients and optimizer state there, by torch's policy."""
+        """Create the device mesh; ``on_cpu`` keeps parameters, gradients and optimizer state on the CPU."""
         super().__init__(device)
         self._config, self._on_cpu = config, on_cpu
         self._reduce_every_backward = reduce_every_backward
@@ -37,7 +37,7 @@ class Fsdp2(RankGroup):
         self._trained: TokenScorer | None = None
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
-        """Shards the model of ``scorer`` in place, and moves it to the device."""
+        """Shard the model of ``scorer`` in place, and move it to the device."""
         narrow = scorer.compute_dtype is not torch.float32
         precision = MixedPrecisionPolicy(
             param_dtype=scorer.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
@@ -54,7 +54,7 @@ class Fsdp2(RankGroup):
         fully_shard(scorer, mesh=self._mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
-                # The loss carries the counts of all ranks: gradients are added up, where FSDP would average them.
+                # The loss is divided by counts of all ranks: gradients are summed, where FSDP would average them.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         if trained:
@@ -74,7 +74,7 @@ class Fsdp2(RankGroup):
         read(self.state(parameters))
 
     def end_inference(self, scorer: TokenScorer) -> None:
-        # The root keeps its parameters gathered for the backward pass; until then the optimizer would not find them.
+        # The root keeps its parameters gathered for a backward pass, but the optimizer needs them sharded.
         assert isinstance(scorer, FSDPModule)
         scorer.reshard()
 
@@ -90,5 +90,5 @@ class Fsdp2(RankGroup):
     def full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        # Offloaded parts lie on the CPU, while the group may speak on the device alone.
+        # Offloaded shards are on the CPU, but the process group may support the device only.
         return cast(DTensor, tensor.detach().to(self.device)).full_tensor()

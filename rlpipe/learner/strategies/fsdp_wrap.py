@@ -1,4 +1,4 @@
-"""Which modules FSDP2 gathers, computes and frees one by one: ``learner.fsdp.wrap``."""
+"""The modules that FSDP2 gathers, computes and frees one by one, selected by ``learner.fsdp.wrap``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_units(scorer: nn.Module, model: PreTrainedModel, config: FsdpConfig) -> list[nn.Module]:
-    """Modules inside ``scorer``, which holds the rest itself; inner ones before those around them.
+    """Return the modules inside ``scorer`` to shard as units, inner ones before those around them.
 
-    The lm_head is never among them, nor is what shares its weight: the scorer reads that without calling the module.
-    Nor are parts of a LoRA layer that reads them so.
-    Raises ``ModelError`` if the model lacks what the config names.
+    ``scorer`` is the unit of all other parameters. The lm_head and modules that share its weight are never units,
+    because the scorer reads that weight without calling them; nor are the parts of a fused LoRA layer, which does the
+    same. Raises ``ModelError`` if the model lacks a class that the config names.
     """
     fused = [module for module in scorer.modules() if isinstance(module, FusedLora)]
     never_called = {id(part) for layer in fused for part in layer.modules() if part is not layer}
@@ -62,7 +62,7 @@ def _is_large_leaf(module: nn.Module, min_num_params: int) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Those that can be units. Those in a list are of the module that has the list, which is never called itself."""
+    """Yield the children that can be units; a list, which is never called itself, is replaced by its items."""
     for child in () if isinstance(module, FusedLora) else module.children():
         if isinstance(child, CONTAINERS):
             yield from _children(child)

@@ -15,7 +15,7 @@ from rlpipe.weights.dcp import Read, moment_key, weight_key
 
 
 class TorchUpdates:
-    """Of parameters that torch's optimizers know: whole ones, and FSDP2's parts."""
+    """Updates of parameters by torch's optimizers, whole ones or FSDP2's shards."""
 
     def __init__(
         self,
@@ -25,9 +25,9 @@ class TorchUpdates:
         local: Callable[[Tensor], Tensor],
         begin_backward: Callable[[bool], None] | None = None,
     ) -> None:
-        """``local`` is the sharding's; ``begin_backward`` is told of each backward pass whether it is the last."""
+        """Make the optimizer; ``begin_backward`` is called before each backward pass, with True if it is the last."""
         self._parameters, self._local, self._begin_backward = parameters, local, begin_backward
-        # bitsandbytes knows no DTensors: it gets parameters of its own in the memory of their local parts.
+        # bitsandbytes does not support DTensors: it gets plain parameters that share the memory of their local shards.
         self._updated = {
             name: parameter if config.name == "adamw" else as_plain(parameter, local(parameter))
             for name, parameter in parameters.items()
@@ -89,7 +89,7 @@ class TorchUpdates:
             write_moments(self.optimizer, updated, {k: self._local(m) for k, m in own.items()} if plain else own)
 
     def _spread(self, moment: Tensor, name: str) -> Tensor:
-        """As the parameter is, where the optimizer has only its local part."""
+        """Return the moment as a DTensor like its parameter, if the optimizer has only the local shard."""
         parameter = self._parameters[name]
         if (
             self._updated[name] is parameter

@@ -1,4 +1,4 @@
-"""What all ways of spreading a policy over torch's default process group have in common."""
+"""The common base of the strategies that shard a policy over torch's default process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPERATIONS = {Reduce.SUM: dist.ReduceOp.SUM, Reduce.MIN: dist.ReduceOp.MIN, Redu
 
 
 class RankGroup:
-    """A rank of the default process group, which Ray Train or torchrun has made."""
+    """A rank of the default process group, which Ray Train or torchrun has created."""
 
     def __init__(self, device: torch.device) -> None:
         assert dist.is_initialized(), "there is no process group: start the ranks with Ray Train or torchrun"

@@ -1,4 +1,4 @@
-"""One rank that holds everything."""
+"""The sharding of a single rank, which holds everything."""
 
 from __future__ import annotations
 

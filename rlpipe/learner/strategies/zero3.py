@@ -1,7 +1,7 @@
-"""Spreads the policy over the ranks with DeepSpeed's ZeRO-3, with optimizer and parameters on the CPU where asked.
+"""Sharding of the policy with DeepSpeed's ZeRO-3, with optimizer and parameters optionally on the CPU.
 
-DeepSpeed keeps each rank's parts of all trained parameters one after the other in flat float32 tensors, which the
-optimizer updates; the parameters themselves are empty but while a module runs.
+DeepSpeed keeps each rank's parts of all trained parameters concatenated in flat float32 tensors, which the optimizer
+updates; the parameters themselves are empty except while a module runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlpipe.weights.dcp import Read, moment_key, weight_key
 
 
 class Zero3(RankGroup):
-    """The group of ranks over which ``shard`` spreads models; needs torch's default process group."""
+    """A group of ranks that holds models sharded by ZeRO-3; needs torch's default process group."""
 
     def __init__(self, config: Zero3Config, device: torch.device) -> None:
         super().__init__(device)
@@ -42,32 +42,32 @@ class Zero3(RankGroup):
         deepspeed.init_distributed(dist_init_required=False)
 
     def shard(self, scorer: TokenScorer, *, trained: bool) -> None:
-        """What is trained is spread once its optimizer is made."""
+        """Shard a model that is not trained; ``make_updates`` shards the trained one once it has an optimizer."""
         if trained:
             self._trained = scorer
         else:
             settings = self._settings(scorer)
-            # Small parameters, too, are gathered from their parts whenever they are used, as those may move.
+            # Small parameters, too, are gathered from their parts for each use, because ``move`` may change the parts.
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
             self._spread(scorer, settings)
             self._engines += deepspeed.initialize(model=scorer, config=settings)[:1]
 
     def make_updates(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Updates:
         assert self._trained is not None, "shard() comes first"
-        optimizer = make_optimizer(parameters.values(), config)  # it looks at shapes, which parts do not have
+        optimizer = make_optimizer(parameters.values(), config)  # it looks at shapes, which sharded parameters lack
         settings = self._settings(self._trained)
         self._spread(self._trained, settings)
         engine, *_ = deepspeed.initialize(model=self._trained, optimizer=optimizer, config=settings)
         return Zero3Updates(engine, parameters, self)
 
     def _spread(self, scorer: TokenScorer, settings: dict[str, Any]) -> None:
-        """Parameter by parameter, where DeepSpeed's engine would first move all of them to the device."""
+        """Shard a model one parameter at a time; DeepSpeed's engine would first move all of them to the device."""
         if scorer.compute_dtype is torch.bfloat16:
             for parameter in scorer.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
         for layer in scorer.modules():
-            if isinstance(layer, FusedLora):  # it reads what its parts hold without calling them
+            if isinstance(layer, FusedLora):  # it reads the weights of its parts without calling them
                 for parameter in layer.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
         for buffer in scorer.buffers():
@@ -128,7 +128,7 @@ class Zero3(RankGroup):
 
 
 class Zero3Updates:
-    """DeepSpeed's engine; it divides by the number of ranks what it sums up, and counts on one update a step."""
+    """Updates by DeepSpeed's engine, without its averaging over ranks, and with several backward passes per update."""
 
     def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], ranks: RankGroup) -> None:
         self._engine, self._parameters = engine, parameters
@@ -161,7 +161,7 @@ class Zero3Updates:
         self._engine.optimizer.reset_cpu_buffers()
 
     def state(self) -> dict[str, Tensor]:
-        """Each tensor whole, on the rank whose turn it is."""
+        """Return whole tensors, those of each parameter on one rank, the ranks taking turns."""
         held = {}
         moments = {group: read_moments(state) for group, state in self._flat_states().items()}
         for index, (name, parameter) in enumerate(self._parameters.items()):
@@ -182,7 +182,7 @@ class Zero3Updates:
         optimizer = self._engine.optimizer
         optimizer.state.clear()
         if kept := optimizer.persistent_parameters:
-            kept[0].partition(kept)  # small ones stay gathered from step to step; the next use gathers what is read
+            kept[0].partition(kept)  # small ones stay gathered between steps; the next use gathers the loaded values
         moments: dict[int, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
             weight, steps = weight_key(name), moment_key(name, STEPS)
@@ -202,18 +202,18 @@ class Zero3Updates:
             write_moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[group], own)
 
     def _flat_states(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's state of each flat tensor that has one."""
+        """Return the optimizer's state of each flat tensor that has one, by index."""
         optimizer = self._engine.optimizer
         flats = enumerate(optimizer.fp32_partitioned_groups_flat)
         return {group: optimizer.state[flat] for group, flat in flats if flat in optimizer.state}
 
     def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """The flat tensor that this rank's part of it lies in, where in it, and how large it is."""
+        """Return the index of the flat tensor with this rank's part of a parameter, its offset there, and its size."""
         optimizer = self._engine.optimizer
         return cast(tuple[int, int, int], optimizer.grad_position[optimizer.get_param_id(parameter)])
 
     def _gather(self, part: Tensor, parameter: Any) -> Tensor:
-        part = part.detach().to(self._device)  # offloaded parts lie on the CPU, of which NCCL knows nothing
+        part = part.detach().to(self._device)  # offloaded parts are on the CPU, which NCCL does not support
         whole = part.new_empty(self._num_ranks * part.numel())
         dist.all_gather_into_tensor(whole, part.contiguous())
         return whole[: parameter.ds_numel].view(_shape(parameter))
@@ -224,7 +224,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 def _part(whole: Tensor, parameter: Any, rank: int, num_ranks: int) -> Tensor:
-    """A rank's: all have equally much of the flat tensor, filled up at its end."""
+    """Return a rank's part of the flattened tensor, which is padded at the end for parts of equal size."""
     size: int = parameter.ds_tensor.numel()
     filled = nn.functional.pad(whole.flatten(), (0, size * num_ranks - whole.numel()))
     return filled[rank * size : (rank + 1) * size]
