@@ -1,1 +1,1 @@
-"""Training models larger than a device's memory, chunk by chunk, as a planner decides."""
+"""Training of models larger than a device's memory, whose weights move in chunks according to a plan."""

@@ -1,4 +1,4 @@
-"""Offloads a model in one call: traces it, searches for the best way that fits, says which, and takes it over."""
+"""Offload of a model in one call, which traces it, searches for the fastest plan that fits, logs and applies it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlpipe.offload.units import find_units, take_inventory
 
 logger = logging.getLogger(__name__)
 SHARE_USED = 0.9
-"""Of the memory that is free: the rest is for what no profile sees."""
+"""Share of the free memory to plan with; the rest is for what no profile sees."""
 
 
 def offload(
@@ -50,15 +50,15 @@ def offload(
     sizes: Sequence[int] = CHUNK_SIZES,
     sharing: str = "auto",
 ) -> OffloadedModel:
-    """Any model of transformers or PEFT, on the CPU, to be trained on a device of each rank.
+    """Offload a model of transformers or PEFT, which lies on the CPU, to be trained on the ``device`` of each rank.
 
-    ``batch`` is a micro batch of the largest size; without one, it is made of the model's kind, of one row of
-    ``num_tokens``. ``loss_of`` is how the model is called for a loss, if not with the batch as arguments. ``knobs``
-    fixes some of ``cost.Knobs``, the others are searched; so is, where torch has a process group, whether its ranks
-    share the chunks, which ``sharing`` fixes (``replicated``, ``sharded``). All ranks must call it with the same model.
+    ``batch`` is a micro batch of the largest size; by default it is one row of ``num_tokens`` that suits the model.
+    ``loss_of`` calls the model for a loss, if that does not take the batch as arguments. ``knobs`` fixes some of
+    ``cost.Knobs``; the others are searched. If torch has a process group, the search also chooses whether its ranks
+    share the chunks, unless ``sharing`` (``replicated``, ``sharded``) does. All ranks must call it with the same model.
 
-    Raises ``DoesNotFit``, and ``ValueError`` for a model that no batch is known for, one that gives no loss, or options
-    that can't be; the model is then as it was.
+    Raises ``DoesNotFit``, and ``ValueError`` if no batch is known for the model, it returns no loss, or options are
+    impossible; the model is then as it was.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device}: torch finds no GPU here")
@@ -108,7 +108,7 @@ def _loss(
     batch: Mapping[str, Tensor],
     loss_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] | None,
 ) -> Tensor:
-    """The loss of a batch, by the caller's function or the model's own; raises ``ValueError`` where it gives none."""
+    """Return the loss of a batch from ``loss_of`` or the model; raise ``ValueError`` if there is none."""
     found = model(**batch).loss if loss_of is None else loss_of(model, batch)
     if not isinstance(found, Tensor):
         raise ValueError(f"{type(model).__name__} gives no loss for the batch: add labels to it, or give loss_of")
@@ -116,7 +116,7 @@ def _loss(
 
 
 def choices_of(sharing: str, num_ranks: int) -> tuple[int, ...]:
-    """Into how many parts ranks may cut every chunk, by ``auto``, ``replicated`` or ``sharded``."""
+    """Return the numbers of parts per chunk to try for ``sharing``: ``auto``, ``replicated`` or ``sharded``."""
     choices = {"auto": (1, num_ranks), "replicated": (1,), "sharded": (num_ranks,)}
     if sharing not in choices:
         raise ValueError(f"sharing={sharing}: give one of {', '.join(choices)}")
@@ -124,7 +124,7 @@ def choices_of(sharing: str, num_ranks: int) -> tuple[int, ...]:
 
 
 def is_given(knobs: Mapping[str, int]) -> bool:
-    """Whether all ``knobs`` have values: then nothing is measured, traced or searched."""
+    """Return whether all knobs are given, so that nothing is measured, traced or searched."""
     return knobs.keys() == {entry.name for entry in fields(Knobs)}
 
 
@@ -142,10 +142,10 @@ def plan(
     parts: Sequence[int] = (1,),
     is_trained: bool = True,
 ) -> Decision:
-    """The best way on this hardware; where all ``knobs`` are given, that is it, and none is needed.
+    """Return the fastest plan on ``hardware``, or the given one if all ``knobs`` are (``hardware`` may then be None).
 
-    ``parts`` are the numbers of shares that are tried into which ranks may cut the chunks. Raises as ``offload`` does,
-    also where the model can't be traced.
+    ``parts`` are the numbers of parts per chunk to try. Raises the errors of ``offload``, and ``ValueError`` if the
+    model can't be traced.
     """
     if negative := {name: value for name, value in knobs.items() if value < 0}:
         raise ValueError(f"{', '.join(f'{name}={value}' for name, value in negative.items())}: give 0 or more")
@@ -181,9 +181,9 @@ def plan(
 
 
 def free_memory(device: torch.device, *, replaced: nn.Module) -> Capacity:
-    """Nine tenths of what a rank finds free once chunks have taken the place of the model's weights.
+    """Return ``SHARE_USED`` of the memory that a rank has free once chunks have replaced the model's weights.
 
-    The ranks of a machine share what its host has; on a CPU half of that counts as the device's.
+    The ranks of a machine share its host's memory; on a CPU, half of that counts as the device's.
     """
     num_neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = int(SHARE_USED * (free_host_bytes() / num_neighbours + _own_bytes(replaced)))
@@ -193,7 +193,7 @@ def free_memory(device: torch.device, *, replaced: nn.Module) -> Capacity:
 
 
 def _own_bytes(model: nn.Module) -> int:
-    """What the model's weights take of the host, but for files that are mapped, which count as free."""
+    """Return the host bytes of the model's weights, without memory-mapped files, which count as free."""
     sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
     process = psutil.Process().memory_info()
     return min(sum(sizes.values()), process.rss - getattr(process, "shared", 0))

@@ -1,4 +1,4 @@
-"""What an update took against what was predicted, once buffers have grown and kernels are compiled."""
+"""Comparison of an update with its prediction, once buffers have grown and kernels are compiled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ COMPARED_UPDATE = 3
 
 class Comparison:
     def __init__(self, decision: Decision, device: torch.device, *, resets_peak: bool = False) -> None:
-        """``resets_peak`` begins the device's peak anew before the update, so that loading does not count; it is
-        torch's, and there is one for all of the process."""
+        """Prepare the comparison with ``decision``.
+
+        ``resets_peak`` resets the device's peak memory before the compared update, so that loading does not count; it
+        is torch's peak, of which the process has only one.
+        """
         self._decision, self._device, self._resets_peak = decision, device, resets_peak
         self._num_updates = 0
 
     def updated(self, seconds: float, num_micro_batches: int, host_bytes: int) -> str | None:
-        """Told of every update, and of what the offloaded model holds on the host; one line after the third, where
-        something was predicted."""
+        """Count an update; after the third, return the comparison in one line if there is a prediction, otherwise None.
+
+        ``host_bytes`` are those that the offloaded model holds on the host.
+        """
         self._num_updates += 1
         on_gpu = self._device.type == "cuda"
         if self._num_updates == COMPARED_UPDATE - 1 and self._resets_peak and on_gpu:

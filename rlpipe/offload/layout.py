@@ -1,4 +1,4 @@
-"""Groups a model's parameters into chunks, which move between host and device as wholes.
+"""Layout of a model's parameters in chunks, which move between host and device as a whole.
 
 Source: ProTrain, arXiv:2406.08334.
 """
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 MIB = 2**20
 CHUNK_SIZES = (32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
 ALIGNMENT = 256
-"""Bytes; what kernels on GPUs and pinned copies like best."""
+"""Alignment in bytes that suits GPU kernels and pinned copies."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorInfo:
-    """A parameter, or a tensor that goes with it (as the constants of a 4-bit one)."""
+    """A parameter, or a tensor that accompanies one (such as the scales of a 4-bit weight)."""
 
     name: str
     num_bytes: int
     block: int | None
-    """The transformer block that it is of; None for embedding, head and the like."""
+    """Transformer block that it belongs to; None for embedding, head and the like."""
     is_trained: bool
     dtype: str = ""
-    """Of a trained one: those of a chunk have one type, so that all its gradients are one tensor."""
+    """Stored and compute dtype of a trained tensor; a chunk has one of each, so that its gradients form one tensor."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,10 +39,10 @@ class ChunkPlace:
 class Chunk:
     index: int
     is_trained: bool
-    """All of its tensors are; frozen ones have chunks of their own, which are never written back."""
+    """Whether its tensors are trained; frozen ones have chunks of their own, which are never written back."""
     places: list[ChunkPlace] = field(default_factory=list)
     blocks: list[int | None] = field(default_factory=list)
-    """Those whose tensors it holds, in the order of first use."""
+    """Transformer blocks whose tensors it holds, in the order of first use."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,11 +52,11 @@ class Chunk:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChunkLayout:
     slot_bytes: int
-    """What a slot on the device holds: the largest chunk that is not larger than the chunks' size."""
+    """Bytes of a slot on the device: those of the largest chunk within the chosen chunk size."""
     chunks: Sequence[Chunk]
 
     def slots_of(self, chunk: Chunk) -> int:
-        """How many slots it takes: one, but for a tensor larger than all slots."""
+        """Return the number of slots that a chunk takes: one, unless it holds a tensor larger than a slot."""
         return -(-chunk.num_bytes // self.slot_bytes)
 
     @property
@@ -70,10 +70,10 @@ def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:
 
 
 def make_layout(tensors: Sequence[TensorInfo], *, sizes: Sequence[int] = CHUNK_SIZES) -> ChunkLayout:
-    """The layout with the least slack among the chunk ``sizes``; of equal ones, that of the smaller chunks.
+    """Return the layout with the least slack among the chunk ``sizes``; of equal ones, that of the smallest chunks.
 
-    ``tensors`` are in the order of first use, shared ones at their first. A chunk begins anew rather than to split a
-    block that would fit into one. A tensor larger than a chunk has one of its own, which takes several slots.
+    ``tensors`` are in the order of first use. A new chunk begins rather than split a block that would fit into one. A
+    tensor larger than a chunk has one of its own, which takes several slots.
     """
     if not tensors:
         raise ValueError("a model without parameters has nothing to lay out")
@@ -109,7 +109,7 @@ def _kind(tensor: TensorInfo) -> Kind:
 
 
 def _units(tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
-    """What is kept together: neighbours of one block and kind."""
+    """Group the tensors to keep together: neighbours of one block and kind."""
     units: dict[tuple[int, Kind], list[TensorInfo]] = {}
     run, last = 0, object()
     for tensor in tensors:

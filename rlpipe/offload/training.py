@@ -1,4 +1,4 @@
-"""A training loop's optimizer for an offloaded model: one update of all that is trained, clipped to a global norm."""
+"""A training loop's optimizer for an offloaded model, with updates that are clipped to a global norm."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadedAdamW:
-    """For use after ``loss.backward()``, which may come several times before a step.
+    """AdamW for an offloaded model, to use after one or several calls of ``loss.backward()``.
 
-    Gradients are summed over the ranks: losses are shares of the whole batch's. Only matrices decay.
+    Gradients are summed over the ranks, so each loss must be a share of the whole batch's. Only matrices have weight
+    decay.
     """
 
     def __init__(self, offloaded: OffloadedModel, config: OptimizerConfig) -> None:
@@ -47,7 +48,7 @@ class OffloadedAdamW:
         )
 
     def step(self, *, max_norm: float | None = None, learning_rate: float | None = None) -> float:
-        """Updates, and returns the gradients' global norm; leaves all as it is where that is not finite.
+        """Update the weights, and return the gradients' global norm; if that is not finite, only drop the gradients.
 
         All ranks must call it.
         """
@@ -83,10 +84,10 @@ class OffloadedAdamW:
         self._adam.zero_grad()
 
     def save(self, folder: Path) -> None:
-        """Writes what is trained, and its moments, by torch's distributed checkpoint: any number of ranks can read it,
-        however their chunks are arranged. All ranks must call it.
+        """Write the trained weights and their moments as a torch distributed checkpoint; all ranks must call it.
 
-        Raises ``OSError`` if it can't be written; gradients that were not applied are not part of it.
+        Any number of ranks can load it, however their chunks are arranged. Gradients that were not applied are not part
+        of it. Raises ``OSError`` if it can't be written.
         """
         self._offloaded.check_open()
         resident = self._resident_state()
@@ -95,9 +96,9 @@ class OffloadedAdamW:
         )
 
     def load(self, folder: Path) -> None:
-        """Goes on from what ``save`` wrote, of the same model; drops gradients. All ranks must call it.
+        """Load what ``save`` wrote of the same model, and drop gradients; all ranks must call it.
 
-        Raises ``ConfigError`` where other parameters were trained.
+        Raises ``ConfigError`` if other parameters were trained.
         """
         self.zero_grad()
         stored = stored_shapes(folder)

@@ -1,4 +1,4 @@
-"""Takes a model apart: the blocks and the rest that run one after another, and the tensors that each of them uses."""
+"""Division of a model into units that run one after another, blocks and others, and the tensors that each uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlpipe.offload.layout import TensorInfo
 from rlpipe.offload.runtime.chunk import Fill, Member, make_real, set_values
 
 ADAPTER_MARKS = ("lora_", "modules_to_save")
-"""In the names that PEFT gives to what it adds to a model."""
+"""Marks in the names of parameters that PEFT adds to a model."""
 SCALES = ("absmax", "state2.absmax")
-"""What bitsandbytes keeps of a 4-bit weight beside its codes, and that grows with it."""
+"""Tensors that bitsandbytes keeps beside the codes of a 4-bit weight, and whose size grows with it."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -25,25 +25,27 @@ class Unit:
     name: str
     module: nn.Module
     is_block: bool
-    """One of the model's like layers, whose activations may be treated in different ways."""
+    """Whether it is one of the model's repeated layers, whose activations may be kept in different modes."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Inventory:
     units: Sequence[Unit]
     tensors: list[TensorInfo] = field(default_factory=list)
-    """What is laid out in chunks, in the order of first use."""
+    """Tensors to lay out in chunks, in the order of first use."""
     members: dict[str, Member] = field(default_factory=dict)
-    """Those tensors in the model."""
+    """These tensors' places in the model, by name."""
     uses: dict[str, set[int]] = field(default_factory=dict)
-    """By which units each of them is used."""
+    """Indices of the units that use each of these tensors, by name."""
     resident: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that stay on the device: adapters, vectors that are trained, and what is in no unit."""
+    """Parameters that stay on the device: adapters, trained vectors, and those in no unit."""
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Blocks are the entries of the outermost module lists that hold parameters; what lies beside them makes the other
-    units, each as large as it can be. In the order of registration, which is that of use in transformers' models.
+    """Return the model's units in the order of registration, which is that of use in transformers' models.
+
+    Blocks are the entries of the outermost module lists that hold parameters; the modules beside them make up the other
+    units, each as large as possible.
     """
     blocks = {id(block) for entries in _block_lists(model) for block in entries}
     units: dict[int, Unit] = {}
@@ -73,10 +75,10 @@ def _block_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 def take_inventory(
     model: nn.Module, units: Sequence[Unit], *, trained: bool = True, compute_dtype: torch.dtype | None = None
 ) -> Inventory:
-    """Sorts the model's parameters into those for chunks and those that stay.
+    """Divide the model's parameters into those laid out in chunks and those that stay on the device.
 
-    None is ``trained`` in a model that only reads. Those that are come to the device in ``compute_dtype``, if it is
-    given, and are updated in their own.
+    Without ``trained``, no parameter is trained. Trained parameters in chunks are loaded to the device in
+    ``compute_dtype``, if it is given, and updated in their own dtype.
     """
     found = Inventory(units=units)
     adapted = is_adapted(model)
@@ -101,7 +103,7 @@ def take_inventory(
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT has put an adapter on it; nothing that is trained is in chunks then."""
+    """Return whether the model has a PEFT adapter; if so, chunks hold no trained parameters."""
     return any(hasattr(module, "peft_config") for module in model.modules())
 
 
@@ -130,9 +132,9 @@ def _scales(name: str, parameter: nn.Parameter) -> Iterator[Member]:
 
 
 def move_rest(model: nn.Module, inventory: Inventory, device: torch.device, fill: Fill | None = None) -> None:
-    """Brings what is in no chunk to the device, in place; parameters on the meta device get the values of ``fill``.
+    """Move what is in no chunk to the device, in place; parameters on the meta device get the values of ``fill``.
 
-    Buffers must be real ones. Raises ``ValueError`` for one on the meta device: no checkpoint has all of them.
+    Raises ``ValueError`` for a buffer on the meta device, since no checkpoint has all buffers.
     """
     for name, parameter in inventory.resident.items():
         _move(parameter, make_real(name, parameter.data, fill).to(device))
@@ -145,14 +147,14 @@ def move_rest(model: nn.Module, inventory: Inventory, device: torch.device, fill
 
 
 def find_rest(model: nn.Module, inventory: Inventory) -> dict[str, torch.device]:
-    """Where lies what ``move_rest`` moves, by name; what has no values is to come to the CPU."""
+    """Return the devices of what ``move_rest`` moves, by name, with the CPU in place of the meta device."""
     tensors = {**inventory.resident, **dict(model.named_buffers())}
     tensors |= {f"{name}.quant_state": state.code for name, state in _quant_states(model)}
     return {name: torch.device("cpu") if tensor.is_meta else tensor.device for name, tensor in tensors.items()}
 
 
 def return_rest(model: nn.Module, inventory: Inventory, places: Mapping[str, torch.device]) -> None:
-    """Brings what is in no chunk back to its places; may be called again, also after it has raised."""
+    """Move what is in no chunk back to its devices; may be called again, also after it has raised."""
     for name, parameter in inventory.resident.items():
         if not parameter.is_meta:
             _move(parameter, parameter.data.to(places[name]))
@@ -171,7 +173,7 @@ def _move(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def _quant_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What bitsandbytes keeps beside the codes of 4-bit weights, by their names."""
+    """Yield the quantization states that bitsandbytes keeps for 4-bit weights, with the weights' names."""
     for name, parameter in model.named_parameters():
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None:

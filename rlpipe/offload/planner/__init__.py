@@ -1,1 +1,1 @@
-"""What a training step needs and takes, and the fastest way to carry it out that fits."""
+"""Profile and cost model of a training step with offload, and the search for the fastest plan that fits."""

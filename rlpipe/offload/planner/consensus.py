@@ -1,4 +1,4 @@
-"""Has ranks decide alike: the first one for all, by what the one with least memory has free."""
+"""One decision for all ranks, which the first makes for the least memory that any of them has free."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlpipe.offload.runtime.chunk_ranks import Alone, ChunkRanks, Replicated, Sh
 
 
 def ranks_of(num_parts: int) -> ChunkRanks:
-    """The default process group, with every chunk in so many parts: one, or as many as there are ranks."""
+    """Return the default process group's ranks, with every chunk cut into ``num_parts``: one, or one per rank."""
     if num_ranks() == 1:
         return Alone()
     return Replicated() if num_parts == 1 else Sharded()
 
 
 def agree(free: Capacity, decide: Callable[[Capacity], Decision]) -> Decision:
-    """What ``decide`` says on the first rank, of the least that any has free; all ranks must call it.
+    """Return what ``decide`` returns on the first rank for the least memory that any rank has free.
 
-    What it raises is raised on all of them, as ``ask_first`` does.
+    All ranks must call it. What ``decide`` raises is raised on all of them, as in ``ask_first``.
     """
     if num_ranks() > 1:
         every: list[Capacity] = [free] * num_ranks()

@@ -1,9 +1,9 @@
-"""What a way to carry out a training step takes: bytes on device and host, and seconds.
+"""Cost model of a training step with offload: bytes on device and host, and seconds.
 
-Every chunk costs the largest of its computation, its transfers, what ranks exchange of it, and what the host adds up of
-its gradient. The optimizer's work on the host goes on beside the next forward pass, as exact clipping needs the whole
-backward pass before it. Source: ProTrain, arXiv:2406.08334, which clips in another way and has it beside the backward
-pass.
+The time of a chunk is the longest of its computation, its transfers, the ranks' exchange of it, and the accumulation of
+its gradient on the host. The optimizer's work on the host overlaps with the next forward pass, because exact clipping
+needs the whole backward pass before it. Source: ProTrain, arXiv:2406.08334, which clips in another way and overlaps it
+with the backward pass.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlpipe.offload.planner.profile import Capacity, ChunkProfile, Mode, Profile
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Knobs:
-    """What is decided: chunks that stay on the device, slots for the others, and the blocks of each mode."""
+    """The planner's variables: persistent chunks, slots for the others, and the number of blocks in each mode."""
 
     num_persistent: int
-    """The first chunks."""
+    """Chunks that stay on the device: the first ones."""
     num_slots: int
     num_swapped: int = 0
     num_checkpointed: int = 0
@@ -43,12 +43,12 @@ class Prediction:
 
     @property
     def exposed_adam_s(self) -> float:
-        """What of the host's Adam the first micro batch's forward pass does not hide."""
+        """Seconds of the host's Adam that the first micro batch's forward pass does not hide."""
         return max(0.0, self.host_adam_s - self.forward_s / self.num_micro_batches)
 
     @property
     def seconds(self) -> float:
-        """Of an update."""
+        """Seconds per update."""
         return self.forward_s + self.backward_s + self.device_adam_s + self.exposed_adam_s
 
     def fits(self, capacity: Capacity) -> bool:
@@ -56,10 +56,10 @@ class Prediction:
 
 
 def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
-    """The mode of every stage; those that are no blocks keep what they save.
+    """Return the mode of every stage; stages that are not blocks keep their activations.
 
-    The last blocks keep theirs; before them come those that drop their weights alone. Swaps go early, each followed by
-    as many checkpoints as its transfer takes computation to hide.
+    The last blocks keep theirs, too; before them come the blocks that drop only their weights. Swapped blocks come
+    first, each followed by as many checkpointed blocks as it takes to hide its transfer.
     """
     early = interleave(knobs.num_swapped, knobs.num_checkpointed, checkpoints_per_swap(profile, rates))
     early += [Mode.OFFLOAD] * knobs.num_offloaded
@@ -70,7 +70,7 @@ def arrange(profile: Profile, knobs: Knobs, rates: Rates) -> list[Mode]:
 
 
 def interleave(num_swaps: int, num_checkpoints: int, per_swap: int) -> list[Mode]:
-    """Each swap followed by ``per_swap`` checkpoints, as long as there are any; the last one by all that are left."""
+    """Return modes with up to ``per_swap`` checkpoints after each swap, and all that remain after the last one."""
     found: list[Mode] = []
     for _ in range(num_swaps):
         count = min(per_swap, num_checkpoints)
@@ -80,7 +80,7 @@ def interleave(num_swaps: int, num_checkpoints: int, per_swap: int) -> list[Mode
 
 
 def checkpoints_per_swap(profile: Profile, rates: Rates) -> int:
-    """How many blocks' forward passes the transfer of one block's activations takes, the swapped one left out."""
+    """Return how many blocks must run after each swapped one to hide the transfer of its activations."""
     blocks = [profile.stages[index] for index in profile.blocks]
     if not blocks:
         return 0
@@ -90,7 +90,7 @@ def checkpoints_per_swap(profile: Profile, rates: Rates) -> int:
 
 
 def why_impossible(profile: Profile, knobs: Knobs, rates: Rates) -> str | None:
-    """What is wrong with the knobs, or None."""
+    """Return what is wrong with the knobs, or None."""
     count, blocks = len(profile.chunks), len(profile.blocks)
     if not 0 <= knobs.num_persistent <= count:
         return f"num_persistent={knobs.num_persistent} of {count} chunks"
@@ -110,7 +110,7 @@ def why_impossible(profile: Profile, knobs: Knobs, rates: Rates) -> str | None:
 
 
 def first_cached(profile: Profile, num_slots: int) -> int:
-    """The chunk from which on all are still there when the backward pass begins."""
+    """Return the index from which on all chunks are still on the device when the backward pass begins."""
     index = len(profile.chunks)
     while index and profile.chunks[index - 1].slots <= num_slots:
         index -= 1
@@ -119,8 +119,10 @@ def first_cached(profile: Profile, num_slots: int) -> int:
 
 
 def first_cold(profile: Profile, num_persistent: int, num_slots: int) -> int:
-    """The chunk before which all are still there, from the last backward pass, when a forward pass begins; but trained
-    ones have changed."""
+    """Return the index before which all chunks are still on the device when a forward pass begins.
+
+    They are left from the last backward pass; trained ones have changed since.
+    """
     index = num_persistent
     while index < len(profile.chunks) and profile.chunks[index].slots <= num_slots:
         num_slots -= profile.chunks[index].slots
@@ -129,7 +131,7 @@ def first_cold(profile: Profile, num_persistent: int, num_slots: int) -> int:
 
 
 def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
-    """Of knobs for which ``why_impossible`` has nothing to say."""
+    """Predict the cost of knobs for which ``why_impossible`` returns None."""
     modes = arrange(profile, knobs, rates)
     persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
     passes = profile.num_micro_batches
@@ -154,26 +156,26 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
 
 
 def working_bytes(profile: Profile, knobs: Knobs, modes: Sequence[Mode]) -> int:
-    """What passes take on the device, or updates, which come after them: the larger of both."""
+    """Return the working memory on the device: the most that the passes, or the updates after them, take."""
     shared = profile.shared_bytes if knobs.num_checkpointed else 0
     return max(shared + activation_peak(profile.stages, modes), update_bytes(profile.chunks[: knobs.num_persistent]))
 
 
 def staging_bytes(chunks: Sequence[ChunkProfile]) -> int:
-    """On the host, where gradients of these arrive and are added up."""
+    """Return the host bytes in which gradients of ``chunks`` arrive and are accumulated."""
     staging = max((chunk.staging_bytes for chunk in chunks), default=0)
     return staging + max((chunk.adding_bytes for chunk in chunks), default=0)
 
 
 def update_bytes(chunks: Sequence[ChunkProfile]) -> int:
-    """What the updates of these make and drop, one after another."""
+    """Return the temporary bytes of the updates of ``chunks``, which run one after another."""
     return max((chunk.update_bytes for chunk in chunks), default=0)
 
 
 def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> int:
-    """The most bytes that activations take at one time.
+    """Return the most bytes that activations take at one time.
 
-    What is swapped leaves while stages behind it run, and comes back before their backward pass is over.
+    Swapped activations leave while later stages run, and come back before the backward pass of those is over.
     """
     on_the_way = [0] * len(stages)
     last_block = max((index for index, stage in enumerate(stages) if stage.is_block), default=0)
@@ -190,8 +192,10 @@ def activation_peak(stages: Sequence[StageProfile], modes: Sequence[Mode]) -> in
 
 
 def swap_spans(modes: Sequence[Mode], last_block: int) -> list[tuple[int, int]]:
-    """Of each that is swapped, the one behind it whose backward pass brings it back: the next one that is swapped, for
-    the last of them as far behind it as the one before was, where there are blocks."""
+    """Return for each swapped stage its index and that of the later stage whose backward pass fetches it.
+
+    This is the next swapped stage; for the last one, it is as far away as the one before was, up to the last block.
+    """
     swapped = [index for index, mode in enumerate(modes) if mode is Mode.SWAP]
     spans = list(itertools.pairwise(swapped))
     if swapped:
@@ -227,46 +231,48 @@ def _backward_s(profile: Profile, knobs: Knobs, rates: Rates, modes: Sequence[Mo
 
 
 def _swapped(profile: Profile, modes: Sequence[Mode], index: int) -> float:
-    """Bytes of activations that go with a chunk's transfers."""
+    """Return the bytes of swapped activations that are transferred along with a chunk."""
     stages = profile.chunks[index].stages.items()
     return sum(share * profile.stages[stage].swapped_bytes for stage, share in stages if modes[stage] is Mode.SWAP)
 
 
 def transfer_s(rates: Rates, in_bytes: Any, out_bytes: Any) -> Any:
-    """Seconds until both are through, of numbers or arrays: at the rate of ``both`` as long as both are under way."""
+    """Return the seconds until both transfers are over, for numbers or arrays; they overlap at the rate ``both``."""
     shared = np.minimum(in_bytes, out_bytes)
     rest_s = (in_bytes - shared) / rates.host_to_device + (out_bytes - shared) / rates.device_to_host
     return shared / rates.both + rest_s
 
 
 def gather_s(rates: Rates, chunk: ChunkProfile) -> float:
-    """Seconds until a chunk that ranks share is whole."""
+    """Return the seconds to gather a chunk that ranks share."""
     return rates.link.all_gather.time(chunk.gather_bytes)
 
 
 def reduce_s(rates: Rates, chunk: ChunkProfile) -> float:
-    """Seconds until the ranks' gradients of a chunk are summed."""
+    """Return the seconds to sum the ranks' gradients of a chunk."""
     return rates.link.reduce_scatter.time(chunk.scatter_bytes) + rates.link.all_reduce.time(chunk.reduce_bytes)
 
 
 def host_adding_s(rates: Rates, chunk: ChunkProfile) -> float:
-    """Seconds that the host takes to add a chunk's gradient of a backward pass to those before; the first one, which is
-    copied, takes about as long."""
+    """Return the seconds that the host takes to accumulate a chunk's gradient of one backward pass.
+
+    The first one is copied instead, which takes about as long.
+    """
     return chunk.num_trained / rate_of(rates.host_adding, chunk.adding)
 
 
 def host_update_s(rates: Rates, chunk: ChunkProfile) -> float:
-    """Seconds of a chunk's update on the host."""
+    """Return the seconds of a chunk's update on the host."""
     return chunk.num_trained / rate_of(rates.host_adam, chunk.state_dtype) + chunk.cast_bytes / rates.host_bandwidth
 
 
 def device_update_s(rates: Rates, chunk: ChunkProfile) -> float:
-    """The same of one that stays on the device, whose new weights ranks that share it then gather."""
+    """Return the seconds of a persistent chunk's update on the device, with the gather of its new weights."""
     spread_s = gather_s(rates, chunk) if chunk.num_trained else 0.0
     update_s = chunk.num_trained / rate_of(rates.device_adam, chunk.state_dtype)
     return update_s + chunk.cast_bytes / rates.device_bandwidth + spread_s
 
 
 def rate_of(rates: Mapping[str, float], name: str) -> float:
-    """The one of that name, or the slowest where that was not measured."""
+    """Return the rate of this name, or the slowest if that was not measured."""
     return rates[name] if name in rates else min(rates.values())

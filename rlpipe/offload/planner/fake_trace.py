@@ -1,4 +1,4 @@
-"""Traces a model on fake tensors in place of its own: no memory is taken, nothing is computed."""
+"""Tracing of a model with fake tensors in place of its own, which take no memory and compute nothing."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rlpipe.offload.planner.trace import Seconds, Trace
 from rlpipe.offload.units import Unit, is_adapted
 
 BITSANDBYTES = ("quant_state", "bnb_quantized", "blocksize", "quant_type", "compress_statistics", "quant_storage")
-"""What its parameters carry beside their values."""
+"""Attributes that bitsandbytes' parameters have beside their values."""
 TRACEABLE_EXPERTS = "grouped_mm"
-"""transformers' way to run experts that depends on no values; its own choice where torch has the operator."""
+"""Implementation of experts in transformers that depends on no values; its default if torch has the operator."""
 WITHOUT_VALUES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
-"""They make tensors that hold nothing yet, and may be large."""
+"""Operators that make uninitialized tensors, which may be large."""
 
 flops.register_formulas()
 
 
 class RealUnlessWeighted(TorchDispatchMode):
-    """Within a fake mode: what does not depend on fake tensors is computed, so that shapes may depend on it.
+    """Mode within a fake mode that computes what does not depend on fake tensors, so that shapes may depend on it.
 
-    Masks, positions and the grids of images are small; models look at their values.
+    Masks, positions and the grids of images are small, and models read their values.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,14 +45,14 @@ class RealUnlessWeighted(TorchDispatchMode):
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], _by_numbers(args[1]))
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            # torch's fake one knows the one type alone, in which GPUs have the kernel.
+            # torch's fake kernel supports only bfloat16, as the kernel on GPUs does.
             narrow = [arg.to(torch.bfloat16) for arg in args[:2]]
             return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
         return func(*args, **kwargs)
 
 
 def _by_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Masks of which the values are known, as the numbers of what they select."""
+    """Replace masks whose values are known by the indices of the elements that they select."""
     found: list[Tensor | None] = []
     for index in indices:
         if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
@@ -80,10 +80,10 @@ def trace_model(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> Trace:
-    """Of ``loss_of``, which calls the model for a loss; the model and its gradients stay as they are.
+    """Trace ``loss_of``, which calls the model for a loss; the model and its gradients stay as they are.
 
-    Weights in chunks that are trained count as of ``compute_dtype``, if it is given. The model may be on the meta
-    device. Raises what torch raises where shapes depend on values.
+    Trained weights in chunks count as having ``compute_dtype``, if it is given. The model may be on the meta device.
+    Raises torch's error if shapes depend on values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     trace = Trace(units, seconds)
@@ -97,15 +97,15 @@ def trace_model(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ForwardCost:
-    """Of a pass that keeps nothing for a backward one."""
+    """Cost of a forward pass that keeps nothing for a backward pass."""
 
     seconds: float
     peak_bytes: int
-    """Of what it makes; weights do not count."""
+    """Most bytes of the tensors that it makes; weights do not count."""
 
 
 def trace_forward(model: nn.Module, run: Callable[[], Tensor], seconds: Seconds) -> ForwardCost:
-    """Of ``run``, which calls the model without gradients. As ``trace_model``."""
+    """Return the cost of ``run``, which calls the model without gradients, traced as in ``trace_model``."""
     mode, total = FakeTensorMode(allow_non_fake_inputs=True), 0.0
 
     def observe(operator: Operator) -> None:
@@ -122,16 +122,17 @@ def trace_forward(model: nn.Module, run: Callable[[], Tensor], seconds: Seconds)
 
 @contextmanager
 def traceable_experts(model: nn.Module) -> Iterator[None]:
-    """Within it, experts of transformers' models run in a way that fakes can be led through.
+    """Run the experts of transformers' models, within the context, in a way that works on fake tensors.
 
-    The loop of the eager way asks which experts have tokens. Models whose code knows no other keep it.
+    The eager implementation loops over the experts that have tokens, which depends on values. Models whose code has no
+    other implementation keep it.
     """
     found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     own = {} if found is None else found.get_experts_implementation()
     if found is None or "eager" not in own.values():
         yield
         return
-    found.config._experts_implementation = TRACEABLE_EXPERTS  # and those of its parts
+    found.config._experts_implementation = TRACEABLE_EXPERTS  # also sets that of its sub-configs
     try:
         yield
     finally:

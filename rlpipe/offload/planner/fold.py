@@ -1,4 +1,4 @@
-"""Makes the trace of a whole model from that of a few of its blocks, where all others are like one of them."""
+"""The trace of a whole model from that of a few of its blocks, if all others are like one of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from rlpipe.offload.planner.trace import Stage
 
 
 def choose_blocks(kinds: Sequence[Hashable]) -> dict[int, int]:
-    """For every block, one of its kind that stands for it: for the first and the last block themselves, for others the
-    first of their kind between these."""
+    """Return for every block the index of a block of its kind that stands for it.
+
+    The first and the last block stand for themselves; other blocks have the first of their kind between these.
+    """
     inner: dict[Hashable, int] = {}
     for index, kind in enumerate(kinds[1:-1], 1):
         inner.setdefault(kind, index)
@@ -19,11 +21,11 @@ def choose_blocks(kinds: Sequence[Hashable]) -> dict[int, int]:
 
 
 def unfold(stages: Sequence[Stage], stands_for: Mapping[int, int]) -> list[Stage]:
-    """Those of all blocks, in order. ``stands_for`` names each block's unit, and the unit whose stage is as its own;
-    these were traced, and the first and the last block are among them.
+    """Return the stages of all blocks, in order, from those of the traced blocks.
 
-    A block's stage goes with those up to the next block. What is alive in a stage is moved by what blocks that are put
-    in before it keep. Raises ``ValueError`` where a block was not traced, or more than once.
+    ``stands_for`` maps each block's unit to the traced unit whose stage is like its own; the first and the last block
+    are among the traced ones. A block's group has its own stage and those up to the next block. The live bytes of a
+    stage grow by what the blocks inserted before it keep. Raises ``ValueError`` if a block was not traced exactly once.
     """
     traced = set(stands_for.values())
     starts = [index for index, stage in enumerate(stages) if stage.unit in traced]

@@ -1,4 +1,4 @@
-"""Decides how a model is trained: what stays on the device, what comes and goes, and whether ranks share it."""
+"""The decision of how to train a model: chunks that stay on the device, modes of blocks, and sharing among ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.units import Unit
 
 AMORTISING_SEQUENCES = 4
-"""In an update: with fewer, what it costs whatever it trains, such as transfers and the optimizer, is most of it."""
+"""Sequences per update below which fixed costs, such as transfers and the optimizer, are most of its time."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Arrangement:
-    """What lies where, and what becomes of each unit's activations."""
+    """Placement of the chunks, and mode of each unit's activations."""
 
     num_persistent: int
-    """Of the first chunks."""
+    """Chunks that stay on the device: the first ones."""
     num_slots: int
     modes: Sequence[Mode]
-    """Of each unit; those that are no blocks have ``KEEP``."""
+    """Mode of each unit; ``KEEP`` if it is not a block."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -33,18 +33,18 @@ class Decision:
     arrangement: Arrangement
     knobs: Knobs
     prediction: Prediction | None
-    """None where nothing was left to decide."""
+    """Predicted cost; None if all knobs were given."""
     num_parts: int
-    """Into which the ranks cut every chunk; 1 where each holds all of it."""
+    """Parts that the ranks cut every chunk into; 1 if each rank holds all of it."""
     num_chunks: int
     num_blocks: int
     why_not_all: str = ""
-    """Why some chunks come and go."""
+    """Reason why not all chunks stay on the device."""
     why_shared: str = ""
-    """What the other way of sharing chunks among ranks would take."""
+    """Time of the other choice, to share the chunks among ranks or not."""
 
     def describe(self) -> str:
-        """In one line."""
+        """Describe the decision in one line."""
         knobs, prediction = self.knobs, self.prediction
         kept = self.num_blocks - knobs.num_swapped - knobs.num_checkpointed - knobs.num_offloaded
         if knobs.num_persistent == self.num_chunks:
@@ -65,8 +65,10 @@ class Decision:
     def compare(
         self, seconds: float, num_micro_batches: int, *, device_bytes: int | None, host_bytes: int, process_bytes: int
     ) -> str:
-        """What was predicted, and what an update took; in one line. ``process_bytes`` are all that the process has on
-        the host."""
+        """Describe in one line what was predicted, and what an update took.
+
+        ``process_bytes`` is all host memory of the process.
+        """
         prediction = self.prediction
         assert prediction is not None, "without a prediction there is nothing to compare"
         passes_s = (prediction.forward_s + prediction.backward_s) / prediction.num_micro_batches
@@ -91,8 +93,10 @@ def describe_small_update(num_sequences: int) -> str:
 
 
 def given_decision(units: Sequence[Unit], layout: ChunkLayout, knobs: Knobs, *, num_parts: int) -> Decision:
-    """All ``knobs`` are given; the modes that they make lie as ``arrange`` lays them, with swaps evenly among
-    checkpoints. Raises ``ValueError`` where there are fewer blocks."""
+    """Return the decision for ``knobs`` that are all given; modes are as in ``arrange``, but with swaps spread evenly.
+
+    Raises ``ValueError`` if the model has fewer blocks.
+    """
     blocks = [index for index, unit in enumerate(units) if unit.is_block]
     per_swap = -(-knobs.num_checkpointed // max(knobs.num_swapped, 1))
     early = interleave(knobs.num_swapped, knobs.num_checkpointed, per_swap) + [Mode.OFFLOAD] * knobs.num_offloaded
@@ -120,8 +124,10 @@ def decide(
     capacity: Capacity,
     fixed: Mapping[str, int],
 ) -> Decision:
-    """The fastest way that fits; ``profiles`` by the number of parts. Raises ``DoesNotFit``, and ``ValueError`` where
-    nothing has the ``fixed`` knobs."""
+    """Return the fastest plan that fits, given ``profiles`` by the number of parts per chunk.
+
+    Raises ``DoesNotFit``, and ``ValueError`` if no plan has the ``fixed`` knobs.
+    """
     found: dict[int, Choice] = {}
     failures: list[DoesNotFit] = []
     for num_parts, profile in profiles.items():
@@ -158,7 +164,7 @@ def _why_not_all(profile: Profile, rates: Rates, capacity: Capacity) -> str:
 
 
 def _why_shared(others: Mapping[int, Choice | None]) -> str:
-    """``others`` are the best of other numbers of parts; None where none fits."""
+    """Describe ``others``, the best choices for other numbers of parts; None if no plan fits."""
     described = [
         f"{'shared' if parts > 1 else 'replicated'}: "
         + ("does not fit" if choice is None else duration(choice.prediction.seconds))

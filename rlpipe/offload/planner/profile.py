@@ -1,4 +1,4 @@
-"""What is known of a model's training step, and of the machine that it runs on."""
+"""Profiles of a model's training step, and rates of the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FREE_LINK = Link.at_rate(math.inf)
 
 
 class Mode(StrEnum):
-    """What becomes of a block's activations between its forward and its backward pass."""
+    """Handling of a block's activations between its forward and its backward pass."""
 
     KEEP = "keep"
     CHECKPOINT = "checkpoint"
-    """Only its input stays; the rest is computed anew."""
+    """Only the block's input stays; the rest is recomputed."""
     SWAP = "swap"
-    """They go to the host and come back."""
+    """Activations are copied to the host and back."""
     OFFLOAD = "offload"
-    """They stay, but for the weights among them, which are gathered again."""
+    """Activations stay, except for the weights among them, which are loaded again."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StageProfile:
-    """A block, or what runs before, between and behind blocks; in the order of the forward pass.
+    """A block, or what runs before, between and after blocks.
 
     Seconds and bytes are those of one micro batch, with all weights on the device.
     """
@@ -36,75 +36,78 @@ class StageProfile:
     forward_s: float
     backward_s: float
     saved_bytes: int
-    """What autograd keeps of it, weights left out."""
+    """Bytes that autograd saves, without weights."""
     swapped_bytes: int
-    """The same where it is moved: what stages share counts in each."""
+    """Bytes that a swap moves; what stages share counts in each."""
     input_bytes: int
-    """What a checkpoint keeps of it."""
+    """Bytes that a checkpoint keeps."""
     entering_bytes: int = 0
-    """Of the gradients that its backward pass begins with."""
+    """Bytes of the gradients that its backward pass begins with."""
     forward_peak: int
-    """Bytes that it takes while it runs, beyond what it keeps."""
+    """Most bytes while it runs, beyond what it keeps."""
     backward_peak: int
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChunkProfile:
-    """A chunk, in bytes of this rank; with ranks that share the model, ``gathered_bytes`` is the whole."""
+    """A chunk, in bytes of this rank; if ranks share the chunks, only ``gathered_bytes`` is of the whole chunk."""
 
     stages: Mapping[int, float]
-    """Those that use it, with the share of their weights that it holds; its transfer goes with the first of them."""
+    """Indices of the stages that use it, with the share of each stage's weights that it holds."""
     num_bytes: int
-    """On the host; what a transfer moves."""
+    """Bytes on the host, which a transfer moves."""
     gathered_bytes: int
-    """On the device while it is there."""
+    """Bytes on the device while it is loaded."""
     slots: int = 1
-    """That it takes."""
+    """Slots that it takes."""
     gather_bytes: int = 0
-    """What other ranks send of it whenever it is brought to the device."""
+    """Bytes that other ranks send whenever it is loaded to the device."""
     scatter_bytes: int = 0
-    """What it receives of others' gradients in a backward pass, where each sums up its part."""
+    """Bytes received of other ranks' gradients per backward pass, if each rank sums up its part."""
     reduce_bytes: int = 0
-    """The same where each is given the whole sum."""
+    """Bytes received per backward pass, if each rank gets the whole sum of gradients."""
     gradient_bytes: int = 0
-    """What a backward pass sends to the host; 0 for frozen ones."""
+    """Bytes that a backward pass sends to the host; 0 for frozen chunks."""
     adding: str = "float32 to float32"
-    """How the host adds it to those before, by its name among the rates."""
+    """Name in ``Rates.host_adding`` of how the host adds up its gradients."""
     state_bytes: int = 0
-    """Where it is updated: its summed gradient, its moments, its weights in the optimizer's type; 0 for frozen ones."""
+    """Bytes of its summed gradient, its moments, and its weights in the optimizer's dtype; 0 for frozen chunks."""
     staging_bytes: int = 0
-    """On the host, where its gradients arrive there: places that all chunks use, each as large as it needs."""
+    """Bytes on the host where its gradients arrive, in buffers that all chunks share."""
     adding_bytes: int = 0
-    """What the host makes to add them up, and drops."""
+    """Temporary bytes on the host while its gradients are added up."""
     update_bytes: int = 0
-    """What its update makes where it goes on, and drops: a tensor's gradient in the optimizer's type."""
+    """Temporary bytes of its update, on the host or the device: a tensor's gradient in the optimizer's dtype."""
     num_trained: int = 0
     """Elements that the optimizer updates."""
     state_dtype: str = "float32"
-    """In which it does."""
+    """The optimizer's dtype."""
     cast_bytes: int = 0
-    """What an update reads and writes beside that: gradients that come into this type, weights that leave it."""
+    """Bytes that an update also reads and writes for casts: gradients to the optimizer's dtype, weights from it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rates:
-    """Of a machine. Raises ``ValueError`` where one is missing: a transfer that costs nothing would always win."""
+    """Rates of a machine.
+
+    Raises ``ValueError`` if a rate is not above 0: a transfer that costs nothing would always win.
+    """
 
     host_to_device: float
-    """Bytes a second."""
+    """Bytes per second."""
     device_to_host: float
     both: float
-    """Bytes a second in each direction while both are busy."""
+    """Bytes per second in each direction while both are busy."""
     device_adam: Mapping[str, float]
-    """Elements a second, by the dtype of the state; others are taken for the slowest of them, here and below."""
+    """Elements per second by the dtype of the state; other dtypes count as the slowest of these, here and below."""
     host_adam: Mapping[str, float]
     host_adding: Mapping[str, float]
-    """Elements of gradients a second, by ``hardware.device.adding``."""
+    """Elements of gradients per second, by ``hardware.device.adding``."""
     device_bandwidth: float
-    """Bytes a second that are read and written within the device's memory."""
+    """Bytes per second that are read and written within the device's memory."""
     host_bandwidth: float
     link: Link = FREE_LINK
-    """Between ranks; one rank exchanges nothing."""
+    """Link between ranks; a single rank exchanges nothing."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -119,25 +122,25 @@ class Rates:
 class Profile:
     stages: Sequence[StageProfile]
     chunks: Sequence[ChunkProfile]
-    """In the order of first use."""
+    """Chunks in the order of first use."""
     slot_bytes: int = 0
     resident_bytes: int = 0
-    """On the device whatever is decided: what is in no chunk, with its gradients and optimizer state, and gradients of
-    chunks on their way."""
+    """Bytes on the device in every plan: what is in no chunk, with its gradients and optimizer state, and gradients of
+    chunks in flight."""
     shared_bytes: int = 0
-    """On the device where any block is checkpointed: what all of those are given."""
+    """Bytes on the device if any block is checkpointed: the inputs that blocks share."""
     alpha: float = 1.0
-    """What the allocator takes over what is asked of it."""
+    """Ratio of the memory that the allocator takes to the memory that it is asked for."""
     num_micro_batches: int = 1
-    """Of an update."""
+    """Micro batches per update."""
 
     @property
     def blocks(self) -> list[int]:
-        """Which stages are blocks."""
+        """Indices of the stages that are blocks."""
         return [index for index, stage in enumerate(self.stages) if stage.is_block]
 
     def least_slots(self, num_persistent: int) -> int:
-        """The fewest with which every stage can run, and one for what comes next."""
+        """Return the fewest slots with which every stage can run, plus one for prefetch."""
         uses: Counter[int] = Counter()
         for chunk in self.chunks[num_persistent:]:
             uses.update(dict.fromkeys(chunk.stages, chunk.slots))

@@ -1,4 +1,4 @@
-"""Makes the profile of a training step: what its stages need, as traced, and what its chunks take."""
+"""The profile of a training step: the needs of its stages, as traced, and of its chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_profile(
     num_micro_batches: int = 1,
     alpha: float = 1.0,
 ) -> Profile:
-    """``num_parts`` is into how many shares the ranks cut every chunk: 1 where each of them holds it all."""
+    """Make the profile of a training step; ``num_parts`` is the number of parts per chunk (1: each rank holds all)."""
     stages = stages_of_chunks(trace.stages, layout, inventory)
     chunks = [
         _profile_chunk(chunk, layout, inventory, stages[chunk.index], precision, num_ranks, num_parts)
@@ -56,9 +56,9 @@ def make_profile(
 
 
 def stages_of_chunks(stages: Sequence[Stage], layout: ChunkLayout, inventory: Inventory) -> list[dict[int, float]]:
-    """For every chunk, the stages that use it, with the share of their weights that it holds.
+    """Return for every chunk the stages that use it, with the share of their weights that it holds.
 
-    A stage without weights in chunks goes, whole, with the chunk that was used last.
+    A stage without weights in chunks counts in full for the last chunk used before it.
     """
     used: dict[int, Counter[int]] = defaultdict(Counter)  # bytes by unit, then by chunk
     for chunk in layout.chunks:
@@ -79,7 +79,7 @@ def stages_of_chunks(stages: Sequence[Stage], layout: ChunkLayout, inventory: In
 
 
 def resident_bytes(model: nn.Module, inventory: Inventory) -> int:
-    """On the device at all times, beside the chunks: trained parameters with gradient and moments, others, buffers."""
+    """Return the device bytes outside of chunks: trained parameters with gradient and moments, others, and buffers."""
     parameters = inventory.resident.values()
     copies = 2 + NUM_MOMENTS
     held = sum(parameter.nbytes * (copies if parameter.requires_grad else 1) for parameter in parameters)
@@ -118,7 +118,7 @@ def _profile_chunk(
     return replace(
         profile,
         scatter_bytes=exchanged if num_parts > 1 else 0,
-        reduce_bytes=0 if num_parts > 1 else 2 * exchanged,  # sums go back to each other
+        reduce_bytes=0 if num_parts > 1 else 2 * exchanged,  # the sums are sent back, too
         gradient_bytes=gradient_bytes,
         adding=adding(_name(sent), _name(precision.gradient)),
         state_bytes=elements * (precision.gradient.itemsize + copies * state.itemsize),
@@ -132,20 +132,20 @@ def _profile_chunk(
 
 
 def _cast_bytes(source: torch.dtype, target: torch.dtype) -> int:
-    """That an element moves."""
+    """Return the bytes that the cast of one element reads and writes."""
     return 0 if source is target else source.itemsize + target.itemsize
 
 
 def _name(dtype: torch.dtype) -> str:
-    """As rates have it."""
+    """Return the name that a dtype has in the rates."""
     return str(dtype).removeprefix("torch.")
 
 
 def _gradient_room(layout: ChunkLayout, uses: Sequence[dict[int, float]], stages: Sequence[Stage]) -> int:
-    """The device's buffers for gradients that are collected and sent, which are used again.
+    """Return the bytes of the device's buffers in which gradients are collected and sent, which are reused.
 
-    A chunk's is open from the backward pass of the last stage that uses it to that of the first, or to the end where
-    that one's is not noticed.
+    A chunk's buffer is open from the backward pass of the last stage that uses the chunk to that of the first one, or
+    to the end of the backward pass if the end of that stage is not noticed.
     """
     rooms: dict[int, list[Chunk]] = defaultdict(list)
     for chunk in layout.chunks:
@@ -162,9 +162,9 @@ def _gradient_room(layout: ChunkLayout, uses: Sequence[dict[int, float]], stages
 
 
 def _sum_room(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
-    """The ranks' sums on their way to the host, in float32, and what one of them is made of.
+    """Return the device bytes of the ranks' float32 sums in flight to the host, and of the largest one's input.
 
-    Whole sums of float32 gradients lie in the buffers of these.
+    Whole sums of float32 gradients lie in the gradients' buffers.
     """
     copies, sums = [0], []
     for chunk in layout.chunks:
@@ -178,6 +178,6 @@ def _sum_room(layout: ChunkLayout, inventory: Inventory, num_parts: int) -> int:
 
 
 def _gather_room(layout: ChunkLayout, num_parts: int) -> int:
-    """A share of the largest chunk, while it is spread to the other ranks."""
+    """Return the bytes of a rank's part of the largest chunk, of which a gather makes a copy."""
     largest = max(chunk.num_bytes for chunk in layout.chunks)
     return 0 if num_parts == 1 else aligned(largest, ALIGNMENT * num_parts) // num_parts

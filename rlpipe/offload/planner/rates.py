@@ -1,4 +1,4 @@
-"""What a device's rates mean to the search for a way to offload, and to the trace of a model."""
+"""A device's rates as the search for a plan and the trace of a model use them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlpipe.offload.planner.tensor_tracker import Operator
 from rlpipe.offload.planner.trace import Seconds
 
 DEVICES_PER_MACHINE = 8
-"""Ranks beyond so many are taken to run on further machines, each with the same host memory."""
+"""Ranks per machine; further ranks count as running on other machines, each with the same host memory."""
 
 
 def rates_of(device: Device, *, num_ranks: int = 1) -> Rates:
-    """Those of one rank out of ``num_ranks``, which share the memory and cores of their hosts, but no PCIe slot."""
+    """Return the rates of one of ``num_ranks`` ranks, which share their hosts' memory and cores, but no PCIe slot."""
     neighbours = min(num_ranks, DEVICES_PER_MACHINE)
     return Rates(
         host_to_device=device.host_to_device,
@@ -34,7 +34,7 @@ def _share(rates: Mapping[str, float], count: int) -> dict[str, float]:
 
 
 def roofline(device: Device) -> Seconds:
-    """An operator takes what its arithmetic or its memory takes, whichever is more."""
+    """Return a function for an operator's seconds: the time of its arithmetic or of its memory, whichever is longer."""
     slowest = min(device.matmul_flops.values())
 
     def seconds(operator: Operator) -> float:

@@ -1,4 +1,4 @@
-"""A batch of the kind that a model is trained with: text, text with an image, a pair of texts, texts with classes."""
+"""Sample batches for a model: text, text with an image, a pair of texts, or texts with classes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from rlpipe.data.render.processor import feature_token_id
 
 IMAGE_SIDE = 448
-"""Pixels; a usual picture. Models that take one size alone have their own."""
+"""Side of a typical image in pixels; models that take only one size have their own."""
 
 
 def representative_batch(model: nn.Module, num_tokens: int, *, num_rows: int = 1) -> dict[str, Tensor]:
-    """What the model's ``forward`` is given for a loss; every row has ``num_tokens``.
+    """Return arguments of the model's ``forward`` for a loss, with ``num_tokens`` in every row.
 
-    The class of the model says what it is for, whatever its config says of encoders: a classifier with an encoder and a
-    decoder is a classifier. Raises ``ValueError`` where no class is known: the caller then needs a batch of its own.
+    The model's class decides on the kind before its config does: a classifier with an encoder and a decoder is a
+    classifier. Raises ``ValueError`` for an unknown class; the caller then needs a batch of its own.
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     name, config = type(base).__name__, getattr(base, "config", None)
@@ -69,7 +69,7 @@ def _with_image(model: Any, config: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _patches(vision: Any, rows: int, length: int) -> tuple[dict[str, Tensor], int]:
-    """Of models that take an image as a row of patches, merged in squares (Qwen); no more than half of a row."""
+    """Return image inputs and tokens per image for models that merge patches in squares (Qwen); at most half a row."""
     merge = vision.spatial_merge_size
     side = max(1, min(IMAGE_SIDE // (vision.patch_size * merge), math.isqrt(length // 2)))
     patches = side * merge
@@ -79,7 +79,7 @@ def _patches(vision: Any, rows: int, length: int) -> tuple[dict[str, Tensor], in
 
 
 def _squares(config: Any, vision: Any, rows: int) -> tuple[dict[str, Tensor], int]:
-    """Of models that take images of one size (Gemma 3, LLaVA)."""
+    """Return image inputs and tokens per image for models that take images of one size (Gemma 3, LLaVA)."""
     pixels = torch.zeros(rows, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
     count = getattr(config, "mm_tokens_per_image", None) or (vision.image_size // vision.patch_size) ** 2
     return {"pixel_values": pixels}, count

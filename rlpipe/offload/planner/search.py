@@ -1,7 +1,8 @@
-"""Finds the fastest way to carry out a training step that fits; exact, as all ways are looked at.
+"""Exhaustive search for the fastest plan of a training step that fits.
 
-Blocks of a mode are counted, not chosen, and of the slots only the most that fit matter, as one more never makes a step
-slower. Shapes: K ways to divide the blocks among the modes, P numbers of persistent chunks, S stages, C chunks.
+A plan has only the number of blocks of each mode, not a choice of blocks, and as many slots as fit, because another
+slot never makes a step slower. Shapes: K divisions of the blocks among the modes, P numbers of persistent chunks, S
+stages, C chunks.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 MODES = {mode: code for code, mode in enumerate(Mode)}
 ROWS = 1024
-"""Divisions that are looked at together: their arrays stay small."""
+"""Divisions that are evaluated together, so that their arrays stay small."""
 TIE = 1 + 1e-12
-"""Times the fastest: no slower, but for rounding."""
+"""Factor on the fastest plan's time up to which others count as equally fast, to allow for rounding."""
 PASSING = ("staging_bytes", "adding_bytes", "update_bytes")
-"""On the host, of the chunk that takes most."""
+"""Temporary memory on the host, of which only the chunk that takes the most counts."""
 
 
 class DoesNotFit(ValueError):
-    """No way fits; the message says what the smallest one takes."""
+    """Error if no plan fits; the message has the memory that the smallest plans take."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,9 +54,9 @@ class Choice:
 
 
 def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[str, int] | None = None) -> Choice:
-    """The fastest knobs within the capacity; of equally fast ones, those that leave most as it is without offload.
+    """Return the fastest knobs within the capacity; of equally fast ones, those that differ least from no offload.
 
-    ``fixed`` knobs keep their values. Raises ``DoesNotFit``, and ``ValueError`` for fixed knobs that can't be.
+    ``fixed`` knobs keep their values. Raises ``DoesNotFit``, and ``ValueError`` for fixed knobs that are impossible.
     """
     fixed = dict(fixed or {})
     if unknown := fixed.keys() - {entry.name for entry in fields(Knobs)}:
@@ -71,7 +72,7 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
     for begin in range(0, len(divisions), ROWS):
         space = _Space(profile, rates, fixed, divisions[begin : begin + ROWS])
         if space.least_seconds() > fastest * TIE:
-            break  # all that follow have as much to compute
+            break  # all later divisions have at least as much to compute
         candidate = space.best(capacity)
         if candidate is not None:
             found.append(candidate)
@@ -85,7 +86,7 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
 
 
 def _divisions(profile: Profile, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """All ways to divide the blocks: swapped, checkpointed, offloaded; those first that compute least."""
+    """Return all divisions of the blocks (swapped, checkpointed, offloaded), those with the least computation first."""
     blocks = len(profile.blocks)
     wanted = [fixed.get(name) for name in ("num_swapped", "num_checkpointed", "num_offloaded")]
     return [
@@ -130,16 +131,16 @@ def _describe_failure(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Candidate:
-    """The best of some ways."""
+    """The best of some plans."""
 
     knobs: Knobs
     seconds: float
     preference: tuple[float, float]
-    """How much is other than without offload, and bytes on the device; less is better."""
+    """Difference from no offload, and bytes on the device; less is better."""
 
 
 class _Space:
-    """The ways of some divisions, as arrays."""
+    """The plans of some divisions, as arrays."""
 
     def __init__(
         self, profile: Profile, rates: Rates, fixed: Mapping[str, int], divisions: list[tuple[int, int, int]]
@@ -151,16 +152,16 @@ class _Space:
         self._modes = self._arrange()  # [K, S]
 
     def least_seconds(self) -> float:
-        """No way takes less: what is computed, with the first division's checkpoints, the cheapest there are."""
+        """Return a lower bound: the computation, with as many of the cheapest checkpoints as the first division has."""
         profile = self._profile
         forward = self._of_stages("forward_s")
         again = np.sort(forward[profile.blocks])[: self.divisions[0][1]].sum()
         once = forward.sum() + self._of_stages("backward_s").sum() + again
-        used = np.minimum(self._shares().sum(1), 1)  # of a stage that no chunk carries, nothing is counted
+        used = np.minimum(self._shares().sum(1), 1)  # a stage that no chunk carries is not counted
         return float(profile.num_micro_batches * once) if (used > 1 - 1e-9).all() else 0.0
 
     def best(self, capacity: Capacity) -> _Candidate | None:
-        """The fastest that fits, or None."""
+        """Return the fastest plan that fits, or None."""
         seconds, device_bytes, slots = self.evaluate(capacity)
         if not np.isfinite(seconds).any():
             return None
@@ -175,7 +176,7 @@ class _Space:
         )
 
     def smallest(self) -> tuple[float, float]:
-        """Bytes on the device, and on the host, of the ways that take least there."""
+        """Return the least bytes on the device and the least on the host that any plan takes."""
         least, most = self.slot_bounds
         possible = least <= most
         device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
@@ -195,13 +196,13 @@ class _Space:
         )
 
     def changes(self) -> Floats:
-        """How much is other than without offload: first blocks, then chunks, ``[K, P]``."""
+        """Return the difference from no offload, first in blocks, then in chunks, ``[K, P]``."""
         blocks = np.array([sum(division) for division in self.divisions], np.float64)
         count = len(self._profile.chunks)
         return np.asarray(blocks[:, None] * (count + 1) + (count - self.persistent)[None])
 
     def evaluate(self, capacity: Capacity) -> tuple[Floats, Floats, Ints]:
-        """Seconds (infinite where it does not fit), bytes on the device, and slots, each ``[K, P]``."""
+        """Return seconds (infinite where a plan does not fit), bytes on the device, and slots, each ``[K, P]``."""
         profile = self._profile
         least, most = self.slot_bounds
         base = self._base_bytes()
@@ -246,11 +247,11 @@ class _Space:
         return np.array([seconds(self._rates, chunk) for chunk in self._profile.chunks], np.float64)
 
     def _held(self, weights: str) -> Floats:
-        """Bytes of the first chunks with their states, for each number of them ``[C + 1]``."""
+        """Return the bytes of the first n chunks with their states, for every n ``[C + 1]``."""
         return _prefix(self._of_chunks(weights) + self._of_chunks("state_bytes"))
 
     def _shares(self) -> Floats:
-        """How a stage's cost falls on chunks ``[S, C]``."""
+        """Return the share of each stage's cost that falls on each chunk ``[S, C]``."""
         shares = np.zeros((len(self._profile.stages), len(self._profile.chunks)))
         for index, chunk in enumerate(self._profile.chunks):
             for stage, share in chunk.stages.items():
@@ -258,7 +259,7 @@ class _Space:
         return shares
 
     def _base_bytes(self) -> Floats:
-        """On the device, without slots ``[K, P]``."""
+        """Return the bytes on the device without slots ``[K, P]``."""
         held = self._held("gathered_bytes")
         checkpointed = np.array([division[1] > 0 for division in self.divisions])
         activations = self._activation_peaks() + checkpointed * self._profile.shared_bytes
@@ -267,14 +268,14 @@ class _Space:
         return self._profile.resident_bytes + held[self.persistent][None] + working
 
     def _host_bytes(self) -> Floats:
-        """``[K, P]``."""
+        """Return the bytes on the host ``[K, P]``."""
         held = self._held("num_bytes")
         swapped = self._is(Mode.SWAP) @ self._of_stages("swapped_bytes")  # [K]
         passing = sum(_most(self._of_chunks(name)[::-1])[::-1] for name in PASSING)
         return (held[-1] - held + passing)[self.persistent][None] + swapped[:, None]
 
     def _activation_peaks(self) -> Floats:
-        """As ``activation_peak``, ``[K]``."""
+        """Return the most bytes of activations, as ``activation_peak`` does, ``[K]``."""
         saved, entering = self._of_stages("saved_bytes"), self._of_stages("entering_bytes")
         checkpoints, swaps = self._is(Mode.CHECKPOINT), self._is(Mode.SWAP)
         kept = np.where(checkpoints, self._of_stages("input_bytes"), np.where(swaps, 0, saved))
@@ -285,7 +286,7 @@ class _Space:
         return np.asarray((live + self._on_the_way() + own + transient).max(1, initial=0.0))
 
     def _on_the_way(self) -> Floats:
-        """Bytes of swapped activations that leave or come back beside each stage, ``[K, S]``."""
+        """Return the bytes of swapped activations that are in flight during each stage, ``[K, S]``."""
         swapped_bytes = self._of_stages("swapped_bytes")
         found: dict[tuple[int, int], Floats] = {}
         for row, (swapped, checkpointed, _) in enumerate(self.divisions):
@@ -297,12 +298,12 @@ class _Space:
         return np.stack([found[swapped, checkpointed] for swapped, checkpointed, _ in self.divisions])
 
     def _slots(self) -> Ints:
-        """Of the first chunks, for each number of them ``[C + 1]``."""
+        """Return the slots of the first n chunks, for every n ``[C + 1]``."""
         return _prefix(self._of_chunks("slots")).astype(np.int64)
 
     @cached_property
     def slot_bounds(self) -> tuple[Ints, Ints]:
-        """The fewest and the most slots, ``[K, P]``: blocks that keep their weights need theirs to stay."""
+        """The fewest and the most slots, ``[K, P]``; blocks in mode ``KEEP`` need their weights to stay."""
         count, slots = len(self._profile.chunks), self._slots()
         blocks = np.array([stage.is_block for stage in self._profile.stages])
         stays = (self._is(Mode.KEEP) & blocks) @ (self._shares() > 0) > 0  # [K, C]
@@ -314,7 +315,7 @@ class _Space:
         return least, np.broadcast_to(slots[-1] - slots[self.persistent][None], least.shape)
 
     def _seconds(self, slots: Ints, rows: Ints) -> Floats:
-        """Of an update, ``[R, P]``, for R of the divisions."""
+        """Return the seconds of an update, ``[R, P]``, for R of the divisions."""
         profile, rates, count = self._profile, self._rates, len(self._profile.chunks)
         shares = self._shares()
         checkpoints = self._is(Mode.CHECKPOINT)[rows].astype(np.float64)
@@ -329,7 +330,7 @@ class _Space:
         changes = self._of_chunks("num_trained") > 0
 
         def chunk_s(compute_s: Floats, in_bytes: Floats, out_bytes: Floats, beside_s: Floats) -> Floats:
-            """Seconds of the first chunks, for each number of them ``[K, C + 1]``."""
+            """Return the seconds of the first n chunks, for every n ``[K, C + 1]``."""
             moved_s = transfer_s(rates, in_bytes, out_bytes)
             return _prefix(np.maximum(np.maximum(compute_s, moved_s), beside_s))
 
@@ -370,14 +371,14 @@ def _choices(fixed: int | None, most: int) -> range:
 
 
 def _prefix(values: Floats) -> Floats:
-    """Sums of the first values along the last axis, from none to all."""
+    """Return the sums of the first n values along the last axis, for n from 0 to all."""
     values = np.atleast_1d(values)
     zeros = np.zeros((*values.shape[:-1], 1))
     return np.concatenate([zeros, np.cumsum(values, -1)], -1)
 
 
 def _most(values: Floats) -> Floats:
-    """The largest of the first values, from none to all."""
+    """Return the largest of the first n values (at least 0), for n from 0 to all."""
     return np.asarray(np.maximum.accumulate([0.0, *values]))
 
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive, and the work of operators, while a model runs; also on fake tensors."""
+"""Counts of the live tensors' bytes and of the operators' work while a model runs, also on fake tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ Observe = Callable[["Operator"], None]
 
 @dataclass(slots=True, frozen=True)
 class Operator:
-    """One that has run."""
+    """An operator that has run."""
 
     name: str
     flops: int
     num_bytes: int
-    """Read and written; 0 for views."""
+    """Bytes read and written; 0 for views."""
     dtype: torch.dtype
 
 
 class TensorTracker(TorchDispatchMode):
-    """Within it, ``live`` is what operators have made and nobody has dropped, in bytes; ``peak`` the most there was.
+    """Mode that counts the bytes of the tensors that operators make: ``live`` at the moment, and ``peak`` at most.
 
-    What existed before, weights among it, does not count. ``observe`` is told of every operator after it has run.
+    Tensors that existed before, such as weights, do not count. ``observe`` is called with every operator after it has
+    run.
     """
 
     def __init__(self, observe: Observe | None = None) -> None:
@@ -41,14 +42,14 @@ class TensorTracker(TorchDispatchMode):
         self.peak = 0
 
     def ignore(self, tensor: Tensor) -> None:
-        """Does not count a tensor, as one that is on the host."""
+        """Leave a tensor out of the count, such as one on the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
             weakref.finalize(storage, self._known.discard, storage._cdata)
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether it is one that was made within."""
+        """Return whether a tensor was made within the mode."""
         return tensor.untyped_storage()._cdata in self._known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

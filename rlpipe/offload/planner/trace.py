@@ -1,7 +1,7 @@
-"""Runs a model once, forward and backward, and takes down what each of its units needs: bytes, and work.
+"""Trace of one forward and backward pass of a model, with the bytes and the work of each unit.
 
-Fake tensors do for it: nothing is computed, and no memory is needed. Between units there are stages, too, such as the
-loss. What flows from a stage to the next is counted with the one that takes it.
+Fake tensors suffice: nothing is computed, and no memory is needed. What runs between units, such as the loss, forms
+stages, too. Tensors that flow from a stage to the next are counted with the one that takes them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rlpipe.offload.runtime.unit_hooks import mark_inputs
 from rlpipe.offload.units import Unit
 
 Seconds = Callable[[Operator], float]
-"""What an operator takes on some machine."""
+"""Function that returns the seconds of an operator on some machine."""
 
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """A unit's call, or what runs before the next one."""
+    """A call of a unit, or what runs before the next call."""
 
     unit: int | None
     reads: set[int] = field(default_factory=set)
-    """Units whose weights it uses, its own among them."""
+    """Units whose weights it uses, including its own."""
     flow_in: int = 0
     flow_out: int = 0
     before: int = 0
@@ -41,35 +41,35 @@ class Stage:
     forward_peak: int = 0
     backward_peak: int = 0
     entering: int = 0
-    """Live as its backward pass begins."""
+    """Live bytes when its backward pass begins."""
     forward_s: float = 0.0
     backward_s: float = 0.0
     has_work: bool = False
     is_left: bool = False
-    """Its backward pass has an end that is noticed: its inputs have gradients."""
+    """Whether the end of its backward pass is noticed, because its inputs have gradients."""
     swapped: dict[Hashable, int] = field(default_factory=dict)
-    """Bytes of what autograd saves in it, each tensor once."""
+    """Bytes of the tensors that autograd saves in it, each counted once."""
 
 
 @dataclass(slots=True)
 class Input:
-    """What blocks are given."""
+    """A tensor that is given to blocks."""
 
     storage: weakref.ref[torch.UntypedStorage]
     num_bytes: int
     is_of_block: bool
-    """A block has made it."""
+    """Whether a block has made it."""
     count: int = 0
-    """Of blocks that are given it."""
+    """Number of blocks that it is given to."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is there beside what flows from block to block, if all are computed again, and only then."""
+        """Whether it takes memory, beside what flows from block to block, only if all blocks are recomputed."""
         return self.count > 1 if self.is_of_block else self.storage() is None
 
 
 class Trace:
-    """Of one call of ``run``, which returns a model's loss; use ``profiles`` afterwards."""
+    """Trace of a function that returns a model's loss, which ``run`` calls once; use ``profiles`` afterwards."""
 
     def __init__(self, units: Sequence[Unit], seconds: Seconds) -> None:
         self._units, self._seconds = units, seconds
@@ -79,13 +79,16 @@ class Trace:
         self._is_backward = self._has_run = False
         self._inputs: dict[int, Input] = {}
         self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """To the last unit that was called."""
+        """Storages that were given to the last unit that was called."""
         self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.shared_bytes = 0
-        """What blocks are given in common, as masks, and is dropped after them, but not where one is computed again."""
+        """Bytes of inputs that blocks share, such as masks, which are dropped after them unless one is recomputed."""
 
     def run(self, run: Callable[[], Tensor], parameters: Iterable[Tensor]) -> TensorTracker:
-        """Raises whatever ``run`` raises; gradients of the ``parameters``, which are trained, stay as they were."""
+        """Trace ``run``, which returns a loss, and the backward pass of that loss; return the tracker.
+
+        Raises whatever ``run`` raises. Gradients of the ``parameters``, which are trained, stay as they were.
+        """
         if self._has_run:
             raise RuntimeError("a trace is of one run: make another one")
         self._has_run = True
@@ -117,7 +120,7 @@ class Trace:
         return self._tracker
 
     def read(self, module: nn.Module) -> None:
-        """Notes that weights of a unit are used without a call of it."""
+        """Note that weights of a unit are used without a call of it."""
         if not self._is_backward:
             self._current.reads.update(index for index, unit in enumerate(self._units) if unit.module is module)
 
@@ -200,7 +203,7 @@ class Trace:
         return stage
 
     def _close_stage(self, flowing: Any) -> None:
-        """What flows on are tensors that a stage has made, and that are given to the next."""
+        """Close the current stage, and note the largest tensor that it made and passes on to the next one."""
         stage = self._current
         stage.after = self._tracker.live
         sizes = [

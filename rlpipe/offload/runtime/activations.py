@@ -1,4 +1,4 @@
-"""What autograd keeps of a unit's forward pass: weights are left to the chunks, the rest stays or goes to the host."""
+"""Tensors that autograd saves in a unit's forward pass: weights stay in chunks, others stay or go to the host."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from rlpipe.offload.layout import aligned
 from rlpipe.offload.runtime.streams import Queues
 
 MOST_SPARE = 4 * 2**30
-"""Bytes that an arena grows by beyond what it needs, at most: what is planned for leaves a tenth of the host's free."""
+"""Most bytes that an arena allocates beyond its need; plans leave a tenth of the host's free memory for this."""
 
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A tensor that lies in a chunk."""
+    """A saved tensor that lies in a chunk."""
 
     index: int
     tensor: Tensor
 
 
 class WeightHooks:
-    """Has a chunk back before the backward pass uses what was saved of it; all else stays as it is."""
+    """Saved-tensor hooks that load a chunk before the backward pass uses its tensors; others stay as they are."""
 
     def __init__(self, chunks: Mapping[int, int], ensure: Callable[[int], None]) -> None:
-        """``chunks`` finds a chunk's number by its storage's key."""
+        """Create the hooks; ``chunks`` maps storage keys to chunk indices, and ``ensure`` loads a chunk."""
         self._chunks, self._ensure = chunks, ensure
 
     def watch(self) -> AbstractContextManager[None]:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def weight(self, tensor: Tensor) -> Weight | None:
-        # The storage's own address stays, while that of its memory comes and goes.
+        # The storage object keeps its address, while its memory is freed and allocated again.
         index = self._chunks.get(tensor.untyped_storage()._cdata)
         return None if index is None else Weight(index, tensor)
 
@@ -48,7 +48,7 @@ class WeightHooks:
         return weight.tensor
 
     def _pack(self, tensor: Tensor) -> Tensor | Weight:
-        # A tensor that holds the graph that saves it would keep both for ever, where no backward pass frees the graph.
+        # A saved tensor that refers to its own graph is a cycle, which only a backward pass would free.
         return self.weight(tensor) or tensor.detach()
 
     def _unpack(self, packed: Tensor | Weight) -> Tensor:
@@ -56,13 +56,13 @@ class WeightHooks:
 
 
 class HostArena:
-    """Host memory for swapped activations: what one step took is there at once for the next.
+    """Host memory for swapped activations, which each step reuses.
 
-    Grows between two steps; what does not fit before that has memory of its own.
+    It grows only between steps; until then, activations that do not fit have memory of their own.
     """
 
     def __init__(self, queues: Queues, *, pin: bool) -> None:
-        """``queues`` has the lanes that copy from and to it."""
+        """Create an empty arena; ``queues`` has the lanes that copy from and to it."""
         self._lanes, self._pin = (queues.copies_in, queues.copies_out), pin
         self._buffer: HostBuffer | None = None
         self._used = 0
@@ -72,23 +72,23 @@ class HostArena:
         return 0 if self._buffer is None else len(self._buffer.bytes)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Bytes that are the caller's until ``reset``."""
+        """Return memory that the caller may use until ``reset``."""
         begin, self._used = self._used, self._used + aligned(num_bytes)
         if self._buffer is None or self._used > len(self._buffer.bytes):
             return torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffer.bytes[begin : begin + num_bytes]
 
     def reset(self) -> None:
-        """Nothing that was taken is in use any more."""
+        """Make all memory available again; nothing that was taken may still be in use."""
         if self._used > self.num_bytes:
-            # Locking pages is slow: micro batches that are each a little longer must not do it each.
+            # Pinning is slow: micro batches that are each a little longer must not pin memory every time.
             room = self.num_bytes + min(self.num_bytes // 4, MOST_SPARE)
             self.close()
             self._buffer = HostBuffer(max(self._used, room), pin=self._pin)
         self._used = 0
 
     def close(self) -> None:
-        """Frees the memory, once the device is through with it."""
+        """Free the memory once the device is done with it."""
         if self._buffer is not None:
             # The host is up to a micro batch ahead of the device.
             for lane in self._lanes:
@@ -98,11 +98,11 @@ class HostArena:
 
 
 class Swapped:
-    """Saved bytes that are on the host between forward and backward pass."""
+    """A saved tensor that is on the host between the forward and the backward pass."""
 
     def __init__(self, tensor: Tensor, host: Tensor, queues: Queues) -> None:
-        """``tensor`` is ``[N]``."""
-        # Without it, another storage could take the address by which this one is known.
+        """Begin to copy ``tensor``, ``[N]``, to the bytes ``host``."""
+        # Keeps another storage from getting the address that identifies this one.
         self._origin = StorageWeakRef(tensor.untyped_storage())
         self._host = host.view(tensor.dtype)
         self._device, self._queues = tensor.device, queues
@@ -115,13 +115,13 @@ class Swapped:
         self._event = queues.copies_out.submit(leave)
 
     def fetch(self) -> None:
-        """Brings them back, beside what is computed, and beside gradients that leave.
+        """Begin to copy the tensor back, overlapping with computation and with gradients on their way to the host.
 
-        What leaves next may take their place on the host: it waits for the computation, which waits for what it uses
-        of what came back.
+        Its host memory may be reused by the next swaps: they wait for the computation, which waits for the tensors that
+        it uses to come back.
         """
         if self._tensor is None:
-            # Made by the computation's stream, which also frees it.
+            # Allocated on the computation's stream, which also frees it.
             tensor, left = torch.empty_like(self._host, device=self._device), self._event
 
             def come() -> None:
@@ -141,7 +141,7 @@ class Swapped:
 
 @dataclass(slots=True, eq=False)
 class View:
-    """A saved tensor, as a part of what was swapped."""
+    """A saved tensor as a view of a swapped one."""
 
     swapped: Swapped
     shape: torch.Size
@@ -153,24 +153,24 @@ class View:
 
 
 def _record(tensor: Tensor) -> None:
-    """Its memory is the computation's, which may free it before this lane is through with it."""
+    """Keep a tensor's memory from being reused by the computation before this lane is done with it."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class SwapHooks:
-    """Of one call of a unit: what autograd saves goes to the host, but weights and what stays on the device anyway."""
+    """Saved-tensor hooks of one call of a unit, which swap all but weights and what stays on the device anyway."""
 
     def __init__(self, weights: WeightHooks, arena: HostArena, queues: Queues, stays: Callable[[Tensor], bool]) -> None:
         self._weights, self._arena, self._queues, self._stays = weights, arena, queues, stays
-        # Only autograd holds them: each goes as soon as it has been used.
+        # Only autograd holds the values, so each is freed as soon as it has been used.
         self._swapped: WeakValueDictionary[Hashable, Swapped] = WeakValueDictionary()
 
     def watch(self) -> AbstractContextManager[None]:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def fetch(self) -> None:
-        """Begins to bring all of it back."""
+        """Begin to copy all swapped tensors back."""
         for swapped in list(self._swapped.values()):
             swapped.fetch()
 
@@ -195,7 +195,7 @@ class SwapHooks:
 
 @dataclass(slots=True, frozen=True)
 class Saved:
-    """What of a storage is to be kept of a tensor: all of it, for all its views, but for a small part."""
+    """The elements of a storage to keep for a saved tensor: all, shared by its views, unless it is a small part."""
 
     key: Hashable
     offset: int
@@ -206,7 +206,7 @@ class Saved:
 
 
 def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved:
-    """``known`` are keys of what is kept already."""
+    """Return which elements to keep for ``tensor``; ``known`` holds the keys of what is kept already."""
     storage, size = tensor.untyped_storage(), tensor.dtype.itemsize
     key = (storage._cdata, tensor._version, tensor.dtype)
     is_small = 2 * tensor.numel() * size < storage.nbytes()
@@ -217,7 +217,7 @@ def find_saved(tensor: Tensor, known: Container[Hashable]) -> Saved:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether it has one element for each place in its memory, in any order."""
+    """Return whether a tensor has one element for each place in its memory, in any order."""
     sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     expected = 1
     for stride, size in sizes:

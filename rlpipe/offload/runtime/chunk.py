@@ -1,4 +1,4 @@
-"""One chunk: its bytes on the host, its storage on the device, and the tensors of the model that lie in it."""
+"""A chunk's bytes on the host and storage on the device, and the model's tensors that lie in it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlpipe.offload.runtime.chunk_ranks import ChunkRanks
 from rlpipe.offload.runtime.streams import Lane, StreamEvent
 
 Fill = Callable[[str, Tensor], None]
-"""Gives a tensor, on the host, the values of the one of this name; for models without memory of their own."""
+"""Function of a name and a host tensor that writes the named tensor's values into it; for models on the meta device."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Member:
-    """A tensor of the model, where it is held, and how another is put in its place."""
+    """A tensor of the model, with functions that return it and replace it."""
 
     name: str
     get: Callable[[], Tensor]
     put: Callable[[Tensor], None]
     dtype: torch.dtype
-    """That it is computed with."""
+    """Compute dtype."""
 
     @classmethod
     def of_parameter(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None = None) -> Member:
@@ -37,7 +37,7 @@ class Member:
 
     @classmethod
     def of_attribute(cls, name: str, owner: object, path: str) -> Member:
-        """A tensor that belongs to a parameter, such as the scales of a 4-bit one."""
+        """Create a member for a tensor that accompanies a parameter, such as the scales of a 4-bit weight."""
         *owners, attribute = path.split(".")
         holder = attrgetter(".".join(owners))(owner) if owners else owner
         return cls(
@@ -50,29 +50,30 @@ class Member:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ChunkPiece:
-    """A tensor of a chunk, and the elements of it that this rank has."""
+    """A tensor of a chunk, and the position of this rank's elements."""
 
     dtype: torch.dtype
     shape: torch.Size
     in_whole: slice
-    """Of the flat chunk in its type."""
+    """Elements of the flat chunk that hold the whole tensor."""
     in_part: slice
-    """Of this rank's flat part; empty where it has none of it."""
+    """Elements of this rank's flat part that belong to the tensor; empty if there are none."""
     in_tensor: slice
-    """Of the flattened tensor."""
+    """Elements of the flattened tensor that this rank has."""
 
     @property
     def num_elements(self) -> int:
-        """That this rank has."""
+        """Number of the tensor's elements on this rank."""
         return int(self.in_part.stop - self.in_part.start)
 
 
 class ChunkMemory:
-    """Moves a chunk's tensors between host and device.
+    """Host and device memory of a chunk, and the transfers between them.
 
-    Its storage on the device stays the same object, of which the memory comes and goes: what autograd and kernels
-    remembered of the tensors is right again as soon as the chunk is back. While it is out, the model's tensors have
-    their shapes, and read as NaN. A persistent one is always there, and has no memory on the host.
+    The device storage stays the same object while its memory is freed and allocated again, so that references of
+    autograd and kernels to the tensors are valid again once the chunk is loaded. While the chunk is released, the
+    model's tensors keep their shapes and read as NaN. A persistent chunk is always on the device and has no host
+    memory.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class ChunkMemory:
         state_dtype: torch.dtype | None = None,
         fill: Fill | None = None,
     ) -> None:
-        """Takes the tensors out of the model, or, if it raises, none of them.
+        """Move the members' tensors out of the model; if this raises, the model keeps all of them.
 
-        ``room`` is what is asked of the device's memory, at least; ``state_dtype`` what trained weights are updated in,
-        if that is not what they are computed with.
+        ``room`` is the least number of bytes to allocate on the device; ``state_dtype`` is the dtype in which trained
+        weights are updated, if it is not the compute dtype.
         """
         assert [member.name for member in members] == [place.name for place in chunk.places]
         self.chunk, self.is_persistent, self.device = chunk, is_persistent, device
@@ -113,7 +114,7 @@ class ChunkMemory:
             self._host = HostBuffer(self._part.stop - self._part.start, pin=device.type == "cuda")
         self.is_resident, self.is_closed = True, False
         self.master: Tensor | None = None
-        """This rank's part of the trained weights, flat, in the type that they are updated in."""
+        """This rank's part of the trained weights, flat, in the optimizer's dtype; None for a frozen chunk."""
         try:
             self._copy(state_dtype or self.work_dtype, fill)
         except BaseException:
@@ -126,7 +127,7 @@ class ChunkMemory:
             self.release()
 
     def _copy(self, state_dtype: torch.dtype, fill: Fill | None) -> None:
-        """Copies the model's tensors to where this rank keeps its part."""
+        """Copy the model's tensors into the memory in which this rank keeps its part."""
         work = torch.empty(self.num_bytes, dtype=torch.uint8)
         is_wider = self.has_own_master = self.chunk.is_trained and state_dtype is not self.work_dtype
         wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
@@ -156,7 +157,7 @@ class ChunkMemory:
 
     @property
     def work(self) -> Tensor:
-        """This rank's part of a trained chunk as it is computed with, flat, where it is kept."""
+        """This rank's part of a trained chunk, flat, in the compute dtype; on the device if persistent."""
         assert self.chunk.is_trained
         return self._work_bytes().view(self._members[0].dtype)
 
@@ -166,7 +167,7 @@ class ChunkMemory:
 
     @property
     def storage_key(self) -> int:
-        """By which tensors that lie in it are known."""
+        """Key that identifies the device storage of a tensor in this chunk."""
         return self._storage._cdata
 
     @property
@@ -174,10 +175,11 @@ class ChunkMemory:
         return [place.name for place in self.chunk.places]
 
     def load(self, lane: Lane, behind: StreamEvent | None = None) -> StreamEvent:
-        """Brings the tensors to the device; they are the model's at once, and right after the event.
+        """Begin to copy the chunk to the device, and return the event after which its values are valid.
 
-        ``behind`` is as ``Lane.submit`` has it; the memory that the chunk takes must be free by then.
-        Where there is no room, raises what torch raises, and leaves the chunk out.
+        The model gets the device tensors at once. The copy waits for ``behind``, as in ``Lane.submit``, by which the
+        memory that the chunk takes must be free. If memory runs out, torch's error is raised and the chunk stays
+        released.
         """
         assert not self.is_resident
         assert not self.is_persistent
@@ -198,7 +200,7 @@ class ChunkMemory:
         return event
 
     def release(self) -> None:
-        """Frees the memory on the device; what was written there is lost."""
+        """Free the device memory; values written there are lost."""
         assert self.is_resident
         assert not self.is_persistent
         self._put(self._placeholders)
@@ -206,14 +208,19 @@ class ChunkMemory:
         self.is_resident = False
 
     def part(self, name: str) -> Tensor:
-        """What this rank has of a tensor, flat, as it is updated if it is trained; shares the chunk's memory."""
+        """Return this rank's elements of a tensor, flat; they share the chunk's memory.
+
+        A trained tensor has the optimizer's dtype.
+        """
         piece = self.pieces[name]
         flat = self._work_bytes().view(piece.dtype) if self.master is None else self.master
         return flat[piece.in_part]
 
     def whole(self, name: str) -> Tensor:
-        """A tensor, as it is updated if it is trained; shares the chunk's memory where that has all of it. All ranks
-        must call it."""
+        """Return a whole tensor, in the optimizer's dtype if it is trained; all ranks must call it.
+
+        It shares the chunk's memory if this rank has all of it.
+        """
         own, num_parts = self.part(name), self._ranks.num_parts
         if self.is_persistent and not self.has_own_master:
             return self._views[self.names.index(name)]
@@ -227,21 +234,28 @@ class ChunkMemory:
         return torch.cat(parts).view(self.pieces[name].shape)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Changes a tensor to ``values``, all of it; they count once it is loaded again. All ranks must call it."""
+        """Overwrite a whole tensor with ``values``; all ranks must call it.
+
+        If the chunk is not persistent, the values are used from its next load on.
+        """
         self.part(name).copy_(values.flatten()[self.pieces[name].in_tensor])
         self.spread()
 
     def spread(self) -> None:
-        """Brings what was changed to where it is computed with: into that type, and for a persistent one to the other
-        ranks, which all must call it."""
+        """Convert updated weights to the compute dtype, and exchange those of a persistent chunk between the ranks.
+
+        All ranks must call it.
+        """
         if self.master is not None and self.has_own_master:
             self.work.copy_(self.master)
         if self.is_persistent:
             self._ranks.gather(self._bytes)
 
     def close(self) -> None:
-        """Gives the model tensors of its own, where they lay before, and frees all memory; may be called again, also
-        after it has raised. All ranks must call it."""
+        """Give the model tensors of its own on their original devices, and free all memory of the chunk.
+
+        It may be called again, also after it has raised. All ranks must call it.
+        """
         if not self.is_closed:
             for member, (device, dtype) in zip(self._members, self._origins, strict=True):
                 member.put(self.whole(member.name).to(device, dtype, copy=True))
@@ -268,7 +282,7 @@ class ChunkMemory:
         )
 
     def _alias(self, dtype: torch.dtype, offset: int, shape: torch.Size) -> Tensor:
-        """A tensor on the storage, with a version counter of its own: loading must not count as a change."""
+        """Create a tensor on the device storage, with its own version counter: loading must not count as a change."""
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(self._storage, offset // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
 
@@ -278,8 +292,8 @@ class ChunkMemory:
 
 
 def set_values(parameter: torch.nn.Parameter, values: Tensor) -> None:
-    """Has a parameter lie where ``values`` do; it stays the same object."""
-    if parameter.is_meta and not values.is_meta:  # which .data refuses
+    """Make a parameter use the memory of ``values``; it stays the same object."""
+    if parameter.is_meta and not values.is_meta:  # .data refuses this
         real = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)
     else:
@@ -287,7 +301,7 @@ def set_values(parameter: torch.nn.Parameter, values: Tensor) -> None:
 
 
 def make_real(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
-    """The tensor itself, or one on the host with the values of ``fill`` for one on the meta device."""
+    """Return the tensor itself, or if it is on the meta device, a host tensor with the values from ``fill``."""
     if not tensor.is_meta:
         return tensor
     if fill is None:
@@ -298,7 +312,7 @@ def make_real(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
 
 
 def _origin(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Where a tensor is to lie again; what had no values comes to the CPU."""
+    """Return the device and dtype to restore a tensor to; a meta tensor goes to the CPU."""
     return torch.device("cpu") if tensor.is_meta else tensor.device, tensor.dtype
 
 

@@ -1,4 +1,4 @@
-"""AdamW for one chunk, where its optimizer state lies: on the host, or on the device for a persistent one."""
+"""AdamW for one chunk, run where its optimizer state lies: on the host, or on the device if it is persistent."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Casts:
-    """Brings gradients on the host into the type that weights are updated in, one at a time, in memory that is used
-    again: to get new pages takes longer than the copy."""
+    """Conversion of gradients on the host to the optimizer's dtype, one at a time, in a buffer that is reused.
+
+    Allocating new pages would take longer than the copy.
+    """
 
     def __init__(self) -> None:
         self._room: Tensor | None = None
@@ -28,7 +30,7 @@ class Casts:
         return 0 if self._room is None else self._room.nbytes
 
     def cast(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Right until the next one."""
+        """Return a gradient in ``dtype``, valid until the next call."""
         if gradient.dtype is dtype:
             return gradient
         num_bytes = len(gradient) * dtype.itemsize
@@ -39,10 +41,10 @@ class Casts:
 
 
 class ChunkAdam:
-    """The gradients, moments and update of this rank's part of a trained chunk.
+    """Gradients, moments and update of this rank's part of a trained chunk.
 
-    Torch's fused AdamW runs over views of flat tensors, one for each of the chunk's tensors; those that had no gradient
-    in an update are left alone, as torch leaves them.
+    Torch's fused AdamW runs over views of flat tensors, one for each of the chunk's tensors. Tensors without a gradient
+    in an update stay unchanged, as in torch.
     """
 
     def __init__(
@@ -57,13 +59,13 @@ class ChunkAdam:
         self.memory, self._casts = memory, casts
         master = memory.master
         self.gradient = torch.zeros(len(master), dtype=gradient_dtype, device=master.device)
-        """The sum of this update so far."""
+        """Sum of this update's gradients so far."""
         self.has_gradient: dict[str, bool] = dict.fromkeys(memory.names, False)
-        """Of which tensors; belongs to the thread that trains, and is ahead of the sum, which others make."""
+        """Whether each tensor has a gradient; set by the training thread, ahead of the sum that the worker adds up."""
         self._squares: dict[str, Tensor] = {}
-        """On the host: of the sum so far, by tensor; added up with it, so that it is not read once more."""
+        """Squared norms of the sum so far, by tensor, on the host; computed along with it to save another read."""
         self._is_empty = True
-        """Nothing is added yet: gradients of other ranks may come where this one has none."""
+        """Whether nothing was added yet; ``has_gradient`` leaves it open, since gradients may be other ranks' only."""
         self._moments = {name: torch.zeros_like(master) for name in MOMENTS}
         self.pieces = memory.pieces
         self._updated = {name: nn.Parameter(memory.part(name)) for name in self.pieces}
@@ -81,20 +83,20 @@ class ChunkAdam:
 
     @property
     def num_bytes(self) -> int:
-        """Of gradients, moments, and weights in a type of their own."""
+        """Bytes of gradients, moments, and weights with a dtype of their own."""
         master = self.memory.master
         assert master is not None
         own = master.nbytes if self.memory.has_own_master else 0
         return self.gradient.nbytes + sum(moment.nbytes for moment in self._moments.values()) + own
 
     def expect(self, names: Iterable[str]) -> bool:
-        """Notes that gradients of the tensors ``names`` will be added; returns whether they are the first."""
+        """Note that gradients of the tensors ``names`` will be added, and return whether they are the first."""
         is_first, self._is_empty = self._is_empty, False
         self.has_gradient |= dict.fromkeys(names, True)
         return is_first
 
     def add(self, part: Tensor, *, is_first: bool) -> None:
-        """Adds this rank's part of a backward pass's gradients; the first ones replace what was there."""
+        """Add this rank's part of a backward pass's gradients; the first one replaces the previous sum."""
         if self.gradient.is_cuda:
             self.gradient.copy_(part) if is_first else self.gradient.add_(part)
             return
@@ -103,28 +105,28 @@ class ChunkAdam:
             self._squares[name] = add_up(self.gradient[own], part[own], is_first=is_first)
 
     def take(self) -> list[str]:
-        """Names of the tensors that have gradients, for ``update``; what is expected from here on is the next one's."""
+        """Return the names of the tensors with gradients, for ``update``; later gradients are for the next update."""
         names = [name for name, has in self.has_gradient.items() if has]
         self.drop()
         return names
 
     def squared_norm(self) -> Tensor:
-        """Of this rank's part (scalar, float32)."""
+        """Return the squared norm of this rank's part of the gradients (scalar, float32)."""
         names = [name for name, has in self.has_gradient.items() if has]
         if not names:
             return torch.zeros((), device=self.gradient.device)
         if not self.gradient.is_cuda:
             return torch.stack([self._squares[name] for name in names]).sum().float()
-        parts = [self.gradient[self.pieces[name].in_part] for name in names]  # the gaps between them are anything
+        parts = [self.gradient[self.pieces[name].in_part] for name in names]  # the gaps between them are undefined
         return torch.stack(list(torch._foreach_norm(parts, dtype=torch.float32))).square().sum()
 
     def update(self, names: Iterable[str], learning_rate: float, scale: float) -> None:
-        """Scales the gradients of tensors, and updates their weights."""
+        """Scale the gradients of the tensors ``names``, and update their weights."""
         (group,) = self._optimizer.param_groups
         group["lr"] = learning_rate
         master = self.memory.master
         assert master is not None
-        # As torch's GradScaler has it: the fused kernel divides by it, which saves a pass over the gradients.
+        # As with torch's GradScaler, the fused kernel divides by it, which saves a pass over the gradients.
         divisor = None if scale == 1 else torch.full((), scale, device=master.device).reciprocal_()
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         for name in names:
@@ -136,21 +138,21 @@ class ChunkAdam:
         self.memory.spread()
 
     def drop(self) -> None:
-        """Forgets the gradients; an update that was begun keeps its own."""
+        """Discard the gradients; an update that has begun keeps its own."""
         self.has_gradient = dict.fromkeys(self.has_gradient, False)
         self._is_empty = True
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Of a tensor: the number of its updates, and this rank's part of its moments, flat; shares memory."""
+        """Return a tensor's number of updates, and this rank's part of its moments, flat and without a copy."""
         own = self.pieces[name].in_part
         return {STEPS: self._steps[name]} | {key: flat[own] for key, flat in self._moments.items()}
 
     def is_updated(self, name: str) -> bool:
-        """Whether a tensor was, ever."""
+        """Return whether a tensor was ever updated."""
         return bool(self._steps[name] > 0)
 
     def forget(self) -> None:
-        """As before the first update, but for the weights."""
+        """Reset everything but the weights to the state before the first update."""
         self.drop()
         for tensor in (*self._moments.values(), *self._steps.values()):
             tensor.zero_()

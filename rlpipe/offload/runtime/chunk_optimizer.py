@@ -1,4 +1,4 @@
-"""Updates trained chunks: on the device at once, on the host one by one, in the order in which they are needed next."""
+"""Updates of trained chunks: on the device at once, on the host one by one in the order of their next use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlpipe.offload.runtime.streams import Queues
 
 
 class ChunkOptimizer:
-    """AdamW with exact clipping for chunks, of which the updates on the host go on during the next forward pass.
+    """AdamW with exact clipping for chunks, whose updates on the host overlap with the next forward pass.
 
-    The norm is known after the last gradient only; what an update needs of that moment, its learning rate and scale, is
-    taken along with it.
+    The norm is known only after the last gradient. Each update is given the learning rate and scale of its step when it
+    is submitted.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ChunkOptimizer:
         queues: Queues,
         drop: Callable[[int], None],
     ) -> None:
-        """``drop`` frees the slots of a chunk that is about to change."""
+        """Create the optimizer of trained chunks; ``drop`` frees the slots of a chunk that is about to change."""
         self._ranks, self._drop, self._device = ranks, drop, device
         self.casts = Casts()
         self.adams = {
@@ -47,7 +47,10 @@ class ChunkOptimizer:
         self.gradients = Gradients(self.adams, parameters, device=device, ranks=ranks, queues=queues)
 
     def squared_norm(self) -> Tensor:
-        """Of this rank's part of the gradients (scalar, float32); what all ranks hold is counted by the first alone."""
+        """Return the squared norm of this rank's part of the gradients (scalar, float32).
+
+        If every rank holds all gradients, only the first counts them, and the others return 0.
+        """
         self.gradients.finish(self.gradients.unfinished)
         self.gradients.settle()
         self._agree()
@@ -59,7 +62,7 @@ class ChunkOptimizer:
         return total if counts else torch.zeros_like(total)
 
     def _agree(self) -> None:
-        """A tensor that had a gradient on any rank has one on all."""
+        """Mark the tensors that had a gradient on any rank as having one on all."""
         if self._ranks.num_ranks == 1 or not self.adams:
             return
         flags = [has for adam in self.adams.values() for has in adam.has_gradient.values()]
@@ -71,9 +74,9 @@ class ChunkOptimizer:
         return [index for index, adam in self.adams.items() if any(adam.has_gradient.values())]
 
     def apply(self, learning_rate: float, scale: float) -> None:
-        """Begins the update of all chunks; ``await_update`` tells when one is through. After ``squared_norm``.
+        """Begin the update of all chunks, after ``squared_norm``; ``await_update`` waits for a chunk's.
 
-        The updates keep their gradients: those of the next one may come, or be dropped, while they go on.
+        The updates keep their gradients: those of the next update may arrive or be dropped while they run.
         """
         for index in self._changing():
             adam = self.adams[index]
@@ -85,30 +88,33 @@ class ChunkOptimizer:
                 self._updates[index] = self._worker.submit(adam.update, adam.take(), learning_rate, scale)
 
     def await_update(self, index: int) -> None:
-        """Raises what the update raised."""
+        """Wait for a chunk's update, if one is running; raise what it raised."""
         update = self._updates.pop(index, None)
         if update is not None:
             update.result()
 
     def is_updated(self, index: int) -> bool:
-        """Whether ``await_update`` returns at once; where ranks hold parts, whether that is known to all of them."""
+        """Return whether ``await_update`` returns at once; if ranks hold parts, only if all of them know that."""
         if index not in self._updates:
             return True
-        # ChunkRanks that gather must do so in one order, whatever their hosts are up to.
+        # Ranks that hold parts must gather in the same order, which may not depend on the progress of their hosts.
         return self._ranks.num_parts == 1 and self._updates[index].done()
 
     def flush(self) -> None:
-        """Waits for all updates."""
+        """Wait for all updates."""
         for index in list(self._updates):
             self.await_update(index)
 
     def drop(self) -> None:
-        """Drops the gradients that are not applied; does not wait for updates."""
+        """Drop the gradients that are not applied; updates that have begun go on."""
         self.gradients.drop()
 
     def close(self) -> None:
-        """Drops the gradients that are not applied. Raises what an update raises; may be called again then."""
+        """Finish the updates, and drop the gradients that are not applied.
+
+        Raises what an update raises; may be called again then.
+        """
         self.flush()
         self.gradients.close()
         self._worker.shutdown()
-        self.adams.clear()  # with what they hold
+        self.adams.clear()  # frees their memory

@@ -1,4 +1,4 @@
-"""How the ranks of a group hold the chunks: each of them all, or each a part of every one."""
+"""Distribution of chunks over the ranks of a group: each rank holds all of every chunk, or a part of it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 
 class ChunkRanks(Protocol):
-    """One rank's view; all ranks must call ``gather``, ``reduce`` and ``sum`` alike."""
+    """One rank's view of the group; all ranks must make the same calls of ``gather``, ``reduce`` and ``sum``."""
 
     rank: int
     num_ranks: int
     num_parts: int
-    """Into which every chunk is cut."""
+    """Number of parts that every chunk is cut into."""
 
     def part(self, length: int) -> slice:
-        """Of something of this length, a multiple of ``num_parts``, what this rank holds."""
+        """Return the slice of ``length`` elements, a multiple of ``num_parts``, that this rank holds."""
 
     def gather(self, whole: Tensor) -> None:
-        """Fills ``whole``, of which this rank's part is right, with the parts of all ranks."""
+        """Fill ``whole``, in which this rank's part is set, with the parts of the other ranks."""
 
     def reduce(self, whole: Tensor) -> Tensor:
-        """This rank's part of the sum over all ranks."""
+        """Return this rank's part of the sum over all ranks."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """Sum ``values`` over all ranks, in place, and return them."""
 
 
 class Alone:
@@ -47,7 +47,7 @@ class Alone:
 
 
 class Replicated(Alone):
-    """Every rank holds, and updates, all of it."""
+    """Ranks that each hold and update all of every chunk."""
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()

@@ -1,7 +1,7 @@
-"""What an update of the chunks leaves behind, by the names of the learner's checkpoints, and how it comes back.
+"""Checkpoint state of chunks: weights, moments and step counts, by the names of the learner's checkpoints.
 
 Tensors are this rank's parts of whole ones, and share the chunks' memory; torch's distributed checkpoint writes and
-reads them as they are, on any number of ranks.
+reads them in place, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rlpipe.offload.runtime.runtime import OffloadedModel
 from rlpipe.weights.dcp import Read, moment_key, weight_key
 
 Names = Mapping[tuple[int, str], str]
-"""Of the trained parameters in chunks, by the chunk's number and the name there."""
+"""Names of the trained parameters in chunks, by the chunk's index and the name there."""
 
 
 def chunk_state(offloaded: OffloadedModel, names: Names) -> dict[str, Tensor]:
-    """The weights, and the moments and number of updates of those that were updated; waits for updates."""
+    """Return the weights, and the moments and step counts of those that were updated; wait for running updates."""
     held: dict[str, Tensor] = {}
     for index, adam in offloaded.optimizer.adams.items():
         offloaded.optimizer.await_update(index)
@@ -31,9 +31,10 @@ def chunk_state(offloaded: OffloadedModel, names: Names) -> dict[str, Tensor]:
 
 
 def load_chunk_state(offloaded: OffloadedModel, names: Names, stored: Collection[str], read: Read) -> None:
-    """Takes over what is ``stored`` under these names, where all weights must be; others have had no update then.
+    """Load the state that is ``stored`` under these names, which must include all weights.
 
-    Gradients that were not applied are dropped. All ranks must call it.
+    Weights without stored moments count as not updated yet. Gradients that were not applied are dropped. All ranks must
+    call it.
     """
     offloaded.optimizer.flush()
     for index, adam in offloaded.optimizer.adams.items():

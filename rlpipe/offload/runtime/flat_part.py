@@ -1,6 +1,6 @@
-"""A part of a flattened tensor, as torch's distributed checkpoint writes and reads it.
+"""A part of a flattened tensor that torch's distributed checkpoint can write and read.
 
-Checkpoints know parts of tensors as boxes of indices: a part is cut into the few boxes that it is made of.
+Checkpoints describe parts of tensors as boxes of indices, so a part is cut into the few boxes that it consists of.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """What holds the elements from ``begin`` to ``end`` of a flattened tensor, in their order: at most
-    ``2 * len(shape) - 1`` boxes, of one for a number."""
+    """Return boxes that together hold the elements from ``begin`` to ``end`` of a flattened tensor, in order.
+
+    There are at most ``2 * len(shape) - 1`` of them; a scalar has one.
+    """
     if begin >= end:
         return []
     if not shape:
@@ -52,9 +54,9 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 
 class FlatPart(Tensor):
-    """Its values are those of the part, and share their memory; its size is that of the whole tensor.
+    """A tensor with the values of the part, whose memory it shares, and the size of the whole tensor.
 
-    For checkpoints alone: it has the methods that torch's asks of a tensor of which ranks hold parts.
+    It is only for checkpoints: it has the methods that torch's distributed checkpoint requires of a sharded tensor.
     """
 
     _shape: torch.Size
@@ -63,7 +65,7 @@ class FlatPart(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, *, begin: int, shape: Sequence[int]) -> Self:
-        """``values`` are flat; ``begin`` is where they are in the flattened tensor of this ``shape``."""
+        """Create a part of flat ``values`` that begin at index ``begin`` of the flattened tensor of this ``shape``."""
         part: Self = torch.Tensor._make_subclass(cls, values.detach())
         part._shape = torch.Size(shape)
         part._boxes = boxes_of(shape, begin, begin + len(values))

@@ -1,4 +1,4 @@
-"""Takes the gradients of chunks from the backward pass to where their optimizer is."""
+"""Transfer of the chunks' gradients from the backward pass to their optimizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlpipe.offload.runtime.chunk_ranks import ChunkRanks
 from rlpipe.offload.runtime.streams import Queues, StreamEvent
 
 NUM_STAGED = 2
-"""Chunks whose gradients are on their way: one is copied while another is added up on the host."""
+"""Chunks whose gradients are in flight: one is copied while another is added up on the host."""
 
 
 class Gradients:
-    """Of all trained chunks of a model; ``adams`` are theirs by the chunks' numbers."""
+    """Gradients of all trained chunks of a model; ``adams`` has their optimizers by chunk index."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Gradients:
         self._open: dict[int, tuple[Tensor, set[str]]] = {}
         self._sent: dict[tuple[int, torch.dtype], list[Sent]] = defaultdict(list)
         self._num_alike = Counter((adam.memory.room, adam.memory.work_dtype) for adam in adams.values())
-        """Chunks that use buffers of a size and type: a tied embedding, wider than all else, needs one for itself."""
+        """Chunks per buffer size and dtype: a tied embedding, larger than the rest, needs one buffer only."""
         self._staging = [Staging(pin=device.type == "cuda") for _ in range(NUM_STAGED)]
         self._pending: list[Future[None]] = []
-        take = WeakMethod(self._take)  # torch hides from the garbage collector what a parameter's hooks hold
+        take = WeakMethod(self._take)  # the garbage collector does not see what a parameter's hooks hold
         self._handles = [
             parameters[name].register_post_accumulate_grad_hook(partial(_take_for, take, index, name))
             for index, adam in adams.items()
@@ -50,25 +50,25 @@ class Gradients:
         ]
 
     def begin(self, indices: Iterable[int]) -> None:
-        """Before a backward pass that makes gradients of chunks; all ranks must call it.
+        """Check, before a backward pass, that it makes gradients of the same chunks on all ranks.
 
-        Raises ``RuntimeError`` on all of them where the chunks are not the same on each: what they send would not meet.
+        Raises ``RuntimeError`` on all ranks otherwise, since their collectives would not match. All ranks must call it.
         """
         if self._ranks.num_ranks == 1 or not self._adams:
             return
         chunks = sorted(index for index in indices if index in self._adams)
         mark = crc32(repr(chunks).encode()) % 2**24
         total, squares = self._ranks.sum(torch.tensor([mark, mark**2], device=self._device)).tolist()
-        if total**2 != self._ranks.num_ranks * squares:  # which are equal only if all marks are
+        if total**2 != self._ranks.num_ranks * squares:  # equal only if all marks are
             raise RuntimeError(
                 f"this rank's backward pass is of the chunks {', '.join(map(str, chunks)) or 'none'}, another's of "
                 "others: have all ranks call the same units of the model in each pass"
             )
 
     def finish(self, indices: Iterable[int]) -> None:
-        """Sends what a backward pass made of chunks.
+        """Send a backward pass's gradients of chunks to their optimizers.
 
-        All ranks must call it with the same chunks, also those that have no gradients of them.
+        All ranks must call it with the same chunks, even if they have no gradients of them.
         """
         for index in indices:
             if index in self._adams and (index in self._open or self._ranks.num_ranks > 1):
@@ -81,7 +81,7 @@ class Gradients:
 
     @property
     def device_bytes(self) -> int:
-        """Of the buffers on the device, and of what the ranks made of them."""
+        """Bytes of the gradient buffers on the device, and of the ranks' sums of them."""
         held = [sent.flat for buffers in self._sent.values() for sent in buffers]
         held += [flat for flat, _ in self._open.values()]
         held += [part for part in (staging.part for staging in self._staging) if part is not None]
@@ -91,11 +91,11 @@ class Gradients:
 
     @property
     def host_bytes(self) -> int:
-        """Of the places where they arrive."""
+        """Bytes of the staging buffers on the host."""
         return sum(staging.num_bytes for staging in self._staging)
 
     def settle(self) -> None:
-        """Waits until all that was sent has been added up."""
+        """Wait until all gradients that were sent have been added up."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
@@ -174,34 +174,34 @@ class Gradients:
 
 @dataclass(slots=True)
 class Sent:
-    """A device's memory that is read until the event."""
+    """A device buffer that is read until the event."""
 
     event: StreamEvent
     flat: Tensor
 
 
 class Staging:
-    """A place on the host where gradients arrive."""
+    """A buffer on the host in which gradients arrive."""
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
         self._buffer: HostBuffer | None = None
         self.user: Future[None] | None = None
         self.part: Tensor | None = None
-        """On the device, as long as it is read."""
+        """Source of the copy on the device, held until it has been read."""
 
     @property
     def num_bytes(self) -> int:
         return 0 if self._buffer is None else len(self._buffer.bytes)
 
     def wait(self) -> None:
-        """Until its last user is done with it; raises what that raised."""
+        """Wait until the last user of the buffer is done, and raise what it raised."""
         user, self.user = self.user, None
         if user is not None:
             user.result()
 
     def take(self, like: Tensor) -> Tensor:
-        """Memory for a tensor; after ``wait``."""
+        """Return memory for a tensor of this size and dtype; call ``wait`` first."""
         if self._buffer is None or self.num_bytes < like.nbytes:
             self.close()
             self._buffer = HostBuffer(like.nbytes, pin=self._pin)

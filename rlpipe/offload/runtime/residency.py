@@ -1,4 +1,4 @@
-"""Which chunks are on the device: those in use, those that come next, and the last ones as long as there is room."""
+"""Residency of chunks on the device: those in use, those needed next, and the last ones while there is room."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlpipe.offload.runtime.streams import Done, Lane, StreamEvent
 
 
 class OutOfSlots(RuntimeError):
-    """What is in use at one time needs more slots than there are."""
+    """Error of a model whose chunks in use at one time need more slots than there are."""
 
 
 class Residency:
-    """Slots on the device, and the chunks that have them.
+    """Slots on the device, and the chunks that occupy them.
 
-    A step goes up the chunks and down again: the victim is always the chunk whose next use is farthest away, and a
-    chunk is fetched ahead only for one whose next use is farther than its own. The last chunks of the forward pass so
-    stay for the backward pass, and its last ones for the next forward pass.
+    A step uses the chunks in order and then in reverse. The victim is always the chunk whose next use is farthest away,
+    and a prefetched chunk replaces only one whose next use is farther than its own. So the last chunks of the forward
+    pass stay for the backward pass, and its last ones for the next forward pass.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Residency:
         await_update: Callable[[int], None] | None = None,
         is_updated: Callable[[int], bool] | None = None,
     ) -> None:
-        """``slots_of`` says how many slots each takes.
+        """Create ``num_slots`` slots for chunks that each take ``slots_of`` slots.
 
-        ``await_update`` returns once a chunk's bytes on the host are those to be used next; a chunk is fetched ahead
-        only if it ``is_updated``, or is what comes next.
+        ``await_update`` returns once a chunk's bytes on the host are up to date; chunks are prefetched only if they are
+        (``is_updated``), except for those that are used next.
         """
         self._memories, self._slots_of, self._lane = memories, slots_of, lane
         self._await_update, self._is_updated = await_update, is_updated
@@ -44,7 +44,7 @@ class Residency:
         self._pins: Counter[int] = Counter()
         self._position, self._is_backward = 0, False
         self._mark: StreamEvent | None = None
-        """By when the device is through with all that is not pinned; None: when it is through with all it has."""
+        """Event after which the device no longer uses unpinned chunks; None: after all work submitted so far."""
         self.is_closed = False
 
     @property
@@ -57,7 +57,7 @@ class Residency:
         return sum(self._pins.values())
 
     def ensure(self, index: int) -> None:
-        """Has a chunk there for what is computed from here on. Raises ``OutOfSlots``."""
+        """Load a chunk, unless it is resident, for the computation from here on; raise ``OutOfSlots`` without room."""
         self._check_open()
         self._mark = None
         if self._memories[index].is_persistent:
@@ -69,7 +69,7 @@ class Residency:
         self._events[index] = Done()
 
     def enter(self, indices: Iterable[int], *, is_backward: bool) -> None:
-        """Has chunks there until they are left; fetches those that come next."""
+        """Load chunks and pin them until ``leave``; prefetch those that come next."""
         needed = sorted(indices)
         if not needed:
             return
@@ -86,16 +86,16 @@ class Residency:
         self._pins += Counter()
 
     def leave_all(self) -> None:
-        """After a pass, however it ended."""
+        """Unpin all chunks after a pass, however it ended."""
         self._mark = None
         self._pins.clear()
 
     def turn(self) -> None:
-        """The next use is the first chunk's."""
+        """Set the position to the first chunk, as the next one to be used."""
         self._position, self._is_backward = 0, False
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Frees the slots of chunks whose bytes on the host change."""
+        """Free the slots of chunks whose bytes on the host change."""
         for index in indices:
             if index in self._events:
                 assert not self._pins[index], "a chunk is updated while it is in use"
@@ -108,7 +108,7 @@ class Residency:
         self.is_closed = True
 
     def fetch_ahead(self) -> None:
-        """As far as nothing must be waited for."""
+        """Prefetch chunks in the order of their use, up to the first that would have to wait."""
         for index in self._upcoming():
             if self._is_updated is not None and not self._is_updated(index):
                 return
@@ -116,16 +116,17 @@ class Residency:
                 return
 
     def fetch_next(self, indices: Iterable[int]) -> None:
-        """What comes right after what was entered last, which the device has been given; waits for its updates.
+        """Prefetch the chunks that are used right after those entered last, waiting for their updates.
 
-        On the device it goes on beside that computation. For use before ``leave``.
+        The copies overlap with the computation on the entered chunks, which must be submitted already. Call it before
+        ``leave``.
         """
         for index in sorted(indices):
             if not self._fetch(index, self._mark):
                 return
 
     def _fetch(self, index: int, behind: StreamEvent | None = None) -> bool:
-        """Whether it is there, or under way, without the slots of what is used sooner."""
+        """Load a chunk without evicting any that is used sooner; return whether it is resident then."""
         if index in self._events or self._memories[index].is_persistent:
             return True
         while self._free < self._slots_of[index]:
@@ -142,7 +143,7 @@ class Residency:
         return range(self._position + step, end, step)
 
     def _distance(self, index: int) -> int:
-        """Steps until a chunk is used: on the way, or after the turn at its end."""
+        """Return the number of steps until a chunk is used: in this direction, or after the turn at its end."""
         ahead = self._position - index if self._is_backward else index - self._position
         if ahead >= 0:
             return ahead
@@ -169,7 +170,7 @@ class Residency:
         self._free -= self._slots_of[index]
 
     def _release(self, index: int) -> None:
-        # Its bytes may still be on their way; memory that is freed must not be written to.
+        # The chunk may still be copied to the device; freed memory must not be written to.
         self._events.pop(index).block_device()
         self._memories[index].release()
         self._free += self._slots_of[index]

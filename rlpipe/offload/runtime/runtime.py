@@ -1,4 +1,4 @@
-"""A model of which most weights lie on the host, and come to the device chunk by chunk as they are used.
+"""An offloaded model: most weights lie on the host and are loaded to the device chunk by chunk as they are used.
 
 units (calls) ──enter──> residency ──load──> chunks: host bytes ──copy, gather──> device storage
   │   forward, backward     slots, who is next          ^
@@ -33,34 +33,35 @@ from rlpipe.offload.runtime.unit_hooks import UnitCalls
 from rlpipe.offload.units import Inventory, Unit, find_rest, find_units, move_rest, return_rest, take_inventory
 
 _open: WeakSet[OffloadedModel] = WeakSet()
-"""Those that have a model, which alone keeps them alive."""
+"""Offloaded models that are open or lost; only their models keep them alive."""
 LOST = "an error ended the offloaded model while ranks shared its weights, which are lost: load the model again"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Precision:
-    """Types of a trained chunk's numbers; None: as the weights are given."""
+    """Dtypes of a trained chunk; None stands for the dtype of the given weights."""
 
     compute: torch.dtype | None = None
-    """Of the weights on the device, and of their gradients there."""
+    """Dtype of the weights on the device, and of their gradients there."""
     state: torch.dtype | None = None
-    """Of what the optimizer updates, and of its moments."""
+    """Dtype of the weights that the optimizer updates, and of its moments."""
     gradient: torch.dtype = torch.float32
-    """In which gradients are summed up."""
+    """Dtype in which gradients are accumulated."""
 
 
 class OffloadedModel:
-    """Takes over a model in place, until ``close``; use it as a context manager.
+    """A model that is offloaded in place until ``close``; use it as a context manager.
 
-    ``model`` is any module of transformers or PEFT; its blocks are found by their lists. It is called as before, and so
-    is ``backward`` of a loss. With an ``optimizer`` it is trained; ``OffloadedAdamW`` is the step of a plain loop.
-    Parameters in ``resident`` are on the device, and the caller's to update. All ranks of ``ranks`` must do the same,
-    down to the units that they call in each pass; inside of one they may differ, as in their experts.
-    Raises ``ValueError`` where the arrangement does not suit the model, ``RuntimeError`` where another has it already,
-    or a part of it. Where it raises, the model is as it was; what was on the meta device may have its values.
+    ``model`` is any module of transformers or PEFT; its blocks are found by their module lists. Call it, and
+    ``backward`` of a loss, as before. With an ``optimizer`` it can be trained; ``OffloadedAdamW`` has the step for a
+    plain loop. Parameters in ``resident`` stay on the device, and the caller updates them. All ranks of ``ranks`` must
+    make the same calls, down to the units in each pass; within a unit they may differ, as in the experts that they run.
+    Raises ``ValueError`` if the arrangement does not suit the model, ``RuntimeError`` if the model or a part of it is
+    offloaded already. After an error the model is as it was, but tensors from the meta device may have their values.
 
-    Where ranks share the chunks (``num_parts`` > 1), an error that leaves the context, or the constructor, on one of
-    them finds the others elsewhere: then nothing waits for them, and the model is lost. It has to be loaded again.
+    If ranks share the chunks (``num_parts`` > 1) and an error leaves the context or the constructor on one of them,
+    the others are at other points of the program, so nothing waits for them. The model is then lost, and has to be
+    loaded again.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class OffloadedModel:
         fill: Fill | None = None,
         queues: Queues | None = None,
     ) -> None:
-        """``sizes`` are those of chunks that are tried, in bytes; ``fill`` is for models on the meta device."""
+        """Offload ``model``, trying chunk ``sizes`` in bytes; ``fill`` has the values of models on the meta device."""
         check_free(model, optimizer)
         precision, ranks = precision or Precision(), ranks or Alone()
         self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
@@ -89,10 +90,10 @@ class OffloadedModel:
         self._memories: list[ChunkMemory] = []
         self._queues = queues or make_queues(device)
         self._undo: list[Callable[[], None]] = []
-        """Gives back what was taken, the last first."""
+        """Functions that restore what was taken from the model, called in reverse order."""
         self.is_closed = self.is_lost = False
         self.decision: Decision | None = None
-        """By which it was arranged, if it was."""
+        """Decision of the planner that made the arrangement, if any."""
         try:
             self._take(units, optimizer or OptimizerConfig(), precision, fill)
         except BaseException as error:
@@ -174,7 +175,10 @@ class OffloadedModel:
         return self.inventory.resident
 
     def resident_squared_norm(self) -> Tensor:
-        """Sums the gradients of what is resident over the ranks, which then all hold them; the first alone counts."""
+        """Sum the gradients of resident parameters over the ranks, and return their squared norm.
+
+        All ranks then hold the sums, so the norm is 0 on all but the first.
+        """
         norms = [
             torch.linalg.vector_norm(gradient, dtype=torch.float32).square() for gradient in self._summed_gradients()
         ]
@@ -195,33 +199,36 @@ class OffloadedModel:
 
     @property
     def device_bytes(self) -> int:
-        """Of chunks and their gradients and states, at this moment."""
+        """Bytes on the device of chunks, their gradients and their optimizer states, at this moment."""
         chunks = sum(memory.room for memory in self._memories if memory.is_resident)
         states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if adam.memory.is_persistent)
         return chunks + states + self.optimizer.gradients.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of chunks and their gradients and states, and of swapped activations, at this moment."""
+        """Bytes on the host of chunks, their gradients and states, and swapped activations, at this moment."""
         chunks = sum(len(memory.host_bytes) for memory in self._memories if not memory.is_persistent)
         states = sum(adam.num_bytes for adam in self.optimizer.adams.values() if not adam.memory.is_persistent)
         passing = self.optimizer.gradients.host_bytes + self.optimizer.casts.num_bytes + self._arena.num_bytes
         return chunks + states + passing
 
     def end_update(self) -> tuple[float, int]:
-        """Seconds since the update's first forward pass began, and how many there were; call it once for each."""
+        """Return the seconds since the update's first forward pass began, and the number of its forward passes.
+
+        Call it once per update.
+        """
         began_s, num_passes = self._calls.began_s, self._calls.num_passes
         self._calls.began_s, self._calls.num_passes = None, 0
         return 0.0 if began_s is None else time.perf_counter() - began_s, num_passes
 
     def read(self, module: nn.Module) -> None:
-        """Has the weights of a unit there, for what reads them without calling it; within the model's ``forward``."""
+        """Load the weights of a unit for code that reads them without calling it, within the model's ``forward``."""
         self._calls.read(module)
 
     def values(self, parameter: Tensor) -> Tensor:
-        """A parameter's whole values, as they are updated if it is trained; shares memory where it can.
+        """Return a parameter's whole values, in the optimizer's dtype if it is trained; all ranks must call it.
 
-        All ranks must call it.
+        They share the chunk's memory if possible.
         """
         self.check_open()
         place = self._places.get(id(parameter))
@@ -232,8 +239,10 @@ class OffloadedModel:
         return self._memories[index].whole(name)
 
     def part(self, parameter: Tensor) -> tuple[Tensor, int]:
-        """What this rank has of a parameter, flat, as it is updated if it is trained, and which of the flattened
-        parameter's elements it begins with; shares memory."""
+        """Return this rank's part of a parameter, flat, and its first index in the flattened parameter.
+
+        The part shares the chunk's memory, and has the optimizer's dtype if the parameter is trained.
+        """
         self.check_open()
         place = self._places.get(id(parameter))
         if place is None:
@@ -243,7 +252,7 @@ class OffloadedModel:
         return self._memories[index].part(name), self._memories[index].pieces[name].in_tensor.start
 
     def assign(self, parameter: Tensor, values: Tensor) -> None:
-        """Gives a parameter other values, of which every rank has the whole; all ranks must call it."""
+        """Overwrite a parameter with ``values``, which are whole on every rank; all ranks must call it."""
         self.check_open()
         place = self._places.get(id(parameter))
         if place is None:
@@ -255,14 +264,14 @@ class OffloadedModel:
         self._memories[index].write(name, values)
 
     def place_of(self, parameter: Tensor) -> tuple[int, str] | None:
-        """The number of its chunk, and its name there; None where it is in no chunk."""
+        """Return the index of a parameter's chunk and its name there, or None if it is in no chunk."""
         return self._places.get(id(parameter))
 
     def close(self) -> None:
-        """Gives the model weights of its own again, where they lay before, and ends all threads.
+        """Give the model weights of its own again on their original devices, and end all threads.
 
-        Does nothing when called again. What goes wrong is raised; the model is then still this one's, and ``close`` can
-        be tried again. All ranks must call it.
+        Does nothing if it is closed already. If this raises, the model is still offloaded, and ``close`` can be called
+        again. All ranks must call it.
         """
         if self.is_closed:
             return
@@ -272,7 +281,7 @@ class OffloadedModel:
         _open.discard(self)
 
     def _give_back(self) -> None:
-        # Chunks that are fetched ahead may still be on their way, from memory that is freed here.
+        # Prefetched chunks may still be copied from host memory that is freed here.
         self._queues.copies_in.block_host()
         self._queues.copies_out.block_host()
         while self._undo:
@@ -280,14 +289,17 @@ class OffloadedModel:
             self._undo.pop()
 
     def _end_after(self, error: BaseException) -> None:
-        """Other ranks are elsewhere, and do not call this."""
+        """Restore the model after an error, or mark it as lost if that would need the other ranks."""
         if self.ranks.num_parts == 1:
             self._give_back()
         elif self._memories:
             self._lose(error)
 
     def _lose(self, error: BaseException) -> None:
-        """Waits for nothing, as what goes on may wait for other ranks; its memory goes when the model does."""
+        """Mark the model as lost, without waiting for pending work, which may wait for other ranks.
+
+        The memory is freed with the model.
+        """
         self._queues.worker.shutdown(wait=False, cancel_futures=True)
         self.is_closed = self.is_lost = True
         self.model.forward = self._refuse
@@ -306,21 +318,21 @@ class OffloadedModel:
         if error is None or self.ranks.num_parts == 1:
             self.close()
         elif not self.is_closed:
-            self._residency.is_closed = True  # no part of the model can load a chunk, which all ranks would have to
+            self._residency.is_closed = True  # no part of the model may load a chunk: that would need all ranks
             self._lose(error)
 
     def drop_chunk(self, index: int) -> None:
-        """Has it loaded anew when it is used next, as it changes on the host."""
+        """Release a chunk that changes on the host, so that it is loaded again at its next use."""
         self._residency.drop([index])
 
     def check_open(self) -> None:
-        """Raises ``RuntimeError`` where the model is given back, or lost."""
+        """Raise ``RuntimeError`` if the offloaded model is closed or lost."""
         if self.is_closed:
             raise RuntimeError(LOST if self.is_lost else "the offloaded model is closed")
 
 
 def least_arrangement(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Arrangement:
-    """With the least memory on the device, and one slot more for what comes next; for a model that only reads."""
+    """Return the arrangement with the least device memory, plus one slot for prefetch, for a model without training."""
     units = find_units(model)
     inventory = take_inventory(model, units, trained=False)
     layout = make_layout(inventory.tensors, sizes=sizes)
@@ -329,7 +341,7 @@ def least_arrangement(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -
 
 
 def least_memory(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Capacity:
-    """What the model takes as it is arranged so, with all of it on this rank's host."""
+    """Return the memory that the model takes with ``least_arrangement``, with whole chunks on this rank's host."""
     inventory = take_inventory(model, find_units(model), trained=False)
     layout = make_layout(inventory.tensors, sizes=sizes)
     resident = [*inventory.resident.values(), *model.buffers()]
@@ -341,7 +353,7 @@ def least_memory(model: nn.Module, *, sizes: Sequence[int] = CHUNK_SIZES) -> Cap
 
 
 def chunks_of_units(layout: ChunkLayout, inventory: Inventory) -> list[frozenset[int]]:
-    """Which chunks each unit uses."""
+    """Return the indices of the chunks that each unit uses."""
     found: list[set[int]] = [set() for _ in inventory.units]
     for chunk in layout.chunks:
         for place in chunk.places:
@@ -351,7 +363,7 @@ def chunks_of_units(layout: ChunkLayout, inventory: Inventory) -> list[frozenset
 
 
 def least_slots(layout: ChunkLayout, unit_chunks: Sequence[frozenset[int]], num_persistent: int) -> int:
-    """What the unit with the most chunks needs."""
+    """Return the fewest slots with which every unit can run."""
     return max(
         (
             sum(layout.slots_of(layout.chunks[index]) for index in chunks if index >= num_persistent)
@@ -362,7 +374,7 @@ def least_slots(layout: ChunkLayout, unit_chunks: Sequence[frozenset[int]], num_
 
 
 def check_free(model: nn.Module, optimizer: OptimizerConfig | None) -> None:
-    """Raises ``RuntimeError`` for a model that is taken, or lost, and ``ValueError`` for one that can't be."""
+    """Raise ``RuntimeError`` if the model is offloaded already or lost, and ``ValueError`` if it can't be offloaded."""
     if optimizer is not None and optimizer.name != "adamw":
         raise ValueError(f"optimizer.name={optimizer.name}: chunks are updated by adamw")
     own = {id(parameter) for parameter in model.parameters()}

@@ -1,4 +1,4 @@
-"""Queues of work on the device that run beside its computation: copies in, copies out."""
+"""Queues of work that run beside the device's computation: copies to the device and copies from it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class StreamEvent(Protocol):
     """A point in a queue."""
 
     def block_device(self) -> None:
-        """What is computed from here on waits until the queue is past this point; in a lane's work, that lane does."""
+        """Make later computation wait until the queue is past this point; in a lane's work, make that lane wait."""
 
     def block_host(self) -> None:
-        """The calling thread waits."""
+        """Block the calling thread until the queue is past this point."""
 
 
 class Lane(Protocol):
     def mark(self) -> StreamEvent:
-        """The end of all that the device was given to compute so far."""
+        """Return an event at the end of all computation that the device was given so far."""
 
     def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
-        """Queues work behind what was queued, and behind an event; None: what ``mark`` gives now."""
+        """Queue work after the lane's earlier work and after the event ``behind`` (None: ``mark()``)."""
 
     def block_host(self) -> None:
-        """The calling thread waits until all that was submitted is through."""
+        """Block the calling thread until all submitted work is done."""
 
 
 class Done:
-    """Of work that is over."""
+    """The event of work that is done."""
 
     def block_device(self) -> None:
         pass
@@ -44,7 +44,7 @@ class Done:
 
 
 class InlineLane:
-    """Does everything at once: on the CPU."""
+    """A lane for the CPU, which runs all work immediately."""
 
     def mark(self) -> StreamEvent:
         return Done()
@@ -58,7 +58,7 @@ class InlineLane:
 
 
 class CudaLane:
-    """A stream; made once, as every stream keeps memory of its own."""
+    """A lane on a CUDA stream of its own; create it once, since every stream keeps memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,18 +93,18 @@ class CudaEvent:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Queues:
-    """All that goes on beside the computation."""
+    """The lanes and the worker that run beside the computation."""
 
     copies_in: Lane
     copies_out: Lane
     worker: Executor
-    """Does the host's arithmetic, one thing after another."""
+    """Executor of the host's arithmetic, one task after another."""
 
 
 def make_queues(device: torch.device) -> Queues:
     def make_lane() -> Lane:
         return CudaLane(device) if device.type == "cuda" else InlineLane()
 
-    # One thread, whose operators take all of torch's: what is needed first is ready soonest.
+    # One thread, since each operator uses all of torch's threads: what is needed first is ready soonest.
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
     return Queues(copies_in=make_lane(), copies_out=make_lane(), worker=worker)

@@ -1,4 +1,4 @@
-"""Runs a model's units one by one with their chunks there: forward, backward, and again where they are recomputed."""
+"""Runs of a model's units with their chunks on the device: forward, backward, and recomputation."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from rlpipe.offload.units import Unit
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Call:
-    """A run of a unit that a backward pass may follow; only autograd's graph holds it."""
+    """A forward run of a unit that a backward pass may follow; only autograd's graph holds it."""
 
     chunks: frozenset[int]
     swap: SwapHooks | None = None
     brings: list[Callable[[], Call | None]] = field(default_factory=list)
-    """Swapped calls before it, whose activations come back as its backward pass begins."""
+    """Weak references to earlier swapped calls, whose activations are fetched when its backward pass begins."""
     has_begun: bool = False
-    """Its backward pass."""
+    """Whether its backward pass has begun."""
     has_ended: bool = False
 
 
 class UnitCalls:
-    """Stands in for the ``forward`` of a model and its units, until ``remove``."""
+    """Replacement of the ``forward`` methods of a model and its units, until ``remove``."""
 
     def __init__(
         self,
@@ -55,8 +55,11 @@ class UnitCalls:
         begin: Callable[[Collection[int]], None],
         finish: Callable[[Collection[int]], None],
     ) -> None:
-        """``chunks`` and ``modes`` are those of each of ``units``; ``stays`` tells what is on the device anyway;
-        ``begin`` is called with chunks that a backward pass makes gradients of, ``finish`` once theirs are whole."""
+        """Replace the ``forward`` of the model and its ``units``, which have these ``chunks`` and ``modes``.
+
+        ``stays`` returns whether a tensor is on the device anyway. ``begin`` is called with the chunks of which a
+        backward pass makes gradients, ``finish`` with chunks whose gradients are complete.
+        """
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
         self._next_chunks = [
@@ -77,15 +80,15 @@ class UnitCalls:
         self._graph_task = -1
         self._replaced: list[tuple[nn.Module, Any]] = []
         self.began_s: float | None = None
-        """When the first pass with gradients since the last update began."""
+        """Start of the first pass with gradients since the last update."""
         self.num_passes = 0
-        """With gradients, since then."""
+        """Number of passes with gradients since the last update."""
         for index, unit in enumerate(units):
             self._replace(unit.module, partial(self._run, index))
         self._replace(model, self._run_model)
 
     def remove(self) -> None:
-        """Gives the modules their own ``forward`` again."""
+        """Restore the modules' own ``forward``."""
         while self._replaced:
             module, own = self._replaced.pop()
             if own is None:
@@ -94,7 +97,7 @@ class UnitCalls:
                 module.forward = own
 
     def read(self, module: nn.Module) -> None:
-        """Has a unit's weights there now, for code that reads them without calling the unit."""
+        """Load a unit's weights now, for code that reads them without calling the unit."""
         chunks = self._chunks[self._indices[id(module)]]
         if torch.is_grad_enabled():
             self._to_finish |= chunks
@@ -198,7 +201,7 @@ class UnitCalls:
             Variable._execution_engine.queue_callback(self._end_backward)
         self._finish_whole()
         if call.swap is not None:
-            call.swap.fetch()  # before chunks that are fetched ahead, in the same lane
+            call.swap.fetch()  # before prefetched chunks, which use the same lane
         self._residency.enter(call.chunks, is_backward=True)
         for find in call.brings:
             swapped = find()
@@ -229,7 +232,7 @@ class UnitCalls:
 
 
 def mark_inputs(leave: Callable[[], None], inputs: Any) -> Any:
-    """Passes tensors in a tree through a function that calls ``leave`` once the backward pass has reached them."""
+    """Pass the tensors of a tree through a function that calls ``leave`` when the backward pass reaches them."""
     leaves, tree = tree_flatten(inputs)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not places:
@@ -241,7 +244,7 @@ def mark_inputs(leave: Callable[[], None], inputs: Any) -> Any:
 
 
 class _Inputs(torch.autograd.Function):
-    """The identity; its backward pass is the last of a unit."""
+    """The identity on a unit's inputs, whose backward is the last of the unit's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, leave: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
