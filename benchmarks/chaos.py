@@ -1,8 +1,9 @@
-"""Kills processes of a run at random, the driver too, and says what that cost.
+"""Random kills of a run's processes, including the driver, and their cost.
 
 ``python -m benchmarks.chaos --minutes 10 --seed 1`` trains the quickstart's task twice from one warm-up: undisturbed,
-and with SIGKILL at random moments over every kind of process for so many minutes, after which the run may end in peace.
-The last line is one JSON object; the exit code is 1 if the accounts do not add up.
+and with SIGKILL at random moments to every kind of process for ``--minutes``, after which the run may finish
+undisturbed. The last line is one JSON object; the exit code is 1 if the audit of the ledger finds a problem, or if
+groups were lost or repeated.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 
 KINDS = ("rollout", "scorer", "replay", "weights", "learner", "trainer", "driver")
 STEPS_PER_MINUTE = 100
-"""Steps of both runs for each minute of killing; undisturbed, the quickstart trains about 180 in a minute."""
+"""Steps of both runs per minute of killing; undisturbed, the quickstart trains about 180 steps a minute."""
 MEAN_PAUSE_S = 15.0
-"""Between one kill and the next, exponentially distributed, whether the last one is mended or not."""
+"""Mean pause between kills, recovered or not; exponentially distributed, and cut off at three times the mean."""
 PATIENCE_S = 300.0
-"""Without a step for so long, the run counts as hanging."""
+"""Seconds without a step after which the run counts as hanging."""
 
 
 @dataclass
 class Kill:
-    """One death, and when the run was over it."""
+    """One kill, and when the run recovered from it."""
 
     kind: str
     at: float
     known: frozenset[int] = frozenset()
-    """Process ids of the kind at that moment; Ray may put a process that it had in store in the dead one's place."""
+    """Process ids of the kind at that moment; the replacement may be an idle process that Ray already had."""
     back_at: float | None = None
     mended_at: float | None = None
 
@@ -58,13 +59,13 @@ class Kill:
 
 @dataclass
 class Driver:
-    """``rlpipe train`` as a process of its own, started again as often as it dies."""
+    """``rlpipe train`` in a process of its own, started again whenever it dies."""
 
     options: list[str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
-    """In seconds since 1970."""
+    """Start time, in seconds since 1970."""
 
     def start(self) -> None:
         command = [sys.executable, "-m", "rlpipe", "train", *self.options]
@@ -77,7 +78,10 @@ class Driver:
         return self.process.poll()
 
     def kill(self) -> None:
-        """Ends the driver; the run's processes end by themselves, and are waited for. Ray's own take up to a minute."""
+        """Kill the driver, wait for the run's other processes to end by themselves, and kill those left after 5 s.
+
+        Ray's own processes take up to a minute, and are not waited for.
+        """
         assert self.process is not None
         pids = [pid for kind in KINDS if kind != "driver" for pid in find_processes(kind, self.process.pid)]
         others = []
@@ -93,13 +97,13 @@ class Driver:
 
 
 class Watcher:
-    """Reads a run's ledger from outside, whether it is there or not."""
+    """A reader of a run's ledger from outside; the ledger need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def newest_step_at(self) -> float:
-        """When the last step ended, in seconds since 1970; 0 before the first."""
+        """Return when the last step ended, in seconds since 1970; 0 before the first."""
         rows = self._ask("SELECT coalesce(max(ended_at), 0) FROM steps")
         return float(rows[0][0]) if rows else 0.0
 
@@ -125,7 +129,7 @@ class Watcher:
 
 
 class Chaos:
-    """Kills until its time is over; then waits for the end of the run."""
+    """A run whose processes are killed at random for some minutes, and that is then left to end."""
 
     def __init__(self, driver: Driver, output: Path, *, minutes: float, seed: int) -> None:
         self._driver, self._watcher = driver, Watcher(output / NAME)
@@ -133,7 +137,7 @@ class Chaos:
         self.kills: list[Kill] = []
 
     def run(self) -> None:
-        """Raises ``RuntimeError`` if the run fails, or hangs."""
+        """Run until the end, killing on the way; raise ``RuntimeError`` if the run fails or hangs."""
         self._driver.start()
         self._wait_for_steps_after(0.0)
         while time.time() < self._until:
@@ -153,14 +157,14 @@ class Chaos:
             return
         assert self._driver.process is not None
         processes = find_processes(kind, self._driver.process.pid)
-        if not processes:  # it is just being replaced
+        if not processes:  # it is being replaced right now
             return
         self.kills.append(Kill(kind=kind, at=time.time(), known=frozenset(processes)))
         with suppress(ProcessLookupError):
             os.kill(self._random.choice(processes), signal.SIGKILL)
 
     def _sleep(self, seconds: float) -> None:
-        """Watches meanwhile which deaths are mended, and that the run lives."""
+        """Sleep, while recording recoveries and checking that the run has neither failed nor hung."""
         deadline = time.time() + seconds
         while True:
             code = self._driver.poll()
@@ -182,8 +186,10 @@ class Chaos:
             raise RuntimeError(f"no step for {PATIENCE_S:g} s after the {open_kills[0].kind} was killed")
 
     def _back_since(self, kill: Kill) -> float | None:
-        """When what was killed was there again, if it is; a step that ends after that shows that the run is over the
-        death. All parts of another driver are new, so its first step is proof for them too."""
+        """Return when the killed process was replaced, or None; a step that ends later proves that the run recovered.
+
+        All parts of another driver are new, so its first step is proof for them, too.
+        """
         assert self._driver.process is not None
         if self._driver.started_at > kill.at:
             return self._driver.started_at

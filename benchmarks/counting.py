@@ -12,14 +12,14 @@ from typing import Any
 
 MAX_STEP = 3
 MAX_COUNT = 55
-"""Numbers of an answer."""
+"""Most numbers in an answer."""
 MAX_TOKENS = 240
 FORGETFUL, FORGETS = string.ascii_lowercase[13:], 0.7
-"""The letters that demonstrations leave out, and how often; reinforcement learning has to mend that."""
+"""Letters that demonstrations omit, and how often they do; reinforcement learning has to correct that."""
 
 
 def make_row(generator: random.Random) -> dict[str, str]:
-    """A prompt, its answer, and a demonstration for the warm-up, which is careless at times.
+    """Make a prompt, its answer, and a demonstration for the warm-up, which is sometimes wrong.
 
     The logarithm of the answer's length is uniform, so that few are long.
     """
@@ -38,7 +38,7 @@ def make_row(generator: random.Random) -> dict[str, str]:
 
 
 def make_rows(count: int, held_out: int, seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Rows for training, and ``held_out`` others whose prompts are not among them."""
+    """Return ``count`` rows for training, and ``held_out`` rows with other prompts."""
     generator = random.Random(seed)
     tests: dict[str, dict[str, str]] = {}
     while len(tests) < held_out:
@@ -58,7 +58,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def counted(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Share of the numbers that are right up to the first wrong one; 1 only for the whole answer and nothing else."""
+    """Return the share of the numbers that are right up to the first wrong one; 1 only for exactly the whole answer."""
     texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
     return [share_right(text, gold) for text, gold in zip(texts, answer, strict=True)]
 

@@ -1,8 +1,8 @@
 """Settings of vLLM on a CPU: block size, threads, and eager or compiled, for policies of 1.6M, 60M and 135M parameters.
 
-Each setting has a process of its own, which samples the same batches through rlpipe's engine: 8 prompts with 8 answers
-each, of a fixed length. Ratios are tokens a second over those of rlpipe's own settings, one thread, in the same run.
-Run: ``python -m benchmarks.cpu_engine``; the last line is JSON.
+Each setting is measured in a process of its own, which samples the same batches through rlpipe's engine: 8 prompts with
+8 answers each, of a fixed length. Ratios are tokens per second over those of rlpipe's own settings, with one thread, in
+the same run. Run: ``python -m benchmarks.cpu_engine``; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(kw_only=True, frozen=True)
 class Policy:
-    """A model, and the lengths that its prompts and answers have in the runs that it stands for."""
+    """A model, with typical lengths of its prompts and answers."""
 
     name: str
     prompt_tokens: int
@@ -63,7 +63,7 @@ POLICIES = [
 
 
 def make(policy: Policy) -> None:
-    """Makes the model, unless a run before has."""
+    """Make the model, unless it exists already."""
     if policy.path.exists():
         return
     if policy.name == "1.6M":
@@ -77,9 +77,9 @@ def make(policy: Policy) -> None:
 
 
 def measure(policy: Policy, setting: str, num_batches: int) -> dict[str, float]:
-    """Seconds of the start and of the batches, in this process."""
+    """Return the seconds of the start, and the tokens per second of the batches, measured in this process."""
     options = {"num_threads": 1, **SETTINGS[setting]}
-    # Answers of one length: what is timed does not depend on what the model writes.
+    # Answers of a fixed length, so that the time does not depend on what the model writes.
     sampling = SamplingConfig(max_tokens=policy.answer_tokens, extra={"ignore_eos": True})
     rollout = RolloutConfig(engine="vllm", sampling=sampling, **options)
     model = ModelConfig(path=str(policy.path), dtype="float32")
@@ -123,7 +123,7 @@ def _sample(engine: Engine, requests: Sequence[GroupRequest]) -> float:
 
 
 def run_apart(policy: Policy, setting: str, num_batches: int) -> dict[str, float]:
-    """``measure`` in a process of its own, as an engine that ends takes others of its process with it."""
+    """Run ``measure`` in a process of its own, because an engine that ends takes others in its process with it."""
     command = [sys.executable, "-m", "benchmarks.cpu_engine", "--only", policy.name, setting]
     done = subprocess.run([*command, "--batches", str(num_batches)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -133,7 +133,7 @@ def run_apart(policy: Policy, setting: str, num_batches: int) -> dict[str, float
 
 
 def compare(policy: Policy, num_batches: int) -> dict[str, float]:
-    """Ratios by setting."""
+    """Return the ratio of each setting."""
     make(policy)
     found = {}
     for setting in SETTINGS:

@@ -1,8 +1,8 @@
-"""AdamW on the host: torch's fused kernel, which chunks are updated with, and DeepSpeed's, in elements a second.
+"""AdamW on the host: torch's fused kernel, which updates chunks, and DeepSpeed's, in elements per second.
 
-Both clip the gradient of one flat tensor, and update it, in turns, with all cores. DeepSpeed's is compiled when it is
-first used, which takes a minute or more; where that fails the reason is printed, and the ratio, DeepSpeed's over
-torch's, is null. Without a GPU, Ray or vLLM. Run: ``python -m benchmarks.host_adam``.
+Both clip the gradient of one flat tensor and update it, in turns, with all cores. DeepSpeed's kernel is compiled when
+it is first used, which takes a minute or more; if that fails the reason is printed, and the ratio, DeepSpeed's over
+torch's, is null. Needs no GPU, Ray or vLLM. Run: ``python -m benchmarks.host_adam``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rlpipe.hardware.timing import all_cores
 
 NUM_WARM = 2
 SCALE = 0.999
-"""Of clipped gradients."""
+"""Factor by which gradients are clipped."""
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-"""Of weights, gradients and moments: those of ``learner.chunked.state_dtype``."""
+"""Dtypes of weights, gradients and moments: those of ``learner.chunked.state_dtype``."""
 Step = Callable[[], object]
 
 
 def torch_step(weights: nn.Parameter, scale: float) -> Step:
-    """The kernel divides gradients on the way, as torch's GradScaler has it."""
+    """Return a step whose kernel scales the gradients itself, through torch's GradScaler interface."""
     optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
     optimizer.grad_scale = torch.tensor(1 / scale)
     return optimizer.step
 
 
 def deepspeed_step(weights: nn.Parameter, scale: float) -> Step:
-    """The kernel takes gradients as they are."""
+    """Return a step that scales the gradients before the kernel, which has no scaling of its own."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     wide = weights.dtype is torch.float32
@@ -53,7 +53,7 @@ SIDES = {"torch": torch_step, "deepspeed": deepspeed_step}
 
 
 def measure(sides: Mapping[str, Step], num_steps: int) -> dict[str, float]:
-    """Median seconds of a step of each, which take turns."""
+    """Return each side's median seconds per step; the sides take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(NUM_WARM + num_steps):
         for name, step in sides.items():
@@ -71,7 +71,7 @@ def make_weights(num_elements: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def make_sides(names: Sequence[str], num_elements: int, dtype: torch.dtype) -> dict[str, Step]:
-    """Of these names, what there is."""
+    """Return the sides of these names that are available."""
     found = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""What a run would take in which nothing but generating and training costs time: the bound for random times."""
+"""The ideal time of a run in which only generation and training take time: the bound for random times."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt=""
 
 
 class IdealRun:
-    """Real admission, routing and deadlines, on a clock that only engines and the learner move.
+    """A simulated run with real admission, routing and deadlines; only engines and the learner advance its clock.
 
-    An engine serves ``num_slots`` groups at one time, each for ``group_seconds(group_id)``; a step trains ``train_s``.
+    An engine serves ``num_slots`` groups at one time, each for ``group_seconds(group_id)``; a step trains for
+    ``train_s``.
     """
 
     def __init__(
@@ -42,11 +43,10 @@ class IdealRun:
         self._next_group_id = 0
         self._now = 0.0
         self._ends: list[tuple[float, int, str]] = []
-        """When the groups that are generated end, with their ids and engines, and the step in training, (end, -1, "").
-        """
+        """Heap of the groups in generation, as (end, id, engine), and of the step in training, as (end, -1, "")."""
 
     def run(self) -> list[float]:
-        """When each step ends, in seconds from the start."""
+        """Return when each step ends, in seconds from the start."""
         ended: list[float] = []
         training = False
         self._admit()

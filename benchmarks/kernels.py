@@ -1,8 +1,8 @@
-"""Kernels beside the bare work that nobody can do without, and beside what libraries have, in one run.
+"""Kernels against the bare work that all must do (the roof), and against those of other libraries, in one run.
 
-Each side takes turns with its roof; on a GPU all sides of a case do. Where memory is the process' own, as on the CPU,
-each side runs in a process of its own. What is not installed or fails is named, and has null for its figures.
-Without a GPU small shapes show memory and errors. Run: ``python -m benchmarks.kernels``.
+Each side takes turns with the roof; on a GPU all sides of a case do. On the CPU, where memory is measured per process,
+each side runs in a process of its own. What is not installed or fails is named, and its figures are null.
+Without a GPU, small shapes show memory and errors only. Run: ``python -m benchmarks.kernels``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPARED = {"head": kernels_head, "rows": kernels_rows, "lora": kernels_lora}
 ROOFS = {"head": "gemms", "rows": "copy", "lora": "gemms"}
 RANK = 16
 MAX_REASON = 300
-"""Characters of a process' last line."""
+"""Most characters kept of a process's last line."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cuda": {
         "tokens": 8192,
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
-    """Ends with exit code 2, and one line that says what is wrong."""
+    """Parse the arguments; on an error, exit with code 2 and one line that says what is wrong."""
     shape = SHAPES["cuda" if torch.cuda.is_available() else "cpu"]
     known = list(dict.fromkeys(name for module in COMPARED.values() for name in module.SIDES))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +108,7 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
 
 
 def cases_of(group: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By name, what a process is told."""
+    """Return the setup of each case of a group, by name."""
     shape = arguments.shape
     sizes = {"tokens": arguments.tokens, "dtype": shape["dtype"]}
     if group == "head":
@@ -137,7 +137,7 @@ def cases_of(group: str, arguments: argparse.Namespace) -> dict[str, dict[str, A
 
 
 def run_group(group: str, arguments: argparse.Namespace, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Results by case, which are printed, or under ``error`` why there are none."""
+    """Run and print a group; return its results by case, or an ``error`` that says why there are none."""
     cases = cases_of(group, arguments)
     setup = {"group": group, "cases": cases, "turns": arguments.turns}
     if group not in COMPARED:
@@ -158,7 +158,7 @@ def run_group(group: str, arguments: argparse.Namespace, machine: Mapping[str, A
 def compare_sides(
     group: str, setup: Mapping[str, Any], arguments: argparse.Namespace, *, together: bool
 ) -> dict[str, Any]:
-    """All sides in one process, and those alone with the roof that it did not come to; or each alone at once."""
+    """Run all sides in one process, then those without a result alone; or, if not ``together``, each alone."""
     roof = ROOFS[group]
     others = [name for name in COMPARED[group].SIDES if name in arguments.sides and name != roof]
     results = [run_process(group, {**setup, "sides": [roof, *others]}, arguments.minutes)] if together else []
@@ -177,7 +177,7 @@ def compare_sides(
 
 
 def run_process(name: str, setup: Mapping[str, Any], minutes: float) -> dict[str, Any]:
-    """What it wrote, and under ``error`` why it did not end well; what it prints goes to a log."""
+    """Run a process and return its results, with an ``error`` if it failed; its output goes to a log."""
     setup_file, result_file = (FOLDER / f"{name}.{kind}.json" for kind in ("setup", "result"))
     setup_file.write_text(json.dumps(setup))
     result_file.unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def run_process(name: str, setup: Mapping[str, Any], minutes: float) -> dict[str
 
 
 def print_products(group: str, cases: Mapping[str, Any], found: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
-    """How near the roof itself comes to the rates of the machine."""
+    """Print how near the roof itself comes to the machine's rates, and store the share of products."""
     for name, sides in found.items():
         seconds = sides.get(ROOFS[group], {}).get("seconds")
         if seconds is None:

@@ -1,7 +1,7 @@
-"""What Triton's compiler makes of the rows kernel for a GPU that is not there: registers, spills, and instructions.
+"""Triton's compilation of the rows kernels for a GPU that need not be present: registers, spills, and instructions.
 
-Instructions of an element bound its time from below, as bytes do: a GPU that can issue more of them than it can read
-bytes for is held up by its memory alone. Needs Triton, and no GPU. Run: ``python -m benchmarks.kernels_compiled``.
+Instructions per element bound the time from below, as bytes do: if issuing them takes less time than reading the
+bytes, only memory limits the kernel. Needs Triton, but no GPU. Run: ``python -m benchmarks.kernels_compiled``.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from triton.compiler import ASTSource
 from rlpipe.kernels import row_access, softmax_gradient, softmax_stats
 
 POINTERS = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Types of logits, and their bytes."""
+"""Dtypes of logits, and their bytes."""
 KERNELS: dict[str, tuple[Any, dict[str, bool], int]] = {
     "statistics": (softmax_stats._stats_kernel, {"WITH_ENTROPY": True}, 1),
     "gradient": (softmax_gradient._gradient_kernel, {"OF_LOGPROBS": True, "OF_ENTROPY": True}, 2),
 }
-"""Each with its options, and how many times it reads or writes a logit."""
+"""Kernels by name, each with its options and the number of reads and writes per logit."""
 NUMBERS = {"factor", "scale", "softcap"}
 COUNTS = {"num_rows", "num_columns", "first_column", "row_stride", "out_stride"}
 ALIGNED = {"num_columns", "row_stride", "out_stride"}
-"""Multiples of 16, as those of most vocabularies are."""
+"""Arguments that are multiples of 16, as for most vocabularies."""
 LOGITS = {"logits", "bias", "out"}
 H100 = {"capability": 90, "lanes": 132 * 4 * 32, "hertz": 1.755e9, "bytes_per_s": 3.35e12}
-"""What an H100 SXM issues in a cycle, at its boost clock, and the rate of its memory, as its data sheet has them."""
+"""Data sheet values of an H100 SXM: lanes that issue per cycle, boost clock, and memory bandwidth."""
 LABEL, BRANCH = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA `\((\.L_x_\d+)\)")
 
 
 def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -> Any:
-    """``changed`` logits have a bias, a cap, and a temperature of their row."""
+    """Compile a kernel; ``changed`` logits have a bias, a cap, and a temperature per row."""
     kernel, options, _ = KERNELS[name]
     constants = {
         **dict.fromkeys(("BIASED", "CAPPED", "PER_ROW"), changed),
@@ -69,7 +69,7 @@ def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -
 
 
 def inspect(compiled: Any) -> dict[str, int]:
-    """Registers of a thread, bytes that it spills, and instructions: of its longest loop, or of all if it has none."""
+    """Return registers per thread, spilled bytes, and instructions: of the longest loop, or all if there is none."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -91,7 +91,7 @@ def _is_instruction(line: str) -> bool:
 
 
 def _loops(listing: list[str]) -> Iterator[int]:
-    """How many instructions each branch back goes over, but for that of a program to itself at its end."""
+    """Yield the number of instructions in each backward branch, except a program's final branch to itself."""
     labels: dict[str, int] = {}
     for index, line in enumerate(listing):
         if label := LABEL.match(line):
@@ -103,7 +103,7 @@ def _loops(listing: list[str]) -> Iterator[int]:
 
 
 def describe(name: str, pointer: str, *, changed: bool, capability: int) -> dict[str, Any]:
-    """With the seconds of an element that instructions take on an H100, over those that its bytes take."""
+    """Describe a compiled kernel, with the ratio of its issue time per element to its memory time on an H100."""
     found = inspect(compile_kernel(name, pointer, changed=changed, capability=capability))
     elements = row_access.BLOCK // (32 * row_access.NUM_WARPS)
     per_element = found["instructions"] / elements

@@ -1,4 +1,4 @@
-"""How much of an EBFT reward's time is spent on features, and how much on the network that they are read from.
+"""The share of an EBFT reward's time that features take, relative to the network that they are read from.
 
 Shapes: B prompts or blocks, n samples of each, D features, S sequences, T tokens of each, H hidden size.
 """
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rlpipe.scoring.feature_network import FeatureReader
 
 VARIANTS = {"prompts-4": (32, 4), "prompts-8": (32, 8), "blocks-4": (512, 4)}
-"""Prompts, or blocks of documents, and the samples of each."""
+"""Numbers of prompts, or of blocks of documents, and of samples of each."""
 BLOCK_TOKENS = 8
-"""That a block generates, of strided EBFT."""
+"""Tokens that a block of strided EBFT generates."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -33,7 +33,7 @@ class FeatureCase:
     groups: int
     samples: int
     tokens: int
-    """Of each sequence whose last token is a feature; of blocks, those of a document and of what is drawn there."""
+    """Tokens per sequence, whose last token is a feature; for blocks, document tokens and generated ones together."""
     strided: bool
     folder: str
     micro_batch_tokens: int
@@ -41,7 +41,7 @@ class FeatureCase:
 
     @property
     def num_sequences(self) -> int:
-        """That the network reads: samples and truths, or for blocks as many as hold the documents and the blocks."""
+        """Sequences that the network reads: samples and truths, or for blocks as many as hold documents and blocks."""
         if not self.strided:
             return self.groups * (self.samples + 1)
         tokens = self.groups * BLOCK_TOKENS * (1 + self.samples)
@@ -49,7 +49,7 @@ class FeatureCase:
 
 
 def measure(cases: dict[str, dict[str, Any]], turns: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    # transformers takes seconds to import, which the process that starts the others need not
+    # transformers takes seconds to import, which the parent process avoids.
     from benchmarks.learner_speed import SHAPES, make_model
     from rlpipe.configs.schema.model_config import ModelConfig
     from rlpipe.scoring.feature_network import open_feature_network
@@ -91,7 +91,7 @@ def _measure(
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """``network_s`` is a pass with pooling; shares are of that and the rewards."""
+    """Return shares of the total time: that of a network pass (``network_s``, with pooling) and of the rewards."""
     total = seconds["network_s"] + seconds["rewards_s"]
     return {
         "rewards_share": seconds["rewards_s"] / total,
@@ -109,7 +109,7 @@ def _network(case: FeatureCase, reader: FeatureReader, vocabulary: int) -> Calla
 
 
 def _pooling(case: FeatureCase, hidden: int, depths: int, device: torch.device) -> Callable[[], object]:
-    """Of micro batches, one after the other, as the reader has them."""
+    """Return the pooling of micro batches, one after the other, as the reader does it."""
     config = FeatureConfig()
     rows = max(1, min(case.num_sequences, case.micro_batch_tokens // case.tokens))
     states = [torch.randn(rows, case.tokens, hidden, device=device) for _ in range(depths)]
@@ -123,7 +123,7 @@ def _pooling(case: FeatureCase, hidden: int, depths: int, device: torch.device) 
 
 
 def _rewards(case: FeatureCase, width: int, device: torch.device) -> Callable[[], Tensor]:
-    """Structured rewards come from the CPU, one prompt after the other; those of blocks at once, on the device."""
+    """Return the rewards' computation: on the CPU, prompt by prompt; for blocks all at once, on the device."""
     config = FeatureConfig(whitening=case.whitening)
     place = device if case.strided else torch.device("cpu")
     samples = torch.randn(case.groups, case.samples, width, device=place)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states and the lm_head: what is compared in ``benchmarks.kernels``.
+"""Log-probs and entropies from hidden states and the lm_head: one comparison of ``benchmarks.kernels``.
 
 Shapes: T tokens, H hidden size, V vocabulary, C tokens of a chunk.
 """
@@ -21,13 +21,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "frozen-entropy": {"trained": False, "entropy_gradient": True},
     "trained": {"trained": True, "entropy_gradient": False},
 }
-"""Whether the weight has a gradient, and whether there is one through the entropy, which is computed in each."""
+"""Whether the weight has a gradient, and whether the entropy, which is always computed, has one."""
 CHECKED = 64
-"""Tokens, and rows of the weight, whose results are compared with float64."""
+"""Number of tokens, and of the weight's rows, whose results are compared with float64."""
 LOGIT_STD = 4.5
-"""With which a token's distribution is about as narrow as those of trained models."""
+"""Standard deviation of the logits at which distributions are about as narrow as those of trained models."""
 TRL_VOCABULARY_CHUNK = 32768
-"""As ``trl.trainer.utils`` has it."""
+"""Vocabulary entries per chunk, as in ``trl.trainer.utils``."""
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
 
 
@@ -38,7 +38,7 @@ class HeadCase:
     hidden: int
     chunk_tokens: int
     roof_chunk_tokens: int
-    """Of the bare products."""
+    """Tokens per chunk of the bare products."""
     dtype: str
     trained: bool
     entropy_gradient: bool
@@ -59,7 +59,7 @@ class Inputs:
 
 
 def make_inputs(case: HeadCase, device: torch.device) -> Inputs:
-    """Targets are drawn from the softmax, as a policy's own tokens are."""
+    """Make random inputs; targets are drawn from the softmax, as a policy's own tokens are."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
@@ -92,12 +92,12 @@ def compare(case: HeadCase, names: list[str], device: torch.device) -> Compariso
 
 
 def product_flops(case: HeadCase) -> float:
-    """Of the products that nobody can do without: logits, the gradient to hidden states, and that of the weight."""
+    """Return the FLOPs of the unavoidable products: logits, hidden states' gradient, and weight's if trained."""
     return 2 * case.tokens * case.vocabulary * case.hidden * (3 if case.trained else 2)
 
 
 def whole_logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What one writes without a library."""
+    """Compute log-probs and entropy in plain torch, from all logits at once."""
     logits = functional.linear(inputs.hidden, inputs.weight)
     log_softmax = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)  # [T, V]
     logprobs = log_softmax.gather(1, inputs.targets[:, None]).squeeze(1)
@@ -107,7 +107,7 @@ def whole_logits(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def errors_against(inputs: Inputs) -> Callable[[Outcome], dict[str, float | None]]:
-    """Of some tokens, and of some rows of the weight's gradient, against float64."""
+    """Return a function that measures errors against float64, on some tokens and some rows of the weight's gradient."""
     rows = slice(0, min(CHECKED, inputs.case.tokens))
     exact = Inputs(
         case=inputs.case,
@@ -139,7 +139,7 @@ def errors_against(inputs: Inputs) -> Callable[[Outcome], dict[str, float | None
 
 
 def _grad_weight(inputs: Inputs, words: Tensor) -> Tensor:
-    """In float64, of these rows, through the log-probs."""
+    """Return some rows of the weight's gradient through the log-probs, in float64."""
     weight, total = inputs.weight.detach().double(), 0
     for chunk in torch.arange(inputs.case.tokens, device=words.device).split(inputs.case.chunk_tokens):
         hidden = inputs.hidden.detach()[chunk].double()
@@ -160,7 +160,7 @@ def _differentiated(inputs: Inputs, compute: Compute) -> Outcome:
 
 
 def _side(inputs: Inputs, compute: Compute, *, has_entropy: bool = True, note: str = "") -> Side:
-    """Of a function that autograd goes through."""
+    """Return the side of a function that autograd differentiates."""
     if inputs.case.entropy_gradient and not has_entropy:
         raise NotImplementedError("it has no entropy")
     with_note = "; ".join(filter(None, [note, "" if has_entropy else "without entropy"]))
@@ -168,7 +168,7 @@ def _side(inputs: Inputs, compute: Compute, *, has_entropy: bool = True, note: s
 
 
 def make_gemms(inputs: Inputs) -> Side:
-    """The products alone, with the same rows of some logits' gradient for every chunk."""
+    """Return the bare products; every chunk uses the same rows as the gradient of its logits."""
     case, hidden, weight = inputs.case, inputs.hidden.detach(), inputs.weight.detach()
     size = min(case.roof_chunk_tokens, case.tokens)
     logits = hidden.new_empty(size, case.vocabulary)  # [C, V]
@@ -216,7 +216,7 @@ def make_compile(inputs: Inputs) -> Side:
 
 
 def make_trl(inputs: Inputs) -> Side:
-    """What ``fused_lm_head`` calls, as GRPOTrainer asks for it."""
+    """Return TRL's function behind ``fused_lm_head``, called as GRPOTrainer calls it."""
     from trl.kernels import ChunkedLogProbFunction
 
     def compute() -> tuple[Tensor, Tensor | None]:
@@ -229,7 +229,7 @@ def make_trl(inputs: Inputs) -> Side:
 
 
 def make_liger(inputs: Inputs) -> Side:
-    """Liger's function with entropy: on Hopper kernels that need ``nvidia-cutlass-dsl``, elsewhere torch in chunks."""
+    """Return Liger's function with entropy: kernels from ``nvidia-cutlass-dsl`` on Hopper, else torch in chunks."""
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger
 
     fallback = liger._FusedLinearPPOFallbackFunction
@@ -248,7 +248,7 @@ def make_liger(inputs: Inputs) -> Side:
 
 
 def make_liger_loss(inputs: Inputs) -> Side:
-    """Liger's Triton kernel of the loss of each token."""
+    """Return Liger's Triton kernel for the loss of each token."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     if inputs.hidden.device.type != "cuda":
@@ -261,7 +261,7 @@ def make_liger_loss(inputs: Inputs) -> Side:
 
 
 def make_liger_ppo(inputs: Inputs) -> Side:
-    """What Liger's GRPO loss calls for each chunk of its batch."""
+    """Return the function that Liger's GRPO loss calls for each chunk of its batch."""
     from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
     def compute() -> tuple[Tensor, Tensor | None]:

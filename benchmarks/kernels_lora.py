@@ -1,4 +1,4 @@
-"""A linear layer with a LoRA adapter: what is compared in ``benchmarks.kernels``.
+"""A linear layer with a LoRA adapter: one comparison of ``benchmarks.kernels``.
 
 Shapes: T tokens, I inputs, O outputs, R rank.
 """
@@ -21,7 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float32-adapter": {"base": "plain", "autocast": True},
     "nf4": {"base": "nf4", "autocast": True},
 }
-"""What the frozen weight is, and whether the adapter is in float32 under autocast to bfloat16."""
+"""Kind of the frozen weight, and whether the adapter is in float32 under autocast to bfloat16."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -63,13 +63,13 @@ def compare(case: LoraCase, names: list[str], device: torch.device) -> Compariso
 
 
 def product_flops(case: LoraCase) -> float:
-    """Forward and backward, without the gradient of the frozen weight."""
+    """Return the FLOPs of forward and backward, without the gradient of the frozen weight."""
     low_rank = 6 * case.tokens * case.rank * (case.inputs + case.outputs)
     return 4 * case.tokens * case.inputs * case.outputs + low_rank
 
 
 def make_gemms(inputs: Inputs) -> Side:
-    """The products alone, of a weight that needs no unpacking."""
+    """Return the bare products, with a weight that needs no dequantisation."""
     case, x, grad = inputs.case, inputs.x.detach(), inputs.grad
     weight = torch.randn(case.outputs, case.inputs, device=x.device).mul_(case.inputs**-0.5).to(x)
     down, up = (
@@ -100,7 +100,7 @@ class _OneLayer(nn.Module):
 
 
 def _make_layer(inputs: Inputs) -> nn.Module:
-    """PEFT's, as the learner has it before it is fused."""
+    """Make PEFT's layer, as the learner has it before it is fused."""
     from peft import LoraConfig, get_peft_model
 
     case, device = inputs.case, inputs.x.device

@@ -1,4 +1,4 @@
-"""The block mask of strided EBFT beside those that torch makes from its function: seconds, memory, and compilations."""
+"""The block mask of strided EBFT against torch's from the same mask function: seconds, memory, and compilations."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.learner.strided_pass import make_mask
 
 TOKENS = {"cuda": (8192, 32768), "cpu": (2048, 8192)}
-"""Of a row, documents and blocks."""
+"""Tokens of a row, documents and blocks together."""
 OTHER_TOKENS = (1200, 1500, 2100, 2500, 3200)
-"""Lengths over which compilations are counted."""
+"""Row lengths over which compilations are counted."""
 SAMPLES, DOCUMENTS, TURNS = 4, 3, 5
 Build = Callable[[StridedMask], BlockMask]
 
 
 def measure_mask(device: torch.device) -> list[dict[str, Any]]:
-    """A row of figures for each way to build the mask, and each length; compilations are those of several lengths."""
+    """Return a row of figures for each builder and length; compilations are counted over several lengths."""
     rows = []
     for name, build in make_builders(device).items():
         compilations = count_compilations(build, device)
@@ -53,7 +53,7 @@ def measure_mask(device: torch.device) -> list[dict[str, Any]]:
 
 
 def make_builders(device: torch.device) -> dict[str, Build]:
-    """Torch's ways are given a function of the mask that is made once a row, as ours is."""
+    """Return the builders of the mask; torch's get a mask function that is made once per row, as ours is."""
 
     def ours(mask: StridedMask) -> BlockMask:
         mask.forget()
@@ -71,7 +71,7 @@ def make_builders(device: torch.device) -> dict[str, Build]:
 
 
 def make_row(tokens: int, device: torch.device) -> StridedMask:
-    """Documents with all their blocks, of about so many tokens."""
+    """Make a row of about ``tokens`` tokens: documents with all their blocks."""
     config = StridedConfig()
     length = document_budget(tokens, config, SAMPLES) // DOCUMENTS
     return make_mask(plan_row([length] * DOCUMENTS, config, num_samples=SAMPLES), device)
@@ -79,7 +79,7 @@ def make_row(tokens: int, device: torch.device) -> StridedMask:
 
 @torch.no_grad()
 def count_compilations(build: Build, device: torch.device) -> dict[str, int]:
-    """Of building masks of several lengths, and of attention with them as transformers compiles it."""
+    """Count the compilations of the builder over several lengths, and of attention as transformers compiles it."""
     torch._dynamo.reset()
     found = {"compilations": 0, "attention_compilations": 0}
     for tokens in OTHER_TOKENS:

@@ -1,4 +1,4 @@
-"""One group of ``benchmarks.kernels`` in a process of its own, so that its memory is its own, and it may fail alone.
+"""One group of ``benchmarks.kernels`` in a process of its own, so that its memory is separate and it may fail alone.
 
 Run: ``python -m benchmarks.kernels_process setup.json result.json``. Results are written after each case.
 """
@@ -20,7 +20,7 @@ from rlpipe.hardware.timing import all_cores
 from rlpipe.hardware.transfers import memory_bandwidth
 
 CPU_SCALE = 0.2
-"""Of the measurement of a machine without a GPU, whose rates say little anyway."""
+"""Scale of the measurement of a machine without a GPU, whose rates mean little here."""
 Found = dict[str, dict[str, Any]]
 
 
@@ -36,7 +36,7 @@ def run_machine(device: torch.device) -> dict[str, Any]:
 
 
 def run_cases(setup: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Any]]:
-    """What each case has found, once it is done."""
+    """Yield the name and the results of each case when it is done."""
     turns = setup["turns"]
     if setup["group"] == "features":
         from benchmarks import kernels_features
@@ -63,7 +63,7 @@ def run_comparisons(setup: dict[str, Any], device: torch.device) -> Iterator[tup
             comparison = kernels_lora.compare(kernels_lora.LoraCase(**case), setup["sides"], device)
         yield name, measure_in_turns(comparison, setup["turns"], device)
         del comparison
-        torch.compiler.reset()  # as one function is compiled only a few times before it is no longer
+        torch.compiler.reset()  # because one function is compiled only a limited number of times
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

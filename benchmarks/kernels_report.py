@@ -1,4 +1,4 @@
-"""The tables and the JSON object of ``benchmarks.kernels``, from what its processes measured."""
+"""The tables and the JSON object of ``benchmarks.kernels``, from its processes' measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.kernels_rows import ACCESSES, COPY_ACCESSES
 
 _LIBRARIES = ("trl", "liger", "liger-loss", "liger-ppo", "cce")
 LIBRARIES = {"head": _LIBRARIES, "rows": _LIBRARIES, "lora": ("peft", "compile")}
-"""Sides that count as one in ``best_library``; of LoRA PEFT's layer, also compiled."""
+"""Sides that count as libraries for ``best_library``; for LoRA, PEFT's layer, also compiled."""
 GROUPS = {
     "head": "linear_logprob",
     "rows": "selective_logprob",
@@ -17,9 +17,9 @@ GROUPS = {
     "lora": "lora_linear",
     "mask": "block_mask",
 }
-"""The kernel that a group of cases speaks of."""
+"""Kernel that each group of cases measures."""
 OURS = {"head": ("rlpipe",), "rows": ("rlpipe", "rlpipe-in-place"), "lora": ("rlpipe",)}
-"""Sides that stand for the kernel."""
+"""Sides that represent rlpipe's kernel."""
 NO_GPU = (
     "not comparable: without a GPU Triton's kernels do not run, so that seconds are those of references and of other "
     "code for the CPU; memory and errors count"
@@ -39,14 +39,14 @@ Sides = Mapping[str, Mapping[str, Any]]
 
 
 def over_roof(found: Mapping[str, Any]) -> float | None:
-    """Of forward and backward; the roof was measured in the same turns."""
+    """Return the seconds of forward and backward over those of the roof, which was measured in the same turns."""
     if found.get("seconds") is None or not found.get("roof_s"):
         return None
     return found["seconds"] / found["roof_s"]
 
 
 def roof_share(group: str, found: Mapping[str, Any]) -> float | None:
-    """The share that is reached of the bare products' speed, or of the copy's bytes a second."""
+    """Return the share of the bare products' speed, or of the copy's bandwidth, that is reached."""
     ratio = over_roof(found)
     if ratio is None:
         return None
@@ -54,14 +54,14 @@ def roof_share(group: str, found: Mapping[str, Any]) -> float | None:
 
 
 def best_library(group: str, sides: Sides) -> str | None:
-    """The fastest, over its own process' roof."""
+    """Return the fastest library, relative to the roof of its own process."""
     ratios = {name: over_roof(sides[name]) for name in LIBRARIES[group] if name in sides}
     there = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     return min(there, key=there.__getitem__, default=None)
 
 
 def figures_of(group: str, sides: Sides) -> dict[str, Any]:
-    """Of one case: the kernel's figures beside those of the best library."""
+    """Return the kernel's figures of one case, with those of the best library."""
     ours = next((sides[name] for name in OURS[group] if _ran(sides.get(name))), {})
     library = best_library(group, sides)
     ratio, theirs = over_roof(ours), None if library is None else over_roof(sides[library])
@@ -77,7 +77,7 @@ def figures_of(group: str, sides: Sides) -> dict[str, Any]:
 
 
 def headline(group: str, cases: Mapping[str, Sides], *, on_gpu: bool) -> dict[str, Any]:
-    """A kernel's figures: those of its worst case over the roof; memory is the largest of all."""
+    """Return a kernel's figures in its worst case over the roof; memory is the largest of all cases."""
     figures = {name: figures_of(group, sides) for name, sides in cases.items()}
     ran = {name: found for name, found in figures.items() if found["over_roof"] is not None}
     if not ran:
@@ -103,7 +103,7 @@ _KEYS = (
 
 
 def features_headline(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest share that features and rewards take of a pass of the network and them."""
+    """Return the figures of the case in which features and rewards take the largest share of the time."""
     worst = max(cases, key=lambda name: cases[name]["share"])
     return {
         "case": worst,
@@ -115,7 +115,7 @@ def features_headline(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(machine: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The last line: of each kernel its figures, and under ``groups`` all that was measured."""
+    """Return the last line: the figures of each kernel, and under ``groups`` all measurements."""
     on_gpu = machine["kind"] == "cuda"
     result: dict[str, Any] = {
         "device": machine["hardware"] if on_gpu else "cpu",
@@ -135,7 +135,7 @@ def summarize(machine: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str
 
 
 def lines_of(case: str, sides: Sides) -> list[str]:
-    """Rows of the table; a side without figures has its reason."""
+    """Return the rows of the table; a side without figures shows the reason."""
     return [_line(case, name, found) for name, found in sides.items()]
 
 
@@ -163,12 +163,12 @@ def features_lines(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def products_share(flops: float, seconds: float, rate: float) -> float:
-    """Of the rate of large square products that bare ones reach."""
+    """Return the speed of the bare products as a share of the rate of large square ones."""
     return flops / seconds / rate
 
 
 def merge(results: Sequence[Mapping[str, Sides]], cases: Iterable[str], sides: Sequence[str]) -> dict[str, Any]:
-    """Of processes' results by case, those of each side, in the given order; where several have one, the first."""
+    """Merge the results of processes by case, with sides in the given order; the first result of a side counts."""
     merged: dict[str, Any] = {}
     for case in cases:
         there: dict[str, Any] = {}

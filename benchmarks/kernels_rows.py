@@ -1,4 +1,4 @@
-"""Log-probs and entropies from logits: what is compared in ``benchmarks.kernels``.
+"""Log-probs and entropies from logits: one comparison of ``benchmarks.kernels``.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from benchmarks.kernels_turns import Comparison, Outcome, Side, largest_error, relative_error
 
 VARIANTS: dict[str, dict[str, Any]] = {"logprob": {"entropy_gradient": False}, "entropy": {"entropy_gradient": True}}
-"""Whether there is a gradient through the entropy, which is computed in each."""
+"""Whether the entropy, which is always computed, has a gradient."""
 CHECKED = 64
-"""Tokens whose results are compared with float64."""
+"""Number of tokens whose results are compared with float64."""
 LOGIT_STD = 4.5
 ACCESSES = 3
-"""Of each logit that nobody can do without: the forward pass reads it, the backward pass reads and writes it."""
+"""Unavoidable accesses per logit: the forward pass reads it, the backward pass reads and writes it."""
 COPY_ACCESSES = 2
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
 
@@ -70,7 +70,7 @@ def compare(case: RowsCase, names: list[str], device: torch.device) -> Compariso
 
 
 def plain(inputs: Inputs, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What one writes without a library."""
+    """Compute log-probs and entropy in plain torch, from all logits at once."""
     log_softmax = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
     logprobs = log_softmax.gather(1, targets[:, None]).squeeze(1)
     if not inputs.case.entropy_gradient:
@@ -103,7 +103,7 @@ def errors_against(inputs: Inputs) -> Callable[[Outcome], dict[str, float | None
 def _side(
     inputs: Inputs, compute: Compute, logits: Tensor | None = None, *, in_place: bool = False, note: str = ""
 ) -> Side:
-    """Of a function that autograd goes through, of the inputs' logits, or of its own."""
+    """Return the side of a function that autograd differentiates; ``logits`` are its own, if not the inputs'."""
     differentiated = inputs.logits if logits is None else logits
 
     def both() -> Outcome:
@@ -118,7 +118,7 @@ def _side(
 
 
 def make_copy(inputs: Inputs) -> Side:
-    """Of all logits once, for the rate at which memory is read and written."""
+    """Return a copy of all logits, for the rate at which memory is read and written."""
     source, target = inputs.logits.detach(), torch.empty_like(inputs.logits.detach())
 
     def both() -> Outcome:
@@ -129,7 +129,7 @@ def make_copy(inputs: Inputs) -> Side:
 
 
 def make_rlpipe(inputs: Inputs, *, in_place: bool = False) -> Side:
-    """In place the gradient takes the memory of the logits, which from then on hold it: the time is the same."""
+    """Return rlpipe's kernel; in place, the gradient overwrites the logits, which does not change the time."""
     selective = importlib.import_module("rlpipe.kernels.selective")
     logits = inputs.logits.detach().clone().requires_grad_() if in_place else inputs.logits
 
@@ -169,7 +169,7 @@ def make_trl(inputs: Inputs) -> Side:
 
 
 def make_liger(inputs: Inputs) -> Side:
-    """Liger's cross entropy, which has its gradient in the forward pass, in the logits' memory."""
+    """Return Liger's cross entropy, which computes its gradient in the forward pass, in the logits' memory."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     if inputs.case.entropy_gradient:

@@ -1,4 +1,4 @@
-"""Several ways to do one thing, measured in turns: seconds, memory beside the gradients, and errors."""
+"""Comparison of several implementations in turns: seconds, memory beside the gradients, and errors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rlpipe.hardware.timing import Work, time_calls
 
 MIB = 2**20
 TURN_S = 0.02
-"""What a turn takes at least, by calls one after another."""
+"""Least seconds of a turn, in consecutive calls."""
 MAX_CALLS = 50
 PEAKS = 2
-"""Measurements of memory, of which the larger is taken."""
+"""Number of memory measurements; the largest counts."""
 Outcome = Sequence[Tensor | None]
 
 
 @dataclass(kw_only=True, frozen=True)
 class Side:
     both: Callable[[], Outcome]
-    """Forward and backward; gives outputs and gradients."""
+    """Function for forward and backward, which returns outputs and gradients."""
     forward: Work | None = None
-    """The forward pass alone, of tensors that need no gradient."""
+    """Function for the forward pass alone, on tensors that need no gradient."""
     in_place: bool = False
-    """Its gradients take the memory of its inputs."""
+    """Whether its gradients overwrite its inputs."""
     note: str = ""
-    """What it does otherwise than the others."""
+    """Differences from the other sides."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -41,26 +41,26 @@ class Comparison:
     """The sides of one case, on the same inputs."""
 
     makers: Mapping[str, Callable[[], Side]]
-    """Each raises what says why a side is not there."""
+    """Functions that make the sides; each raises an error that says why its side is not available."""
     roof: str
-    """The side that does only what all of them must."""
+    """Name of the side that does only the unavoidable work."""
     gradient_bytes: int = 0
-    """Of the gradients that a caller gets, which are no extra memory."""
+    """Bytes of the gradients that a caller gets, which do not count as extra memory."""
     errors_of: Callable[[Outcome], dict[str, float | None]] = lambda outcome: {}
 
 
 def measure_in_turns(comparison: Comparison, turns: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Medians of each side, beside those of the roof, or under ``error`` why there are none.
+    """Return the medians of each side and of the roof, or an ``error`` that says why there are none.
 
-    ``seconds`` are those of forward and backward, ``forward_s`` those of the forward pass alone. Raises what a GPU
-    raises from then on, once it is lost.
+    ``seconds`` are those of forward and backward, ``forward_s`` those of the forward pass alone. Raises the error of a
+    GPU that is lost, since it would fail from then on.
     """
     found: dict[str, dict[str, Any]] = {}
     sides: dict[str, Side] = {}
     for name, make in comparison.makers.items():
         try:
             sides[name] = _prepared(make, comparison, found.setdefault(name, {}))
-        except Exception as error:  # other people's code, whose failure is a result
+        except Exception as error:  # a failure of other libraries is a result
             if _is_lost(error):
                 raise
             found[name] = {"error": describe_error(error)}
@@ -77,7 +77,7 @@ def measure_in_turns(comparison: Comparison, turns: int, device: torch.device) -
 
 
 def _prepared(make: Callable[[], Side], comparison: Comparison, found: dict[str, Any]) -> Side:
-    """A side that has run once, with its errors and what there is to say of it in ``found``."""
+    """Return a side after one run, and store its errors and note in ``found``."""
     side = make()
     found |= {"note": side.note, **comparison.errors_of(side.both())}
     if side.forward is not None:
@@ -86,12 +86,12 @@ def _prepared(make: Callable[[], Side], comparison: Comparison, found: dict[str,
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether a GPU now fails at whatever it is asked."""
+    """Return whether the GPU fails at all further work."""
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)
 
 
 def _turns(works: Mapping[str, Work], turns: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of a call of each."""
+    """Return the median seconds per call of each."""
     calls = {name: _calls_of_a_turn(work, device) for name, work in works.items()}
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
@@ -115,7 +115,7 @@ def _peak_mib(work: Work, device: torch.device) -> float:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The length of the difference as a share of the expected tensor's."""
+    """Return the norm of the difference over that of the expected tensor."""
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 

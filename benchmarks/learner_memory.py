@@ -1,7 +1,7 @@
-"""What a training step and publishing full weights need beside the model: never all logits, at most two buckets.
+"""Memory of a training step and of publishing full weights, beside the model: never all logits, at most two buckets.
 
-A model with a large vocabulary and little else trains one packed row; a deeper one, spread over two ranks with FSDP2,
-publishes all of its weights. On a GPU it is one rank. Run: ``python -m benchmarks.learner_memory``.
+A model with a large vocabulary and little else trains one packed row; a deeper one, sharded over two ranks with FSDP2,
+publishes all of its weights. On a GPU there is one rank. Run: ``python -m benchmarks.learner_memory``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlpipe.weights.buckets import BucketMemory
 
 FOLDER = Path("outputs/benchmarks/learner_memory")
 ROW_TOKENS = 512
-"""Of each rollout in the packed row."""
+"""Tokens of each rollout in the packed row."""
 PUBLISHED = {"vocabulary": 1024, "hidden": 512, "layers": 16}
 
 
@@ -50,7 +50,7 @@ def make_model(folder: Path, *, vocabulary: int, hidden: int, layers: int) -> Mo
 
 
 def make_batch(step: int, tokens: int, vocabulary: int) -> TrainBatch:
-    """One micro batch of about so many tokens."""
+    """Make one micro batch of about ``tokens`` tokens."""
     random = np.random.default_rng(step)
     rollouts = []
     for index in range(tokens // ROW_TOKENS):
@@ -77,7 +77,7 @@ def measure_step(arguments: argparse.Namespace, device: torch.device) -> dict[st
     model = make_model(FOLDER / "wide", vocabulary=vocabulary, hidden=128, layers=2)
     settings = LearnerConfig(max_tokens_per_microbatch=tokens, logprob_chunk_tokens=arguments.chunk_tokens)
     learner = Learner(load_policy(model, settings, device), settings, AlgorithmConfig(num_steps=10))
-    learner.train_step(make_batch(0, tokens, vocabulary))  # makes the optimizer's moments
+    learner.train_step(make_batch(0, tokens, vocabulary))  # allocates the optimizer's moments
     with peak_memory(device) as peak:
         learner.train_step(make_batch(1, tokens, vocabulary))
     logits = tokens * vocabulary * torch.float32.itemsize / MB
@@ -85,7 +85,7 @@ def measure_step(arguments: argparse.Namespace, device: torch.device) -> dict[st
 
 
 def measure_publishing(rank: int, num_ranks: int, model: ModelConfig, bucket_bytes: int, result: Path) -> None:
-    """One rank's; the first writes what it needed."""
+    """Publish as one rank and measure its memory; the first rank writes the result."""
     return_what_is_freed()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = LearnerConfig()
@@ -103,7 +103,7 @@ def measure_publishing(rank: int, num_ranks: int, model: ModelConfig, bucket_byt
             policy, version=1, bucket_bytes=bucket_bytes, emit=lambda bucket: sizes.append(len(bucket)), memory=memory
         )
 
-    publish_weights(policy, version=0, bucket_bytes=1, emit=lambda _: None)  # loads what is loaded once
+    publish_weights(policy, version=0, bucket_bytes=1, emit=lambda _: None)  # warms up what is loaded only once
     with peak_memory(device) as peak:
         publish()
     if rank == 0:

@@ -1,7 +1,7 @@
-"""Tokens per second and model FLOPs utilisation of a LoRA step, beside transformers' Trainer with PEFT.
+"""Tokens per second and model FLOPs utilisation of a LoRA step, against transformers' Trainer with PEFT.
 
-Both fine-tune the same random model of 1.5B parameters' shape on the same rows, packed to 8k tokens, on a GPU; on the
-CPU a small one. No Ray, no engine. Run: ``python -m benchmarks.learner_speed``.
+Both fine-tune the same random model, of a 1.5B model's shape on a GPU and a small one on the CPU, on the same packed
+rows (8k tokens on a GPU). Needs no Ray and no engine. Run: ``python -m benchmarks.learner_speed``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlpipe.types import Rollout, TrainBatch
 
 FOLDER = Path("outputs/benchmarks/learner_speed")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Of bfloat16 products without sparsity, by the name of the GPU."""
+"""Peak FLOP/s of bfloat16 products without sparsity, by the name of the GPU."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -57,9 +57,9 @@ class Shape:
         return self.rows * self.row_tokens
 
     def flops(self) -> float:
-        """Of one step: a product with each weight forward and one back to its input, and causal attention.
+        """Return the FLOPs of one step: each weight's forward product and its input's gradient, and causal attention.
 
-        The base's weights are frozen and have no gradient; what checkpointing computes again does not count.
+        The base's weights are frozen and have no gradient; recomputation by checkpointing does not count.
         """
         head_dim = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head_dim
@@ -92,7 +92,7 @@ def make_model(shape: Shape, folder: Path, dtype: torch.dtype) -> Path:
 
 
 def make_rows(shape: Shape, step: int) -> np.ndarray:
-    """Token ids ``[rows, row_tokens]``."""
+    """Return random token ids ``[rows, row_tokens]``."""
     return np.random.default_rng(step).integers(0, shape.vocabulary, (shape.rows, shape.row_tokens)).astype(np.int32)
 
 

@@ -1,8 +1,8 @@
-"""Seconds from the publication of a LoRA adapter until every engine serves it, through the object store and by files.
+"""Seconds from publishing a LoRA adapter until every engine serves it, through the object store and through files.
 
-The object store's way is that of a run: the learner's process packs and puts the adapter, the weights actor hands it to
-the rollout actors, and each answers the digest of what its vLLM then serves. The way by files is that of trainers which
-save a PEFT folder and send its path: vLLM loads it with a ``LoRARequest``. Both use the same processes, in turns. Run:
+Through the object store as in a run: the learner's process packs and puts the adapter, the weights actor hands it to
+the rollout actors, and each returns the digest of what its vLLM then serves. Through files as in trainers that save a
+PEFT folder and send its path: vLLM loads it with a ``LoRARequest``. Both use the same processes, in turns. Run:
 ``python -m benchmarks.lora_sync --adapter-mb 40 --engines 2``.
 """
 
@@ -39,17 +39,17 @@ from rlpipe.weights.buckets import BucketMemory
 FOLDER = Path("outputs/benchmarks/lora_sync")
 HIDDEN, INTERMEDIATE, RANK = 256, 768, 64
 LAYER_WIDTHS = 2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + HIDDEN // 2) + 3 * (HIDDEN + INTERMEDIATE)
-"""Inputs and outputs of a layer's seven linear modules: query and output, key and value, and the three of the MLP."""
+"""Inputs plus outputs of a layer's seven linear modules: query and output, key and value, and three of the MLP."""
 WARMUP = 3
 
 
 def layers_for(adapter_mb: float) -> int:
-    """Layers of the base model such that its adapter in float32 has about ``adapter_mb`` million bytes."""
+    """Return the number of layers for an adapter in float32 of about ``adapter_mb`` million bytes."""
     return max(1, round(adapter_mb * 1e6 / (LAYER_WIDTHS * RANK * 4)))
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float]:
-    """The range in which the middle half lies."""
+    """Return the lower and upper quartile."""
     lower, _, upper = statistics.quantiles(seconds, n=4)
     return round(lower, 4), round(upper, 4)
 
@@ -61,7 +61,7 @@ class PathRolloutActor(RolloutActor):
         from rlpipe.rollout.vllm.vllm_engine import VllmEngine
 
         class PathEngine(VllmEngine):
-            """Takes a version without tensors as the path of an adapter."""
+            """An engine that treats a version without tensors as the path of an adapter."""
 
             def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
                 return super().load(manifest, buckets) if buckets else self._load_path(manifest)
@@ -89,12 +89,12 @@ class PathRolloutActor(RolloutActor):
         return digest
 
     def load_seconds(self) -> float:
-        """Of the last load, without the way there and back."""
+        """Return the seconds of the last load, without the remote call."""
         return self._load_s
 
 
 class Publisher:
-    """Holds the policy, as a learner rank does, and publishes it in both ways."""
+    """A holder of the policy, like a learner rank, that publishes it through the object store or through files."""
 
     def __init__(self, model: ModelConfig, engines: Mapping[str, ActorHandle], weights: ActorHandle) -> None:
         torch.set_num_threads(1)
@@ -107,14 +107,14 @@ class Publisher:
         return sum(parameter.nbytes for parameter in self._policy.trainable_parameters().values())
 
     def train(self) -> None:
-        """Changes every element, as an optimizer's step would."""
+        """Change every element, as an optimizer's step would."""
         self._version += 1
         with torch.no_grad():
             for parameter in self._policy.trainable_parameters().values():
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
     def publish_objects(self) -> dict[str, float]:
-        """Seconds of one publication through the object store, in all and of its parts on this side."""
+        """Return the seconds of one publication through the object store: the total, and its parts on this side."""
         self.train()
         buckets: list[ray.ObjectRef] = []
         started = time.perf_counter()
@@ -140,7 +140,7 @@ class Publisher:
         return parts | {"of which in the engines": self._slowest_load()}
 
     def publish_files(self, folder: str) -> dict[str, float]:
-        """Seconds of one publication by a PEFT folder, in all and of its parts."""
+        """Return the seconds of one publication through a PEFT folder: the total, and its parts."""
         self.train()
         started = time.perf_counter()
         self._policy.model.save_pretrained(folder)
@@ -169,7 +169,7 @@ def start_engines(model: ModelConfig, count: int) -> dict[str, ActorHandle]:
 
 
 def measure(publisher: ActorHandle, repetitions: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of every repetition but the first few, of both ways in turns."""
+    """Return the seconds of every repetition after the warm-up; the two methods take turns."""
     found: dict[str, list[dict[str, float]]] = {"object_store": [], "file": []}
     for index in range(WARMUP + repetitions):
         folder = FOLDER.absolute() / f"adapter-{index % 2}"
@@ -184,7 +184,7 @@ def measure(publisher: ActorHandle, repetitions: int) -> dict[str, list[dict[str
 
 
 def medians(repetitions: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each part."""
+    """Return the median of each part."""
     return {part: round(statistics.median(r[part] for r in repetitions), 4) for part in repetitions[0]}
 
 
@@ -219,7 +219,7 @@ def totals_spread(repetitions: Sequence[Mapping[str, float]]) -> tuple[float, fl
 
 
 def summarize(found: Mapping[str, Sequence[Mapping[str, float]]], *, adapter_mb: float, engines: int) -> dict[str, Any]:
-    """The benchmark's last line."""
+    """Return the benchmark's last line."""
     object_store_s, file_s = (medians(found[way])["total"] for way in ("object_store", "file"))
     return {
         "adapter_mb": round(adapter_mb, 1),

@@ -1,8 +1,8 @@
-"""Tokens a second of the loss mask on one core, for batches of rows of two kinds of chat templates.
+"""Tokens per second of the loss mask on one core, for batches of rows of two kinds of chat templates.
 
-Turns of ChatML, of about ``--turn-tokens`` tokens each, and the same with a tool's result of as many tokens within each
-turn of the assistant, as in Gemma 4. The mask is held against one made token by token in plain
-Python, whose rate is printed beside it. Run: ``python -m benchmarks.masks``.
+One kind has ChatML turns of about ``--turn-tokens`` tokens each; the other also has a tool result of as many tokens
+within each assistant turn, as in Gemma 4. The masks are compared with those of plain Python, token by token, whose rate
+is printed as well. Run: ``python -m benchmarks.masks``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlpipe.data.masks.loss_mask import LossMask
 from rlpipe.types import IntArray
 
 GOAL = 10e6
-"""Tokens a second, of one core."""
+"""Tokens per second on one core."""
 START, END, NEWLINE, IMAGE, PAD, RESULT, RESULT_END = range(7)
 ROLES = {"system": 7, "user": 8, "assistant": 9, "tool": 10}
 FIRST_TEXT, VOCABULARY = 11, 150_000
@@ -39,7 +39,7 @@ def rules_for(*, has_results: bool) -> LossMask:
 
 
 def conversations(num_rows: int, num_tokens: int, turn_tokens: int, *, has_results: bool, seed: int) -> IntArray:
-    """Rows ``[B, T]`` of turns whose lengths are exponentially distributed; the last one of each is cut off."""
+    """Make rows ``[B, T]`` of turns with exponentially distributed lengths; the last turn of each row is cut off."""
     generator = np.random.default_rng(seed)
 
     def text() -> IntArray:
@@ -58,7 +58,7 @@ def conversations(num_rows: int, num_tokens: int, turn_tokens: int, *, has_resul
 
 
 def _seconds(work: Callable[[], object], turns: int) -> float:
-    """The median of several."""
+    """Return the median CPU seconds over ``turns`` calls."""
     taken = []
     for _ in range(turns):
         start = time.process_time()

@@ -1,8 +1,8 @@
-"""What merging an adapter needs: one shard of the base and the adapter, however many shards there are.
+"""Memory of merging an adapter: one shard of the base and the adapter, however many shards there are.
 
-A model of 20 shards is made, and merged with a LoRA adapter on its attention. Its matrices are small beside a shard, as
-a real model's are: while one is merged, PEFT has two more of its size. So is what Python keeps of each module, about
-0.1 MB a layer. Run: ``python -m benchmarks.merge_memory``.
+Makes a model of 20 shards and merges it with a LoRA adapter on its attention. Its matrices are small compared with a
+shard, as a real model's are: PEFT holds two more matrices of the same size while one is merged. So is Python's overhead
+per module, about 0.1 MB a layer. Run: ``python -m benchmarks.merge_memory``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEADS, VOCABULARY, RANK = 8, 512, 16
 
 
 def make(folder: Path, shards: int, hidden: int) -> None:
-    """A base in about so many shards, and an adapter with random values."""
+    """Make a base model in about ``shards`` shards, and an adapter with random values."""
     set_seed(0)
     intermediate = 8 * hidden
     layer_bytes = 4 * (4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden)
@@ -58,13 +58,13 @@ def merge_in(folder: Path) -> None:
 def measure(folder: Path, *, shards: int, hidden: int) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     for name, size in {"small": (2, 256), "large": (shards, hidden)}.items():
-        # In a process of its own, so that nothing of it is left to be used again here.
+        # In a separate process, so that this one cannot reuse memory that was freed.
         maker = multiprocessing.get_context("spawn").Process(target=make, args=(folder / name, *size))
         maker.start()
         maker.join()
         assert maker.exitcode == 0, f"the model can't be made in {folder}"
     return_what_is_freed()
-    merge_in(folder / "small")  # loads what is loaded once
+    merge_in(folder / "small")  # warms up what is loaded only once
     with peak_memory(torch.device("cpu")) as peak:
         merge_in(folder / "large")
     sizes = [path.stat().st_size / MB for path in (folder / "large" / "base").glob("*.safetensors")]

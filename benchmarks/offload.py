@@ -1,4 +1,4 @@
-"""Training in chunks that come from the host, against what the machine could do, and FSDP2's and DeepSpeed's offload.
+"""Training with chunked offload, against the machine's limits, and FSDP2's and DeepSpeed's offload.
 
 One GPU with 128 GiB of host memory is enough, without Ray or vLLM; weights are random. Each side of each case runs in a
 process of its own. Without a GPU a tiny model shows that it runs. Run: ``python -m benchmarks.offload``.
@@ -25,7 +25,7 @@ from benchmarks.offload_report import HEADER, line_of, summarize, write_report
 FOLDER = Path("outputs/benchmarks/offload")
 BASELINES = ("zero3", "fsdp2")
 CPU_SCALE = 0.1
-"""Of the measurement of a machine without a GPU, whose rates say little anyway."""
+"""Scale of the measurement of a machine without a GPU, whose rates mean little here."""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     for name in arguments.cases:
         cases[name] = run_case(name, machine, arguments)
         print(line_of(name, cases[name]), flush=True)
-        if arguments.out is not None:  # at once, for a run that is cut off
+        if arguments.out is not None:  # after each case, in case the run is interrupted
             write_report(arguments.out, machine, cases)
     for name, sides in cases.items():
         for side, reason in reasons(sides).items():
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
-    """Ends with exit code 2, and one line that says what is wrong."""
+    """Parse the arguments; on an error, exit with code 2 and one line that says what is wrong."""
     on_gpu = torch.cuda.is_available()
     default = [name for name in CASES if (name in ON_CPU) != on_gpu]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,7 +77,7 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
 
 
 def run_case(name: str, machine: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What each side measured, or why it did not."""
+    """Return the measurements of each side, or the reason why it has none."""
     case = CASES[name]
     setup = {"warmup": arguments.warmup, "updates": arguments.updates, "case": asdict(case), "machine": machine}
     sides = ["rlpipe", *(arguments.baselines if case.compared else ())]
@@ -85,12 +85,12 @@ def run_case(name: str, machine: Mapping[str, Any], arguments: argparse.Namespac
     for side in sides:
         begin = time.perf_counter()
         found[side] = run_side(side, setup, arguments.minutes, name)
-        found[side]["process_s"] = round(time.perf_counter() - begin, 1)  # with loading
+        found[side]["process_s"] = round(time.perf_counter() - begin, 1)  # includes loading
     return found
 
 
 def run_side(side: str, setup: Mapping[str, Any], minutes: float, case: str = "") -> dict[str, Any]:
-    """Its result, or under ``error`` why there is none; what it prints goes to a log."""
+    """Run a side and return its result, or an ``error`` that says why there is none; its output goes to a log."""
     stem = FOLDER / "-".join(filter(None, [case, side]))
     files = [stem.with_name(f"{stem.name}.{kind}.json") for kind in ("setup", "result")]
     setup_file, result_file = files
@@ -99,7 +99,7 @@ def run_side(side: str, setup: Mapping[str, Any], minutes: float, case: str = ""
     command = [sys.executable, "-m", "benchmarks.offload_side", *map(str, files)]
     environment = dict(os.environ)
     if not torch.cuda.is_available():
-        # Threads that wait by spinning take the cores from those that others' work has put to sleep.
+        # Threads that spin while they wait take cores away from other threads.
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive"}
     with stem.with_name(f"{stem.name}.log").open("w") as log:
         try:
@@ -115,7 +115,7 @@ def run_side(side: str, setup: Mapping[str, Any], minutes: float, case: str = ""
 
 
 def reasons(sides: Mapping[str, Any]) -> dict[str, str]:
-    """Of the sides that have no figures."""
+    """Return the reasons of the sides that have no figures."""
     return {
         side: found.get("error") or found["does_not_fit"]
         for side, found in sides.items()

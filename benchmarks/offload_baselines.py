@@ -1,4 +1,4 @@
-"""What ``benchmarks.offload`` compares with: FSDP2's and DeepSpeed's own offloading of the same model and tokens."""
+"""Baselines of ``benchmarks.offload``: FSDP2's and DeepSpeed's own offload, with the same model and tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlpipe.learner.forward import TokenScorer, find_layers
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5
 SUB_GROUP_ELEMENTS = 10**8
-"""That DeepSpeed's optimizer updates at one time; smaller ones let copies and arithmetic overlap better."""
+"""Elements that DeepSpeed's optimizer updates at one time; with fewer, copies and arithmetic overlap better."""
 BUCKET_ELEMENTS = 2 * 10**8
 
 
 def run_fsdp2(case: Case, device: torch.device, *, warmup: int, updates: int) -> Measured:
-    """``fully_shard`` of every block with ``CPUOffloadPolicy``, gradient checkpointing, fused AdamW on the host."""
+    """Measure ``fully_shard`` of every block with ``CPUOffloadPolicy``, checkpointing, and fused AdamW on the host."""
     begin_group(device)
     scorer = make_filled(case, torch.float32)
     scorer.causal_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -49,7 +49,7 @@ def run_fsdp2(case: Case, device: torch.device, *, warmup: int, updates: int) ->
 
 
 class HostAdam:
-    """AdamW of the parts that FSDP2 keeps on the host, which one rank has whole."""
+    """AdamW on the host shards of FSDP2; the single rank has each parameter whole."""
 
     def __init__(self, scorer: nn.Module) -> None:
         self._parameters = list(scorer.parameters())
@@ -69,14 +69,14 @@ class HostAdam:
 
 
 def run_zero3(case: Case, device: torch.device, *, warmup: int, updates: int) -> Measured:
-    """ZeRO-3 with parameters and optimizer on the host. Raises ``ImportError`` where there is no DeepSpeed."""
+    """Measure ZeRO-3 with parameters and optimizer on the host; raise ``ImportError`` without DeepSpeed."""
     import deepspeed
 
     begin_group(device)
     deepspeed.init_distributed(dist_init_required=False)
     scorer = make_filled(case, COMPUTE)
     compute_buffers(scorer, device)
-    # Its hooks on modules see what a block computes again only in torch's reentrant form.
+    # DeepSpeed's module hooks see recomputation only in torch's reentrant form.
     scorer.causal_model.gradient_checkpointing_enable({"use_reentrant": True})
     optimizer, settings = make_zero3_adam(scorer, device), zero3_settings(device)
     deepspeed.zero.Init(module=scorer, config_dict_or_path=settings, mem_efficient_linear=False)
@@ -97,7 +97,7 @@ def run_zero3(case: Case, device: torch.device, *, warmup: int, updates: int) ->
 
 
 def make_zero3_adam(scorer: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """DeepSpeed's where it builds, which is not tried for the CPU alone; else torch's."""
+    """Make DeepSpeed's optimizer if it builds, which is not tried on the CPU; otherwise torch's."""
     if device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -135,7 +135,7 @@ def zero3_settings(device: torch.device) -> dict[str, Any]:
 
 
 def make_filled(case: Case, dtype: torch.dtype) -> TokenScorer:
-    """The model with all its weights on the host."""
+    """Make the model with all its weights on the host."""
     scorer = make_scorer(case, dtype).to_empty(device="cpu")
     scorer.causal_model.tie_weights()
     values = Values()
@@ -147,14 +147,14 @@ def make_filled(case: Case, dtype: torch.dtype) -> TokenScorer:
 def run_micro_batches(
     scorer: TokenScorer, case: Case, number: int, device: torch.device, backward: Callable[[Tensor, bool], object]
 ) -> None:
-    """Of one update; ``backward`` is told of each loss whether it is the last."""
+    """Run the micro batches of one update; ``backward`` gets each loss, and whether it is the last."""
     for index in range(case.micro_batches):
         row = make_row(case, number * case.micro_batches + index, device)
         backward(loss_of(scorer, case, row), index + 1 == case.micro_batches)
 
 
 def begin_group(device: torch.device) -> None:
-    """Of one rank."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # which DeepSpeed reads
+    """Start a process group of one rank."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # read by DeepSpeed
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

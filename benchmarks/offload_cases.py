@@ -1,4 +1,4 @@
-"""What ``benchmarks.offload`` trains: models without memory, values to fill them with, and their batches."""
+"""The cases of ``benchmarks.offload``: models on the meta device, values to fill them with, and their batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rlpipe.types import MicroBatch
 
 COMPUTE = torch.bfloat16
 LOGIT_TOKENS = 1024
-"""Of which logits are formed at one time, on all sides."""
+"""Tokens whose logits are computed at one time, on all sides."""
 RANK = 16
 STD = 0.02
 POOL_ELEMENTS = 2**22 - 3
-"""Random numbers that weights repeat; no row of a matrix is a multiple of it, so that no two rows are equal."""
+"""Number of distinct random values in the weights; no matrix row is a multiple of it, so no two rows are equal."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -44,19 +44,19 @@ class Shape:
 class Case:
     shape: Shape
     kind: str = "full"
-    """Or ``lora``, on a base in bfloat16."""
+    """What is trained: ``full``, all weights, or ``lora``, an adapter on a bfloat16 base."""
     states: str = "float32"
-    """Type of the weights and moments that are updated."""
+    """Dtype of the weights and moments that are updated."""
     gradients: str = "float32"
-    """Type in which an update's gradients are summed up."""
+    """Dtype in which an update's gradients are summed."""
     tokens: int = 8192
-    """Of a micro batch, which is one sequence."""
+    """Tokens of a micro batch, which is one sequence."""
     micro_batches: int = 1
     device_gib: float | None = None
-    """What rlpipe may take of the device; None: what is free there, less a tenth."""
+    """Device memory that rlpipe may take; None: the free memory, less a tenth."""
     chunk_mib: float | None = None
     compared: bool = False
-    """Whether the others train it, too."""
+    """Whether the baselines train it, too."""
 
     @property
     def update_tokens(self) -> int:
@@ -64,7 +64,7 @@ class Case:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Case:
-        """The inverse of ``asdict``."""
+        """Return the case of these fields; the inverse of ``asdict``."""
         return cls(**{**content, "shape": Shape(**content["shape"])})
 
 
@@ -82,7 +82,7 @@ LLAMA_70B = Shape(hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads
 CASES = {
     "tiny": Case(shape=TINY, tokens=128, micro_batches=2, device_gib=0.006, chunk_mib=0.5, compared=True),
     "tiny-lora": Case(shape=TINY, kind="lora", tokens=128, micro_batches=2, device_gib=0.0045, chunk_mib=0.25),
-    # The others keep all weights and states on the host: the cap has rlpipe offload in earnest, too.
+    # The baselines keep all weights and states on the host; with the cap rlpipe really offloads, too.
     "1b-8k": Case(shape=LLAMA_1B, device_gib=12, compared=True),
     "4b-8k": Case(shape=QWEN_4B, compared=True),
     "4b-64k": Case(shape=QWEN_4B, micro_batches=8, compared=True),
@@ -92,13 +92,13 @@ CASES = {
     "70b-lora-8k": Case(shape=LLAMA_70B, kind="lora"),
 }
 ON_CPU = ("tiny", "tiny-lora")
-"""Those that say nothing of a GPU."""
+"""Cases for the CPU, which are no measure of a GPU."""
 
 
 def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
-    """The model as a run trains it, with parameters on the meta device and buffers on the CPU.
+    """Make the model as a run trains it, with parameters on the meta device and buffers on the CPU.
 
-    ``dtype`` is that of the weights: float32 where all are trained, unless it is given.
+    ``dtype`` is that of the weights; by default float32 if all are trained, else the compute dtype.
     """
     dtype = dtype or (torch.float32 if case.kind == "full" else COMPUTE)
     shape = case.shape
@@ -124,7 +124,7 @@ def make_scorer(case: Case, dtype: torch.dtype | None = None) -> TokenScorer:
 
 
 def compute_buffers(scorer: TokenScorer, device: torch.device) -> None:
-    """Has buffers, such as the frequencies of rotary embeddings, lie on the device, with the values of a new model."""
+    """Place buffers, such as the frequencies of rotary embeddings, on the device, with the values of a new model."""
     model: PreTrainedModel = scorer.causal_model
     for module in model.modules():
         if module._buffers:
@@ -135,14 +135,14 @@ def compute_buffers(scorer: TokenScorer, device: torch.device) -> None:
 
 
 class Values:
-    """Gives weights random values at the speed of a copy: drawing those of a large model would take minutes."""
+    """Random values for weights, filled in at the speed of a copy; drawing those of a large model takes minutes."""
 
     def __init__(self) -> None:
         wide = torch.randn(POOL_ELEMENTS, generator=torch.Generator().manual_seed(0)) * STD
         self._pools = {dtype: wide.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     def __call__(self, name: str, tensor: Tensor) -> None:
-        """Fills the parameter of this name: norms with 1, an adapter's B with 0."""
+        """Fill the parameter of this name; norms with 1, an adapter's B with 0."""
         if "lora_B" in name:
             tensor.zero_()
         elif tensor.ndim < 2:
@@ -154,7 +154,7 @@ class Values:
 
 
 def make_row(case: Case, number: int, device: torch.device) -> Row:
-    """Random tokens, of which all but the first count."""
+    """Make a row of random tokens; all but the first are loss tokens."""
     count = case.tokens
     random = np.random.default_rng(number)
     micro_batch = MicroBatch(
@@ -171,6 +171,6 @@ def make_row(case: Case, number: int, device: torch.device) -> Row:
 
 
 def loss_of(scorer: TokenScorer, case: Case, row: Row) -> Tensor:
-    """A micro batch's share of the mean cross-entropy of an update's tokens."""
+    """Return a micro batch's share of the mean cross-entropy over an update's tokens."""
     logprobs, _ = scorer.logprobs(row, 1.0, LOGIT_TOKENS)
     return -logprobs.sum() / (case.micro_batches * (case.tokens - 1))

@@ -1,4 +1,4 @@
-"""rlpipe's side of ``benchmarks.offload``: decides as a run does, trains, and says what would be possible."""
+"""rlpipe's side of ``benchmarks.offload``: decides as a run does, trains, and computes the roof."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from rlpipe.offload.units import find_units, take_inventory
 MAX_NORM = 1.0
 GIB = 2**30
 BACKWARD_OVER_FORWARD = 2
-"""Of attention's products, without those that fast kernels compute again."""
+"""FLOPs of attention's backward over its forward products, without the recomputation in fast kernels."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Roof:
-    """Seconds that an update takes at least, by what it waits for: each at its measured rate, all else for free."""
+    """Least seconds of an update, for each resource alone at its measured rate."""
 
     compute_s: float
-    """Matrix products, what the way that was chosen computes again included; attention at half, as it is causal."""
+    """Matrix products, including recomputation by the chosen schedule; attention counts half, because it is causal."""
     recomputed_s: float
-    """Of these."""
+    """Part of ``compute_s`` that is recomputation."""
     to_device_s: float
     to_host_s: float
     adam_s: float
@@ -66,13 +66,13 @@ class Plan:
 
 
 def run_chunked(case: Case, machine: Device, device: torch.device, *, warmup: int, updates: int) -> dict[str, Any]:
-    """Raises ``DoesNotFit`` where no way fits."""
+    """Train a case with chunked offload; raise ``DoesNotFit`` if no schedule fits."""
     scorer = make_scorer(case)
     num_parameters = sum(parameter.numel() for parameter in scorer.parameters())
     plan = make_plan(scorer, case, machine, device)
     print(plan.decision.describe(), flush=True)
     config = OptimizerConfig(lr=1e-5)
-    # Never closed: that would give the model all its weights again, for which the host may not have the room.
+    # Never closed: that would restore the model with all its weights, which may exceed the host's memory.
     offloaded = OffloadedModel(
         scorer,
         plan.decision.arrangement,
@@ -118,7 +118,7 @@ def make_plan(scorer: TokenScorer, case: Case, machine: Device, device: torch.de
     seconds = roofline(machine)
 
     def observe(operator: Operator) -> float:
-        if "attention" not in operator.name:  # which is added below: not every kernel of it is counted
+        if "attention" not in operator.name:  # added below, because not every attention kernel is counted
             flops[str(operator.dtype).removeprefix("torch.")] += operator.flops
         return seconds(operator)
 
@@ -154,7 +154,7 @@ def make_roof(
     products_s: float,
     block_elements: int,
 ) -> Roof:
-    """``products_s`` are those of a micro batch without attention, and without what is computed again."""
+    """Return the roof; ``products_s`` is a micro batch's time without attention and recomputation."""
     knobs, shape, rate = decision.knobs, case.shape, machine.flops("bfloat16")
     attention = 2 * case.tokens**2 * shape.heads * shape.head_dim  # of a layer, forward
     recomputed_s = knobs.num_checkpointed * (2 * case.tokens * block_elements + attention) / rate
@@ -171,14 +171,17 @@ def make_roof(
 
 
 def moved_bytes(profile: Profile, knobs: Knobs, rates: Rates) -> tuple[int, int]:
-    """To the device and to the host in an update, at least: slots are full whenever a pass turns, at either end."""
+    """Return the least bytes moved to the device and to the host per update.
+
+    The slots stay full when a pass turns around, at either end of the model.
+    """
     passes = profile.num_micro_batches
     moving = profile.chunks[knobs.num_persistent :]
     at_the_end = sum(chunk.num_bytes for chunk in profile.chunks[first_cached(profile, knobs.num_slots) :])
     at_the_start = _filling(moving, knobs.num_slots)
     is_trained = any(chunk.num_trained for chunk in moving)
     loads = 2 * passes * sum(chunk.num_bytes for chunk in moving)
-    # What is trained changes with the update, and has to come again.
+    # Trained weights change with the update, and have to be loaded again.
     loads -= passes * at_the_end + (passes - is_trained) * at_the_start
     modes = arrange(profile, knobs, rates)
     stages = zip(profile.stages, modes, strict=True)
@@ -187,7 +190,7 @@ def moved_bytes(profile: Profile, knobs: Knobs, rates: Rates) -> tuple[int, int]
 
 
 def _filling(chunks: Sequence[ChunkProfile], num_slots: int) -> int:
-    """Bytes of the first chunks that so many slots hold."""
+    """Return the bytes of the first chunks that fit in ``num_slots`` slots."""
     total = 0
     for chunk in chunks:
         num_slots -= chunk.slots
@@ -206,7 +209,7 @@ def sizes_of(case: Case) -> tuple[int, ...]:
 
 
 def count_peak(offloaded: OffloadedModel, update: Callable[[], object]) -> int:
-    """The most bytes that an update would take on a device, counted on the CPU."""
+    """Return the peak device bytes of an update, counted on the CPU."""
     most = 0
 
     def look(_: Operator) -> None:
@@ -218,5 +221,5 @@ def count_peak(offloaded: OffloadedModel, update: Callable[[], object]) -> int:
         update()
     held = sum(
         parameter.nbytes * (3 if parameter.requires_grad else 1) for parameter in offloaded.resident.values()
-    )  # with two moments; gradients are among what was counted
+    )  # with two moments; gradients are included in the counted bytes
     return most + held + sum(buffer.nbytes for buffer in offloaded.model.buffers())

@@ -1,4 +1,4 @@
-"""The table and the JSON object of ``benchmarks.offload``, from what its processes measured."""
+"""The table and the JSON object of ``benchmarks.offload``, from its processes' measurements."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ COLUMNS = (
 )
 HEADER = (f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}")
 Sides = Mapping[str, Any]
-"""Of a case: ``tokens`` of an update, and under ``rlpipe``, ``zero3`` and ``fsdp2`` what each measured, if it ran."""
+"""Results of a case: the ``tokens`` of an update, and those of ``rlpipe``, ``zero3`` and ``fsdp2``, if they ran."""
 
 
 def line_of(name: str, sides: Sides) -> str:
-    """A row of the table; what was not measured is left out."""
+    """Return a row of the table; cells without a measurement are empty."""
     ours = sides["rlpipe"]
     if "seconds" not in ours:
         cells = [name, "does not fit" if "does_not_fit" in ours else "failed"]
@@ -55,7 +55,7 @@ def line_of(name: str, sides: Sides) -> str:
 
 
 def figures_of(sides: Sides) -> dict[str, float | None]:
-    """Of a case that rlpipe ran; errors are shares of what was measured."""
+    """Return the figures of a case that rlpipe ran; errors are relative to the measurement."""
     ours, tokens = sides["rlpipe"], sides["tokens"]
     return {
         "tokens_per_second": tokens / ours["seconds"],
@@ -70,8 +70,11 @@ def figures_of(sides: Sides) -> dict[str, float | None]:
 
 
 def summarize(machine: Mapping[str, Any], cases: Mapping[str, Sides]) -> dict[str, Any]:
-    """The last line: speed and ratios of the first case that is compared, else the first of all; of what is promised
-    the worst over the cases. None where nothing was measured."""
+    """Return the last line; values without a measurement are None.
+
+    Speed and ratios are those of the first case with a baseline, or else of the first case; ``over_roof`` and the
+    errors are the worst of all cases.
+    """
     figures = {name: figures_of(sides) for name, sides in cases.items() if _has_run(sides["rlpipe"])}
     compared = [name for name in figures if any(_has_run(cases[name].get(side)) for side in ("zero3", "fsdp2"))]
     headline = next(iter([*compared, *figures]), None)

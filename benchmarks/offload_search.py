@@ -1,7 +1,7 @@
-"""How long the search for a way to offload takes, at the size of a model of 14B: 40 layers in 162 chunks.
+"""Duration of the search for an offload schedule, at the size of a 14B model: 40 layers in 162 chunks.
 
-No knob is fixed, and not all fits. Without a GPU, Ray or vLLM. Run: ``python -m benchmarks.offload_search``.
-``seconds`` is the median of some runs.
+No knob is fixed, and not everything fits. Needs no GPU, Ray or vLLM. Run: ``python -m benchmarks.offload_search``.
+``seconds`` is the median of several runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CAPACITY = Capacity(device_bytes=70 * GIB, host_bytes=400 * GIB)
 
 
 def make_profile(num_blocks: int, num_chunks: int) -> Profile:
-    """Blocks that are alike in chunks that are, with an embedding before them and a head behind."""
+    """Make a profile of identical blocks in identical chunks, with an embedding before and a head after them."""
     ends = [_stage(is_block=False), _stage(is_block=False)]
     stages = [ends[0], *(_stage(is_block=True) for _ in range(num_blocks)), ends[1]]
     edges = [index * len(stages) / num_chunks for index in range(num_chunks + 1)]

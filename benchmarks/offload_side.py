@@ -1,4 +1,4 @@
-"""One side of ``benchmarks.offload`` in a process of its own, so that its memory is its own, and it may fail alone.
+"""One side of ``benchmarks.offload`` in a process of its own, so that its memory is separate and it may fail alone.
 
 Run: ``python -m benchmarks.offload_side setup.json result.json``.
 """
@@ -24,7 +24,7 @@ BASELINES = {"zero3": run_zero3, "fsdp2": run_fsdp2}
 
 
 def run_side(setup: dict[str, Any]) -> dict[str, Any]:
-    """``side`` is ``machine``, which measures that, ``rlpipe``, or one of ``BASELINES``."""
+    """Run a side: ``machine``, which measures the machine, ``rlpipe``, or one of ``BASELINES``."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,6 +1,6 @@
-"""Groups per second through the whole orchestration, with engines, rewards and a learner that answer at once.
+"""Groups per second through the whole orchestration, with engines, rewards and a learner that take no time.
 
-See ``benchmarks.stand_ins`` for what is real. Run: ``python -m benchmarks.orchestration --engines 16``.
+``benchmarks.stand_ins`` lists what is real. Run: ``python -m benchmarks.orchestration --engines 16``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlpipe.types import RolloutGroup
 
 
 class InstantEngine(StandInEngine):
-    """Answers every request in the next step."""
+    """An engine that answers every request in its next step."""
 
     def step(self) -> list[RolloutGroup]:
         groups = [self._answer(request) for request in self._requests]
@@ -40,17 +40,17 @@ class InstantEngine(StandInEngine):
 
 
 class MemoryReporter(StandInReporter):
-    """Prints the rate now and then, and watches the memory of all processes, once these are warm."""
+    """A reporter that prints the rate at intervals, and records the memory of all processes after the warm-up."""
 
     def __init__(self, num_steps: int, groups_per_step: int, warmup_steps: int) -> None:
         super().__init__()
         self._num_steps, self._groups_per_step, self._warmup_steps = num_steps, groups_per_step, warmup_steps
         self.rss_mb: list[float] = []
-        """At the end of every tenth of the run."""
+        """Resident memory at the end of every tenth of the run."""
 
     @property
     def groups_per_second(self) -> float:
-        """Of those that are counted."""
+        """Rate over the groups after the warm-up."""
         counted = self.ended[max(self._warmup_steps, 1) - 1 :]
         return (len(counted) - 1) * self._groups_per_step / (counted[-1] - counted[0])
 
@@ -64,7 +64,7 @@ class MemoryReporter(StandInReporter):
 
 
 def resident_mb() -> float:
-    """Unshared memory of this process and all that it started, in MB."""
+    """Return the unshared memory of this process and its descendants, in MiB."""
     me = psutil.Process(os.getpid())
     total = 0
     for process in [me, *me.children(recursive=True)]:

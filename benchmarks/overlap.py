@@ -1,12 +1,12 @@
-"""Async efficiency: how close a step comes to the longer of generating and training, where both take given times.
+"""Async efficiency: how close a step comes to the longer of generation and training, if both take given times.
 
-Engines and learner sleep (``benchmarks.stand_ins`` says what is real). ``generate`` is the seconds that the engines
+Engines and learner sleep (``benchmarks.stand_ins`` lists what is real). ``generate`` is the seconds that the engines
 together need for the groups of one step: each serves its share of them at one time, every group takes ``generate``
 seconds. ``train`` is the seconds of a learner step. An asynchronous run can do 1/max(generate, train) steps a second, a
 synchronous one 1/(generate + train); the efficiency is the share of that which is reached.
 
 The last table draws the seconds of every group from a lognormal distribution with the mean ``generate``. Its bound is
-what the same groups give where nothing else takes time (``benchmarks.ideal``), so it counts stragglers as unavoidable.
+the rate of the same groups if nothing else takes time (``benchmarks.ideal``), so it counts stragglers as unavoidable.
 
 Run: ``python -m benchmarks.overlap``. ``worst_efficiency`` is that of the asynchronous cells with given times.
 """
@@ -45,26 +45,26 @@ from rlpipe.configs.schema.root_config import Config, ReplayConfig
 from rlpipe.types import RolloutGroup
 
 RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
-"""Generate over train."""
+"""Ratios of generation to training time."""
 RANDOM_RATIOS = (0.5, 1.0, 2.0)
 DECODE_S = 0.01
-"""The longest sleep of an engine; like a real one, it takes requests and weights between two steps of decoding."""
+"""Longest sleep of an engine; like a real one, it takes requests and weights between two decoding steps."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Work:
-    """What a line of a table measures; times are in seconds."""
+    """Parameters of one line of a table; times are in seconds."""
 
     generate_s: float
     train_s: float
     max_staleness: int
     sigma: float = 0.0
-    """Of the logarithm of a group's seconds; 0: all take ``generate_s``."""
+    """Standard deviation of the logarithm of a group's seconds; 0: all take ``generate_s``."""
     num_engines: int
     groups_per_step: int
     group_size: int
     num_steps: int
-    """After the warm-up."""
+    """Steps after the warm-up."""
     warmup_steps: int
 
     @property
@@ -79,16 +79,16 @@ class Work:
         return self.generate_s * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
     def steps_per_second(self, ended: Sequence[float]) -> float:
-        """From the times at which the steps ended."""
+        """Return the rate after the warm-up, from the times at which the steps ended."""
         return self.num_steps / (ended[self.warmup_steps + self.num_steps - 1] - ended[self.warmup_steps - 1])
 
     def bound(self) -> float:
-        """The most steps per second."""
+        """Return the highest possible steps per second."""
         times = (self.generate_s, self.train_s)
         return self.ideal() if self.sigma else 1 / (max(times) if self.max_staleness else sum(times))
 
     def ideal(self) -> float:
-        """Steps per second where nothing but generating and training takes time."""
+        """Return the steps per second if nothing but generation and training takes time."""
         run = IdealRun(
             num_engines=self.num_engines,
             num_slots=self.num_slots,
@@ -102,13 +102,13 @@ class Work:
 
 
 class SleepingEngine(StandInEngine):
-    """Serves a number of groups at one time, each for its seconds; the others wait for a free place."""
+    """An engine that serves a number of groups at one time, each for its seconds; the others wait for a free slot."""
 
     def __init__(self, work: Work, name: str) -> None:
         super().__init__(name)
         self._work = work
         self._running: list[tuple[float, int, RolloutGroup]] = []
-        """When each ends, as a heap."""
+        """Heap of the running groups, by the time at which each ends."""
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +130,7 @@ class SleepingEngine(StandInEngine):
 
 
 def plan(arguments: argparse.Namespace) -> list[Work]:
-    """All lines, the longer of generate and train being ``--seconds``."""
+    """Return all lines of the tables; the longer of generation and training takes ``--seconds``."""
 
     def work(ratio: float, max_staleness: int, num_steps: int, sigma: float = 0.0) -> Work:
         return Work(
@@ -158,7 +158,7 @@ def plan(arguments: argparse.Namespace) -> list[Work]:
 
 
 async def measure(workers: Workers, work: Work) -> dict[str, float]:
-    """A line of a table."""
+    """Measure one line of a table."""
     config = Config()
     config.algorithm = AlgorithmConfig(
         num_steps=work.warmup_steps + work.num_steps, groups_per_step=work.groups_per_step, group_size=work.group_size
@@ -185,7 +185,7 @@ async def measure(workers: Workers, work: Work) -> dict[str, float]:
 
 
 def summarize(grid: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The last line: all cells, and the worst of the asynchronous ones with given times."""
+    """Return the last line: all cells, and the worst of the asynchronous ones with given times."""
     worst = min((c for c in grid if c["max_staleness"] and not c["sigma"]), key=lambda cell: cell["efficiency"])
     return {"worst_efficiency": worst["efficiency"], "worst": worst, "grid": list(grid)}
 

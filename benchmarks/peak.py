@@ -13,26 +13,26 @@ import torch
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What the kernel takes as the order to begin the resident set's peak anew."""
+"""Command to the kernel to reset the peak of the resident set."""
 MB = 1e6
 MMAP_THRESHOLD, THRESHOLD_BYTES = -3, 2**16
-"""glibc's number of the option, and its value here."""
+"""glibc's number for the option, and its value here."""
 
 
 def return_what_is_freed() -> None:
-    """Has glibc give freed tensors back at once; as it stands it keeps those below 32 MB, as small models have."""
+    """Have glibc return freed tensors at once; by default it keeps blocks below 32 MB, as small models have."""
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, THRESHOLD_BYTES)
 
 
 @dataclass
 class Peak:
     mb: float = 0.0
-    """Above what was there before, once the block has ended."""
+    """Peak above the memory before the block; set when the block ends."""
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measures the block: torch's allocations on a GPU, this process' resident set on the CPU."""
+    """Measure the block: torch's allocations on a GPU, this process's resident set on the CPU."""
     peak = Peak()
     gc.collect()
     if device.type == "cuda":

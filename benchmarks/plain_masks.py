@@ -1,4 +1,4 @@
-"""Loss masks token by token in plain Python: what the benchmark and the tests hold the fast ones against."""
+"""Loss masks token by token in plain Python: the reference for the fast ones in the benchmark and the tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
 
 
 def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:
-    """Which tokens of one sequence count."""
+    """Return which tokens of one sequence are loss tokens."""
     mask = [rules.counts_all] * len(token_ids)
     in_marker = [False] * len(token_ids)
     last_end: range | None = None
@@ -66,7 +66,7 @@ def _end(
     token_ids: Sequence[int],
     start: int,
 ) -> tuple[int, int, str]:
-    """Where what ends the turn begins, where that ends, and what it is; ``outer`` is the turn that it interrupts."""
+    """Return where the turn ends, where its end marker ends, and the kind of end; ``outer`` is the interrupted turn."""
     for place in range(start, len(token_ids)):
         if boundary.end is not None and _stands(boundary.end, token_ids, place):
             return place, place + len(boundary.end), "own end"

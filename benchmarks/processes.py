@@ -1,4 +1,4 @@
-"""The processes of a run on this machine, by what they do, so that benchmarks and tests can end or freeze them."""
+"""The processes of a run on this machine, by kind, so that benchmarks and tests can end or freeze them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TITLES = {
     "learner": "ray::RayTrainWorker",
     "trainer": "ray::TrainController",
 }
-"""How Ray names the processes of each kind, as the start of a regex."""
+"""Ray's titles of the processes of each kind, as the start of a regex."""
 
 
 def find_processes(kind: str, root: int | None = None) -> list[int]:
-    """Process ids of a kind, oldest first, among the descendants of ``root`` (this process).
+    """Return the process ids of a kind, oldest first, among the descendants of ``root`` (default: this process).
 
-    ``"scorer.start"`` are the scorers that are in their ``start()`` just now.
+    ``"scorer.start"`` selects the scorers that are in their ``start()`` at the moment.
     """
     kind, dot, method = kind.partition(".")
     title = re.compile(TITLES[kind] + re.escape(dot + method))

@@ -1,7 +1,7 @@
 """Groups per second through scoring: functions in processes, replicas of Ray Serve, the feature network.
 
-Processes and replicas run a reward that sleeps, so that their number and not the machine's cores decide; the overhead
-is that of a reward which does nothing. Run: ``python -m benchmarks.scoring``.
+Processes and replicas run a reward that sleeps, so that their number decides, not that of the machine's cores; the
+overhead is that of a reward that does nothing. Run: ``python -m benchmarks.scoring``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START_TIMEOUT_S = 300.0
 
 
 def nap(completions: Sequence[str], **columns: Any) -> list[float]:
-    """A reward that waits, as for a model on another machine."""
+    """Return zeros after a pause, as if waiting for a model on another machine."""
     time.sleep(NAP_S)
     return [0.0] * len(completions)
 
@@ -118,7 +118,7 @@ class _Maker:
 
 
 async def measure(pool: ScoringPool, groups: Sequence[RolloutGroup], repeats: int) -> float:
-    """Groups per second, the median of some runs; each hands over all groups one by one, as engines do."""
+    """Return the median groups per second of several runs; each submits all groups one by one, as engines do."""
     await pool.start()
     refs = [ray.put([group]) for group in groups]
     rates = []
@@ -134,7 +134,7 @@ async def measure(pool: ScoringPool, groups: Sequence[RolloutGroup], repeats: in
 
 
 async def overhead_ms(pool: ScoringPool, groups: Sequence[RolloutGroup], repeats: int) -> float:
-    """Milliseconds per rollout of a reward that does nothing, for groups that finish together."""
+    """Return the milliseconds per rollout of a reward that does nothing, for groups that finish together."""
     await pool.start()
     ref, ids = ray.put(list(groups)), {index: group.group_id for index, group in enumerate(groups)}
     times = []
@@ -149,7 +149,7 @@ async def overhead_ms(pool: ScoringPool, groups: Sequence[RolloutGroup], repeats
 def feature_rates(
     model: ModelConfig, groups: Sequence[RolloutGroup], sizes: Sequence[int], repeats: int
 ) -> dict[str, float]:
-    """Groups per second by the tokens of a micro batch, the median of some runs."""
+    """Return the median groups per second of several runs, by the tokens of a micro batch."""
     sequences = [FeatureSequence.of(rollout) for group in groups for rollout in group]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rates = {}

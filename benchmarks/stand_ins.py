@@ -1,7 +1,7 @@
-"""Runs the whole orchestration with stand-ins for engines, rewards, prompts and the learner.
+"""The whole orchestration, with stand-ins for engines, rewards, prompts and the learner.
 
-Everything between them is the real thing: admission, routing, the object store, scoring pools, the replay actor with
-its ledger and packing, versions through the weights actor, and the controller.
+Everything between them is real: admission, routing, the object store, scoring pools, the replay actor with its ledger
+and packing, versions through the weights actor, and the controller.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TIMEOUT_S = 60.0
 
 
 class StandInEngine(ABC):
-    """Answers with 100-token rollouts of the version that it serves; subclasses say when."""
+    """An engine that answers with 100-token rollouts of its current version; subclasses decide when."""
 
     def __init__(self, name: str) -> None:
         self._name, self._version = name, 0
@@ -113,18 +113,18 @@ class StandInEngine(ABC):
 
 
 class StandInRolloutActor(RolloutActor):
-    """The rollout actor with an engine that the benchmark brings."""
+    """The rollout actor with an engine that the benchmark provides."""
 
     def open(self, make_engine: Callable[[str], Engine]) -> None:
-        """The engine of an earlier run stays idle: a call of that run may still wait for its groups."""
+        """Start an engine and leave that of an earlier run idle, because a call of that run may still wait."""
         self._thread = EngineThread(self._name, lambda: make_engine(self._name))
 
 
 class InstantScoringActor(ScoringActor):
-    """The scoring actor with a reward that costs nothing."""
+    """The scoring actor with a reward that takes no time."""
 
     def open(self) -> None:
-        """Answers as soon as the process runs."""
+        """Do nothing, so that the call returns once the process runs."""
 
     def score(self, groups: Sequence[RolloutGroup], indices: Sequence[int]) -> list[GroupScores]:
         chosen = [groups[index] for index in indices]
@@ -132,7 +132,7 @@ class InstantScoringActor(ScoringActor):
 
 
 class EndlessPrompts:
-    """The part of ``PromptSource`` that the controller uses, on one prompt."""
+    """The part of ``PromptSource`` that the controller uses, with a single prompt."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -168,11 +168,11 @@ class EndlessPrompts:
 
 
 class StandInReporter:
-    """Keeps when each step was reported; a lost group ends the benchmark."""
+    """A reporter that records when each step was reported; a lost group ends the benchmark."""
 
     def __init__(self) -> None:
         self.ended: list[float] = []
-        """``time.perf_counter()`` of every trained step."""
+        """``time.perf_counter()`` at the end of every trained step."""
         self.waited: list[float] = []
         """Seconds that the learner waited for the batch of every step."""
         self.synced: list[float] = []
@@ -200,7 +200,7 @@ class StandInReporter:
 
 @ray.remote(num_cpus=0)
 def learn(replay: ActorHandle, weights: ActorHandle, num_steps: int, train_s: float) -> None:
-    """The loop of a learner rank, with its calls in their order, that sleeps instead of training."""
+    """Run the loop of a learner rank, with its calls in the same order, but sleep instead of training."""
     bucket = ray.put(np.zeros(1024, np.uint8))
     unanswered: dict[str, ray.ObjectRef] = {}
 
@@ -227,14 +227,14 @@ def learn(replay: ActorHandle, weights: ActorHandle, num_steps: int, train_s: fl
 
 @dataclass(kw_only=True, frozen=True)
 class Workers:
-    """Processes that serve one run after the other."""
+    """Processes that serve several runs, one after the other."""
 
     engines: Mapping[str, ActorHandle]
     pool: ScorerPool
 
 
 def start_workers(num_engines: int, num_scorers: int) -> Workers:
-    """Starts the processes of engines and scorers; engines are opened by ``run_pipeline``."""
+    """Start the processes of engines and scorers; ``run_pipeline`` opens the engines."""
     needs = [Need(name=f"rollout-{index}") for index in range(num_engines)]
 
     def spawn(name: str, place: str) -> tuple[ActorHandle, ray.ObjectRef]:
@@ -256,7 +256,7 @@ async def run_pipeline(
     *,
     train_s: float = 0.0,
 ) -> None:
-    """One run of ``config.algorithm.num_steps`` steps, with its ledger in ``folder``."""
+    """Run ``config.algorithm.num_steps`` steps, with the ledger in ``folder``."""
     engines = workers.engines
     setup = ReplaySetup.of(config, folder / LEDGER, REWARDS)
     replay = start_actor(ReplayActor, Need(name="replay"), setup, max_concurrency=ASYNC_CALLS)

@@ -28,7 +28,7 @@ from benchmarks.chaos import Chaos, Driver, Kill
 from rlpipe.tracking.jsonl import read_rows
 
 KINDS = {"engine": "rollout", "rank": "learner", "driver": "driver"}
-"""The names of the result, and those of the processes."""
+"""Kinds of processes, by their names in the result."""
 STEPS_BETWEEN = 10
 IMPORTS = {
     "driver": "rlpipe.run.pipeline",
@@ -37,7 +37,7 @@ IMPORTS = {
     "learner": "rlpipe.actors.learner",
     "engine": "rlpipe.rollout.vllm.vllm_engine",
 }
-"""What a process of each kind imports where nothing is preloaded."""
+"""Module that a process of each kind imports if nothing is preloaded."""
 TIMEOUT_S = 600.0
 
 
@@ -53,7 +53,7 @@ def options(output: Path, policy: Path) -> list[str]:
 
 
 def warm_up(folder: Path) -> None:
-    """Makes the policy, unless an earlier call has; a warm-up that was interrupted goes on."""
+    """Make the policy, unless it exists already; an interrupted warm-up is resumed."""
     from rlpipe.configs.compose import load_config
     from rlpipe.quickstart import warm_up as make
 
@@ -63,7 +63,7 @@ def warm_up(folder: Path) -> None:
 
 
 def cpu_seconds(root: int) -> dict[str, float]:
-    """CPU seconds so far of a process and its descendants, by their titles."""
+    """Return the CPU seconds so far of a process and its descendants, by their titles."""
     found: Counter[str] = Counter()
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         with suppress(psutil.Error):
@@ -82,7 +82,7 @@ def _title(command: list[str]) -> str:
 
 
 def first_step(output: Path, policy: Path) -> dict[str, Any]:
-    """One start, with its phases, ended after the first steps."""
+    """Run a few steps, and return the time to the first step with its phases and CPU seconds."""
     shutil.rmtree(output, ignore_errors=True)
     driver = Driver([*options(output, policy), "algorithm.num_steps=12"], output.with_suffix(".log"))
     driver.start()
@@ -111,7 +111,7 @@ def _has_stepped(output: Path) -> bool:
 
 
 class Kills(Chaos):
-    """Kills one kind of process after the other, each once the run is over the last death."""
+    """A run in which each kind of process is killed in turn, once the run has recovered from the last kill."""
 
     def kill_each(self, repetitions: int) -> None:
         self._driver.start()
@@ -132,7 +132,7 @@ class Kills(Chaos):
 
 
 def recoveries(kills: list[Kill]) -> dict[str, float]:
-    """The median of the seconds from a death to the end of the first step after its replacement."""
+    """Return the median seconds from a kill to the end of the first step after the replacement, by kind."""
     found = {}
     for name, kind in KINDS.items():
         seconds = [kill.recovery_s for kill in kills if kill.kind == kind and kill.recovery_s is not None]
@@ -141,7 +141,7 @@ def recoveries(kills: list[Kill]) -> dict[str, float]:
 
 
 def import_seconds() -> dict[str, float]:
-    """CPU seconds of a new interpreter that imports what a process of each kind needs."""
+    """Return the CPU seconds of a new interpreter that imports the modules of each kind of process."""
     found = {}
     for kind, module in IMPORTS.items():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""TRL's side of ``benchmarks.vs_trl``, in a process of its own: trains as a JSON file says, and writes what it took.
+"""TRL's side of ``benchmarks.vs_trl`` in a process of its own: trains as a JSON file says, and writes the times.
 
 Run: ``python -m benchmarks.trl_side setup.json result.json``.
 """
@@ -25,7 +25,7 @@ EVALUATION_BATCH = 50
 
 
 class StepTimes(TrainerCallback):
-    """Notes when each step ended; each includes the generation that it trains on."""
+    """A record of when each step ended; each step includes the generation that it trains on."""
 
     def __init__(self) -> None:
         self.ended: list[float] = []
@@ -38,12 +38,12 @@ class StepTimes(TrainerCallback):
 
     @property
     def seconds(self) -> list[float]:
-        """Of every step."""
+        """Seconds of every step."""
         return [end - start for start, end in zip(self.ended, self.ended[1:], strict=False)]
 
 
 def load_reward(path: str) -> Callable[..., Sequence[float]]:
-    """The reward function, kept from what TRL passes beside the columns that it asks for."""
+    """Return the reward function, without the arguments that TRL passes beyond the columns that it reads."""
     function = import_object(path, what="reward", error=ConfigError)
 
     def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> Sequence[float]:
@@ -53,7 +53,7 @@ def load_reward(path: str) -> Callable[..., Sequence[float]]:
 
 
 def make_config(setup: dict[str, Any], output: Path) -> GRPOConfig:
-    """What rlpipe's run is set to, and nothing that costs time beside it."""
+    """Return the settings of rlpipe's run, without anything else that takes time."""
     return GRPOConfig(
         output_dir=str(output),
         max_steps=setup["num_steps"],
@@ -106,7 +106,7 @@ def greedy_accuracy(
     reward: Callable[..., Sequence[float]],
     max_tokens: int,
 ) -> float:
-    """Share of the rows that are answered with the whole reward."""
+    """Return the share of the rows whose answer gets the full reward."""
     model.eval()
     correct = 0
     for start in range(0, len(rows), EVALUATION_BATCH):

@@ -1,4 +1,4 @@
-"""How long updates of a model take, and the memory of device and host that they need."""
+"""Measurement of a model's updates: their seconds, and the memory of device and host."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 @dataclass(kw_only=True, frozen=True)
 class Measured:
     seconds: float
-    """Of an update, the median."""
+    """Median seconds of an update."""
     fastest_s: float
     slowest_s: float
     peak_bytes: int | None
-    """Of torch's tensors on the device, after the warm-up; None on the CPU, where nobody counts them."""
+    """Peak of torch's tensors on the device, after the warm-up; None on the CPU, where they are not counted."""
     reserved_bytes: int | None
-    """What torch's allocator took for them."""
+    """Memory that torch's allocator reserved for them."""
     host_bytes: int
-    """The process's largest resident set, from its start on; on the CPU the device's memory is in it."""
+    """Largest resident set of the process since its start; on the CPU it includes the device's memory."""
 
 
 def measure_updates(update: Callable[[int], object], device: torch.device, *, warmup: int, updates: int) -> Measured:
-    """``update`` is given the number of each, and may leave work on the host to the next one."""
+    """Measure updates; ``update`` gets the number of each, and may leave work on the host to the next one."""
     for number in range(warmup):
         update(number)
     settle(device)

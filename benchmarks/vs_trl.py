@@ -1,13 +1,13 @@
-"""Seconds a step, of the whole command, and final accuracy against TRL's ``GRPOTrainer``, on three workloads.
+"""Seconds per step, seconds of the whole command, and final accuracy against TRL's ``GRPOTrainer``, on three workloads.
 
 ``short`` and ``long`` are answers of a small policy that is warmed up first; the policy of ``real`` is a language
 model, SmolLM2-135M-Instruct, with sums as chat. Both sides train a LoRA on the same policy with the same prompts in the
 same order, rewards, group size, steps, completion limit, loss (token mean), optimizer and learning rate, in float32, on
-all cores, one after the other. TRL generates with transformers, which is what it has on CPUs. rlpipe runs as a user
-starts it: Ray, vLLM, the adapter through the object store, and asynchronously, with rollouts of at most one version
-behind; the figures of synchronous runs are printed too. Accuracy is greedy, on prompts that nobody trains on. A whole
-command imports, starts, evaluates and saves. With several ``--seeds`` seconds are medians, and accuracies means. Run:
-``python -m benchmarks.vs_trl``.
+all cores, one after the other. TRL generates with transformers, its engine for CPUs. rlpipe runs as a user starts it:
+Ray, vLLM, the adapter through the object store, and asynchronously, with a staleness of at most one version; the
+figures of synchronous runs are printed, too. Accuracy is greedy, on held-out prompts. A whole command imports, starts,
+evaluates and saves. With several ``--seeds`` seconds are medians, and accuracies means. Run: ``python -m
+benchmarks.vs_trl``.
 
 The policies are made by the first run and kept in ``outputs/benchmarks/vs_trl``.
 """
@@ -38,26 +38,28 @@ FOLDER = Path("outputs/benchmarks/vs_trl").absolute()
 GROUPS_PER_STEP, GROUP_SIZE = 8, 8
 RANK, ALPHA = 32, 64
 NUM_HELD_OUT = 1000
-"""Of 1,000 prompts 0.5 are right to within 0.016, one standard error."""
+"""With 1,000 prompts, the standard error of an accuracy of 0.5 is 0.016."""
 COLD_SHARE = 0.25
-"""Part of the steps at the start that the medians leave out."""
+"""Share of the steps, at the start, that the medians leave out."""
 NUM_CORES = os.cpu_count() or 1
 
 
 @dataclass(kw_only=True, frozen=True)
 class Workload:
-    """A task, and how long it is trained."""
+    """A task, and its training settings."""
 
     name: str
     data: Sequence[str]
-    """Overrides that name the rows, with the held-out ones."""
+    """Overrides that choose the training and the held-out rows."""
     reward: str
     max_tokens: int
     num_steps: int
     learning_rate: float
     warmup: Sequence[str] | None
-    """Overrides of the quickstart's supervised warm-up, which ends where there is something left to learn; None: the
-    policy is the language model as it is."""
+    """Overrides of the quickstart's supervised warm-up, which stops while there is something left to learn.
+
+    None: the policy is the language model as it is.
+    """
     lr_warmup_steps: int = 10
 
     @property
@@ -106,7 +108,7 @@ REAL = Workload(
         "data.task=chain_sum",
         "data.task_args={size: 20000, min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}",
         "data.max_prompt_tokens=64",
-        "data.held_out.size=200",  # a tenth of a second each for the engine
+        "data.held_out.size=200",  # each takes the engine a tenth of a second
     ],
     reward="rlpipe.scoring.toolbox:numeric_match",
     max_tokens=32,
@@ -119,7 +121,7 @@ WORKLOADS = {workload.name: workload for workload in (SHORT, LONG, REAL)}
 
 
 def warm_up(workload: Workload) -> None:
-    """Makes the workload's policy unless a run before has; a small one by supervised fine-tuning."""
+    """Make the workload's policy unless it exists already; a small one by supervised fine-tuning."""
     if workload.policy.exists():
         return
     if workload.warmup is None:
@@ -127,13 +129,13 @@ def warm_up(workload: Workload) -> None:
         return
     print(f"{workload.name}: warming the policy up by supervised fine-tuning", flush=True)
     started = time.perf_counter()
-    shutil.rmtree(workload.policy.parent, ignore_errors=True)  # what an interrupted call has left
+    shutil.rmtree(workload.policy.parent, ignore_errors=True)  # left by an interrupted call
     rlpipe.train(rlpipe.load_config(warm_up_overrides(workload)))
     print(f"{workload.name}: took {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def warm_up_overrides(workload: Workload) -> list[str]:
-    """Of a policy of 3.2M parameters."""
+    """Return the overrides that warm up a policy of 3.2M parameters."""
     return [
         "experiment=quickstart_warmup",
         "tracking=quiet",
@@ -147,7 +149,7 @@ def warm_up_overrides(workload: Workload) -> list[str]:
 
 
 def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int, seed: int = 0) -> list[str]:
-    """rlpipe's config. The engine and the learner work at the same time when asynchronous, in turns otherwise."""
+    """Return rlpipe's overrides; engine and learner share the cores if asynchronous, and take turns otherwise."""
     threads = NUM_CORES if max_staleness == 0 else max(1, NUM_CORES // 2)
     return [
         *workload.data,
@@ -176,7 +178,7 @@ def run_overrides(workload: Workload, *, max_staleness: int, num_steps: int, see
 
 
 def run_rlpipe(workload: Workload, *, max_staleness: int, seed: int = 0) -> dict[str, Any]:
-    """Seconds of every step and of the whole command, and the accuracy at the start and the end."""
+    """Return the seconds of every step and of the whole command, and the accuracy at the start and the end."""
     overrides = run_overrides(workload, max_staleness=max_staleness, num_steps=workload.num_steps, seed=seed)
     output = Path(rlpipe.load_config(overrides).output)
     shutil.rmtree(output, ignore_errors=True)
@@ -191,13 +193,13 @@ def run_rlpipe(workload: Workload, *, max_staleness: int, seed: int = 0) -> dict
 
 
 def step_seconds(lines: Sequence[str]) -> list[float]:
-    """The wall time of every step out of ``metrics.jsonl``."""
+    """Return the wall time of every step, from the lines of ``metrics.jsonl``."""
     rows = [json.loads(line) for line in lines]
     return [row["time/step"] for row in rows if "time/step" in row]
 
 
 def run_command(side: str, module: Sequence[str]) -> float:
-    """Runs ``python -m`` with these arguments, and returns its seconds; raises ``RuntimeError`` where it fails."""
+    """Run ``python -m`` with these arguments and return its seconds; raise ``RuntimeError`` if it fails."""
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -206,7 +208,7 @@ def run_command(side: str, module: Sequence[str]) -> float:
 
 
 def run_trl(workload: Workload, *, seed: int = 0) -> dict[str, Any]:
-    """The same from TRL."""
+    """Return TRL's seconds of every step and of the whole command, and its accuracy at the end."""
     train, held_out = rows_of(workload, seed)
     setup = {
         "policy": str(workload.policy),
@@ -233,7 +235,7 @@ def run_trl(workload: Workload, *, seed: int = 0) -> dict[str, Any]:
 
 
 def rows_of(workload: Workload, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The prompts that rlpipe trains on, in its order, and the held-out ones."""
+    """Return the prompts that rlpipe trains on, in its order, and the held-out ones."""
     config = rlpipe.load_config(run_overrides(workload, max_staleness=0, num_steps=workload.num_steps, seed=seed))
     prompts, held_out = open_prompts(config.data, load_tokenizer(config.model), seed=config.seed)
     train = prompts.take(workload.num_steps * GROUPS_PER_STEP)
@@ -249,7 +251,7 @@ def warm_median(seconds: Sequence[float]) -> float:
 
 
 def warm_part(seconds: Sequence[float]) -> Sequence[float]:
-    """All but the first quarter."""
+    """Return all but the first quarter."""
     return seconds[int(len(seconds) * COLD_SHARE) :]
 
 
@@ -261,7 +263,7 @@ SIDES: Mapping[str, Callable[[Workload, int], dict[str, Any]]] = {
 
 
 def compare(workload: Workload, seeds: Sequence[int]) -> dict[str, float]:
-    """Runs all sides with each seed, and returns the workload's part of the last line."""
+    """Run all sides with each seed, and return the workload's part of the last line."""
     warm_up(workload)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
     for seed in seeds:
@@ -283,7 +285,7 @@ def describe(name: str, result: Mapping[str, Any], load: float) -> None:
 
 
 def summarize(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """One workload's keys, of the runs of each side; ratios are TRL's seconds over those of the asynchronous run."""
+    """Return one workload's keys of the last line; ratios are TRL's seconds over those of the asynchronous run."""
     seconds = {side: statistics.median(warm_median(run["seconds"]) for run in runs) for side, runs in results.items()}
     whole = {side: statistics.median(run["command_seconds"] for run in runs) for side, runs in results.items()}
 

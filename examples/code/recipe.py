@@ -1,4 +1,4 @@
-"""The row transform of the GPU run: a task of MBPP as a prompt, and its tests."""
+"""The row transform of the GPU run: an MBPP task as a prompt, and its tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Row = dict[str, Any]
 
 
 def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, str]]:
-    """Makes ``prompt`` of the text and the first test, which names the function, and ``tests`` of all tests.
+    """Make ``prompt`` from the text and the first test, which names the function, and ``tests`` from all tests.
 
-    One test is shown and three are run, so that to return what the prompt shows is not enough.
+    One test is shown and three are run, so that returning what the prompt shows is not enough.
     """
 
     def task(row: Row) -> Row:

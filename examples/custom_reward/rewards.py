@@ -1,4 +1,4 @@
-"""The rewards of the example: a function that reads a data column, and an actor that remembers what it has seen."""
+"""The rewards of the example: a function that reads a data column, and an actor that remembers earlier texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import rlpipe
 
 
 def alphabet(completions: Sequence[list[dict[str, Any]]], allowed: Sequence[str]) -> list[float]:
-    """The share of a completion's characters that the row's column ``allowed`` lists; 0 for an empty one."""
+    """Return the share of a completion's characters that the row's column ``allowed`` lists; 0 for an empty one."""
     texts = [completion[0]["content"] for completion in completions]
     return [share_of(characters, text) for text, characters in zip(texts, allowed, strict=True)]
 
@@ -20,9 +20,9 @@ def share_of(characters: str, text: str) -> float:
 
 
 class Novelty(rlpipe.RewardActor):
-    """1 for a text that has never been written before in the run, 1/n when it is written for the n-th time.
+    """A reward of 1 for a text that is new in the run, and of 1/n for its n-th occurrence.
 
-    The count lives in the actor's process, so the reward wants a single process.
+    The count is kept in the actor's process, so the reward needs a single process.
     """
 
     def setup(self) -> None:

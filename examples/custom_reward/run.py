@@ -1,4 +1,4 @@
-"""The example through the Python API: the same run as run.yaml, with the rewards handed over as objects."""
+"""The example through the Python API: the same run as run.yaml, with the rewards passed as objects."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The cold start of the example: a policy that can do the task, but writes two of three answers in another way.
 
-A model from the hub needs none of this.
+A model from the hub needs no cold start.
 """
 
 import json
@@ -11,7 +11,7 @@ import rlpipe
 
 
 def warm_up(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
     output = Path(config.model.path).parent
     rows = output / "rows.jsonl"
     rows.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def warm_up(config: rlpipe.Config) -> None:
 
 
 def _without_parentheses(path: Path, share: float) -> list[str]:
-    """The rows, of which a share has ``x+3*2`` in place of ``(x+3)*2``."""
+    """Return the rows, a share of them with ``x+3*2`` in place of ``(x+3)*2``."""
     rng = random.Random(0)
     lines = []
     for line in path.read_text().splitlines():

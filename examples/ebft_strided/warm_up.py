@@ -1,6 +1,6 @@
-"""The cold start of the example: a little training on the same texts, as EBFT's features come from the initial policy.
+"""The cold start of the example: a little training on the same texts, since EBFT's features are the initial policy's.
 
-A model from the hub needs none of this.
+A model from the hub needs no cold start.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import rlpipe
 
 
 def warm_up(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
     output = Path(config.model.path).parent
     rlpipe.train(
         rlpipe.load_config(

@@ -9,13 +9,14 @@ from typing import Any
 Row = dict[str, Any]
 
 FINAL_LINE = re.compile(r"\n#### -?\$?\d[\d,]*(\.\d+)?\s*")
-"""What the system prompt asks for: a last line with four hashes and the number."""
+"""Form that the system prompt asks for: a last line with four hashes and the number."""
 
 
 def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, list[str]]]:
-    """Renames ``question`` to ``prompt`` and keeps ``answer``, whose final number the accuracy reads.
+    """Rename ``question`` to ``prompt`` and keep ``answer``, whose final number the accuracy reads.
 
-    A row without a final number raises, so that it is skipped and counted instead of failing when it is scored.
+    A row without a final number raises ``ValueError``, so that it is skipped and counted instead of failing later, when
+    it is scored.
     """
 
     def rename(row: Row) -> Row:
@@ -27,7 +28,7 @@ def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, l
 
 
 def final_line(completions: Sequence[list[dict[str, Any]]]) -> list[float]:
-    """1 where the completion explains and then ends in one line ``#### number``, as the system prompt asks."""
+    """Return 1 if the completion explains and then ends in one line ``#### number``, as prompted, else 0."""
     return [float(has_final_line(completion[0]["content"])) for completion in completions]
 
 

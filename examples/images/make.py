@@ -1,6 +1,6 @@
-"""Makes the example's model and rows: a tiny Idefics3 with random weights, and pictures of a square in a colour.
+"""The example's model and rows: a tiny Idefics3 with random weights, and pictures of a coloured square.
 
-A model from the hub, and pictures of one's own, need none of this.
+A model from the hub with your own pictures needs none of this.
 """
 
 import base64
@@ -40,12 +40,12 @@ TEMPLATE = (
 
 
 def make_model(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the first run: leaves a policy at ``config.model.path``."""
+    """Make a policy at ``config.model.path``; ``model.prepare`` of the first run."""
     make_policy(Path(config.model.path), seed=config.seed)
 
 
 def make_rows(path: Path, count: int = 320) -> None:
-    """A JSONL file of prompts, answers and pictures; paths of files would do as well."""
+    """Write a JSONL file of prompts, answers and pictures; the pictures could also be paths of files."""
     rng = random.Random(0)
     colours = [colour for colour in COLOURS for _ in range(count // len(COLOURS))]
     rng.shuffle(colours)
@@ -54,7 +54,7 @@ def make_rows(path: Path, count: int = 320) -> None:
 
 
 def draw_square(colour: str, rng: random.Random) -> str:
-    """A square of about the colour, on grey, somewhere in a picture of a random size, as a ``data:`` address."""
+    """Draw a square of about this colour on grey, at a random place and size, and return it as a ``data:`` URL."""
     size = (rng.randrange(SIDE, 2 * SIDE), rng.randrange(SIDE, 2 * SIDE))
     shade = tuple(max(0, min(255, channel + rng.randrange(-15, 16))) for channel in COLOURS[colour])
     image = Image.new("RGB", size, (128, 128, 128))

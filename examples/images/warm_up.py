@@ -1,6 +1,6 @@
-"""The cold start of the example: a little supervised training on the same rows, until the policy is right now and then.
+"""The cold start of the example: a little supervised training on the same rows, until some of the answers are right.
 
-Reinforcement learning can only amplify what the policy does already; a model from the hub needs none of this.
+Reinforcement learning can only amplify what the policy does already; a model from the hub needs no cold start.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import rlpipe
 
 
 def warm_up(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
     output = Path(config.model.path).parent
     rlpipe.train(
         rlpipe.load_config(

@@ -1,7 +1,7 @@
 """The cold start of the example: a small policy that judges well and answers badly.
 
-It is trained to mark right and wrong answers, and to give answers of which most are wrong. Models from the hub need
-none of this: they have learned to judge already.
+It is trained to mark right and wrong answers, and to give mostly wrong answers. Models from the hub need no cold start,
+because they can judge already.
 """
 
 import json
@@ -15,13 +15,13 @@ from rlpipe.models.tiny import make_tiny_policy
 
 RIGHT, WRONG = "5", "1"
 NUM_RIGHT_GUESSES = 8
-"""Of each question that is marked, so that right and wrong marks are about as frequent."""
+"""Right guesses for each question that is marked, so that right and wrong marks are about as frequent."""
 NUM_ANSWERS, NUM_RIGHT_ANSWERS = 10, 3
-"""Of each question that is answered."""
+"""Answers for each question that is answered, and how many of them are right."""
 
 
 def warm_up(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the example: leaves a policy at ``config.model.path``."""
+    """Train a policy and save it at ``config.model.path``; ``model.prepare`` of the example."""
     output = Path(config.model.path).parent
     rows = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
     lessons = list(make_lessons(rows))
@@ -53,12 +53,12 @@ def warm_up(config: rlpipe.Config) -> None:
 
 
 def make_policy(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the warm-up: random weights, 0.4M of them."""
+    """Make a policy with 0.4M random weights; ``model.prepare`` of the warm-up."""
     make_tiny_policy(config.model.path, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=384)
 
 
 def make_lessons(rows: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Judging as the template of ``run.yaml`` asks for it, and answering."""
+    """Yield rows for judging, in the form of ``run.yaml``'s template, and for answering."""
     chance = random.Random(0)
     for row in rows:
         question, answer = row["prompt"], row["answer"]

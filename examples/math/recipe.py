@@ -1,4 +1,4 @@
-"""The row transform of the GPU run: a problem and its final answer, of DAPO's data or of MATH-500's."""
+"""The row transform of the GPU run: a problem and its final answer, from DAPO's data or MATH-500."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Row = dict[str, Any]
 
 
 def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, str]]:
-    """Makes ``prompt`` and ``answer`` of ``prompt`` and ``solution``, as DAPO-Math-17k-Processed calls them.
+    """Make ``prompt`` and ``answer`` from ``prompt`` and ``solution``, the columns of DAPO-Math-17k-Processed.
 
-    Rows with ``problem`` and ``answer``, such as those of MATH-500, become the same, for ``data.held_out.path``.
+    Rows with ``problem`` and ``answer``, such as those of MATH-500, get the same columns, for ``data.held_out.path``.
     """
 
     def rename(row: Row) -> Row:

@@ -1,4 +1,4 @@
-"""What the example needs first: a reward model, trained on the pairs, and a policy that writes the rejected answers.
+"""The models of the example: a reward model, trained on the pairs, and a policy that writes the rejected answers.
 
 With models from the hub none of this is needed.
 """
@@ -19,7 +19,7 @@ NUM_TEST_PAIRS = 40
 
 
 def prepare(config: rlpipe.Config) -> None:
-    """``model.prepare`` of the example: leaves both models where the config names them."""
+    """Make both models at the paths in the config; ``model.prepare`` of the example."""
     rows = [json.loads(line) for line in Path(str(config.data.path)).read_text().splitlines()]
     folder = config.scoring.rewards["preference"].kwargs["model"]
     share = train_reward_model(folder, rows, seed=config.seed)
@@ -32,10 +32,10 @@ def prepare(config: rlpipe.Config) -> None:
 def train_reward_model(
     folder: str | Path, rows: list[dict[str, str]], *, num_steps: int = 150, batch_size: int = 8, seed: int = 0
 ) -> float:
-    """Trains a tiny classifier with one label on all but the last pairs, and returns its accuracy on those.
+    """Train a tiny classifier with one label on all but the last pairs, and return its accuracy on the last ones.
 
-    The loss is that of Bradley and Terry: -log sigmoid(r(chosen) - r(rejected)). Half of the pairs of a batch are a
-    chosen answer and the same spoiled: a model that has seen whole sentences only would pay for fragments of them.
+    The loss is the Bradley-Terry loss, -log sigmoid(r(chosen) - r(rejected)). Half of a batch's pairs are a chosen
+    answer and a spoiled copy: a model that has seen only whole sentences would reward fragments of them.
     """
     import torch
     from torch.nn.functional import logsigmoid
@@ -64,7 +64,7 @@ def train_reward_model(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def margins(pairs: list[dict[str, str]]) -> Tensor:
-        """r(chosen) - r(rejected) of each pair."""
+        """Return r(chosen) - r(rejected) of each pair."""
         texts = [conversation(tokenizer, pair, column) for column in ("chosen", "rejected") for pair in pairs]
         better, worse = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0].chunk(2)
         return better - worse
@@ -84,20 +84,20 @@ def train_reward_model(
 
 
 def spoil(text: str) -> str:
-    """The text with a piece of it left out, or once more somewhere else."""
+    """Return the text without a piece of it, or with a piece repeated somewhere later."""
     start, end = sorted(random.sample(range(len(text)), 2))
     place = random.randrange(start + 1, len(text) + 1)
     return random.choice([text[:start] + text[end:], text[:place] + text[start:end] + text[place:]])
 
 
 def conversation(tokenizer: Any, pair: dict[str, str], column: str) -> str:
-    """As ``SequenceReward`` gives it to the model."""
+    """Return the conversation's text, as ``SequenceReward`` gives it to the model."""
     turns = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[column]}]
     return str(tokenizer.apply_chat_template(turns, tokenize=False))
 
 
 def warm_up(config: rlpipe.Config) -> None:
-    """Supervised training on the rejected answers, so that the policy has something to better."""
+    """Train the policy on the rejected answers, so that it has something to improve."""
     output = Path(config.model.path).parent
     rlpipe.train(
         rlpipe.load_config(

@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def to_prompt(cfg: Mapping[str, Any]) -> tuple[Callable[[Row], Row], dict[str, str]]:
-    """Keeps ``prompt`` alone; the answers, which no reward reads, would travel with every group."""
+    """Keep only ``prompt``, since the answers, which no reward reads, would be sent with every group."""
 
     def prompt_alone(row: Row) -> Row:
         return {"prompt": row["prompt"].strip()}

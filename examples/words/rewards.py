@@ -1,4 +1,4 @@
-"""The rewards of the example: whether a sentence does what the prompt asks for, in parts and as a whole."""
+"""The rewards of the example: how well a sentence follows its prompt, in parts and as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Completions = Sequence[list[dict[str, Any]]]
 
 
 def to_prompt(cfg: Mapping[str, Any]) -> Callable[[Row], Row]:
-    """``data.transform``: the instruction that asks for the words of a row."""
+    """Return the transform that makes a prompt of a row's words; for ``data.transform``."""
 
     def map_row(row: Row) -> Row:
         first, second = row["words"]
@@ -24,12 +24,12 @@ def to_prompt(cfg: Mapping[str, Any]) -> Callable[[Row], Row]:
 
 
 def instruction(completions: Completions, words: Sequence[Sequence[str]]) -> list[float]:
-    """The share of an instruction that a completion follows: the words, each by itself, and the form."""
+    """Return the share of its instruction that a completion follows: each of the two words, and the form."""
     return [sum(checks(*pair)) / 3 for pair in zip(texts(completions), words, strict=True)]
 
 
 def accuracy(completions: Completions, words: Sequence[Sequence[str]]) -> list[float]:
-    """1 where a completion follows all of its instruction."""
+    """Return 1 if a completion follows its whole instruction, else 0."""
     return [float(all(checks(*pair))) for pair in zip(texts(completions), words, strict=True)]
 
 
@@ -38,9 +38,9 @@ def texts(completions: Completions) -> list[str]:
 
 
 def checks(text: str, words: Sequence[str]) -> list[bool]:
-    """Whether each of the two words occurs as a whole, and whether the text is one sentence of 5 to 12 words.
+    """Return whether each of the two words occurs as a whole, and whether the text is one sentence of 5 to 12 words.
 
-    A word that is repeated counts once for the length, so that no sentence is filled up.
+    Repeated words count once toward the minimum, so that no sentence is padded with them.
     """
     found = re.findall(r"[a-z']+", text.lower())
     is_sentence = SENTENCE.fullmatch(text) is not None and len(set(found)) >= FEWEST_WORDS and len(found) <= MOST_WORDS

@@ -1,1 +1,1 @@
-"""Advantages and losses: pure functions from rewards and log-probs to what the learner minimises."""
+"""Advantages and losses: pure functions from rewards and log-probs to the loss that the learner minimises."""

@@ -1,4 +1,4 @@
-"""Turns the rewards of a step's groups into one advantage per rollout.
+"""Advantages of rollouts, from the rewards of a step's groups.
 
 Shapes: G rollouts of one group, R reward functions. ``nan`` stands for a reward that was not given. A rollout that
 no reward function scored has the reward ``nan``: it counts in no mean and no standard deviation, and its advantage
@@ -19,7 +19,7 @@ Values = NDArray[np.float64]
 
 
 def combine_rewards(rewards: FloatArray, weights: Sequence[float] | FloatArray, combine: str, eps: float) -> FloatArray:
-    """One reward per rollout of a group: ``[G, R]`` and ``[R]`` give ``[G]``; ``nan`` where no function scored.
+    """Return one reward per rollout of a group: ``[G, R]`` and ``[R]`` give ``[G]``; ``nan`` if no function scored it.
 
     ``sum_then_normalize`` is the weighted sum. ``normalize_then_sum`` first subtracts from each function's rewards
     their mean in the group and divides by their standard deviation plus ``eps`` (GDPO, arXiv:2601.05242).
@@ -39,11 +39,11 @@ def combine_rewards(rewards: FloatArray, weights: Sequence[float] | FloatArray, 
 def compute_advantages(
     rewards: Sequence[FloatArray], config: AdvantageConfig, pairwise: Sequence[FloatArray] | None = None
 ) -> list[FloatArray]:
-    """The advantages ``[G]`` of every group of a step, from its rewards ``[G]``; groups may differ in size.
+    """Return the advantages ``[G]`` of every group of a step, from its rewards ``[G]``; groups may differ in size.
 
-    ``pairwise`` is the part ``[G]`` of each reward that is the mean of something over its rollout's pairs with the
-    others, such as EBFT's diversity. A pair lies in two of these means, so that the mean of the others is no baseline
-    that is independent of the rollout: ``rloo`` and ``group_norm`` then take that of the pairs without it.
+    ``pairwise`` is the part ``[G]`` of each reward that is a mean over the rollout's pairs with the others, such as
+    EBFT's diversity. Each pair counts in the means of both of its rollouts, so the mean of the others is not a baseline
+    that is independent of the rollout: ``rloo`` and ``group_norm`` then use the mean of the pairs without the rollout.
 
     - ``grpo``: (r - mean of the group) / (std + eps), the standard deviation being the group's or the batch's, or no
       division (arXiv:2402.03300; without it arXiv:2503.20783).
@@ -53,8 +53,8 @@ def compute_advantages(
     - ``reinforce_baseline``: r - mean of the group, divided by the batch's standard deviation of these differences
       plus eps; their mean over the batch is 0 already (REINFORCE++ with baseline, arXiv:2501.03262).
 
-    Standard deviations are those of a sample (n - 1). With fewer than two scored rollouts there is nothing to compare
-    with: such a group's advantages are 0, except for ``reinforce``, and for rewards that have a pairwise part.
+    Standard deviations are those of a sample (n - 1). A group with fewer than two scored rollouts has advantages of 0,
+    because there is nothing to compare with, except for ``reinforce`` and for rewards with a pairwise part.
     """
     groups = [np.asarray(group, np.float64) for group in rewards]
     parts = None if pairwise is None else [np.asarray(part, np.float64) for part in pairwise]
@@ -88,7 +88,7 @@ def _advantages(groups: list[Values], config: AdvantageConfig, pairwise: list[Va
 
 
 def _divide(centered: Values, std: float, eps: float) -> Values:
-    """Divides by the standard deviation plus ``eps``; where both are 0, every difference is too."""
+    """Divide by the standard deviation plus ``eps``; if that is 0, every difference is 0 too."""
     return centered / (std + eps) if std + eps > 0 else centered
 
 
@@ -98,7 +98,7 @@ def _center(values: Values) -> Values:
 
 
 def _std(values: Values) -> float:
-    """The sample standard deviation of what is scored; 0 for fewer than two."""
+    """Return the sample standard deviation of the scored values; 0 for fewer than two."""
     scored = values[~np.isnan(values)]
     return float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
 
@@ -108,15 +108,15 @@ def _batch_std(groups: list[Values]) -> float:
 
 
 def _leave_one_out(centered: Values) -> Values:
-    """r minus the mean of the n - 1 others, which is n / (n - 1) times r minus the mean of all n."""
+    """Return r minus the mean of the n - 1 others, which is n / (n - 1) times r minus the mean of all n."""
     count = np.count_nonzero(~np.isnan(centered))
     return centered * (count / (count - 1)) if count > 1 else centered
 
 
 def _leave_pairs_out(rewards: Values, differences: Values, pairwise: Values) -> Values:
-    """rloo's differences, with another baseline of the pairwise part: the mean of the pairs without the rollout.
+    """Return rloo's differences with another baseline for the pairwise part: the mean of the pairs without the rollout.
 
-    Of the n means m over n - 1 pairs each, that is (sum of m - 2 m_j) / (n - 2), and 0 where there is no such pair. A
+    With n means m, each over n - 1 pairs, that is (sum of m - 2 m_j) / (n - 2), and 0 if there is no such pair. A
     rollout without others keeps its reward.
     """
     count = len(rewards)

@@ -1,11 +1,11 @@
-"""Corrects for tokens that another distribution than the learner's drew: an older version, or an engine's rounding.
+"""Corrections for tokens drawn from another distribution than the learner's: an older policy, or an engine's rounding.
 
-Shapes: N packed tokens of a micro batch, in sequences of which each lies in it whole.
+Shapes: N packed tokens of a micro batch, which contains only whole sequences.
 
 The weight is w = exp(p - b), with p the learner's log-prob at the start of the step and b the sampler's, of a token, or
 of a sequence as the sum over its loss tokens (https://fengyao.notion.site/off-policy-rl). The off-policy mask is from
 DeepSeek-V3.2 (arXiv:2512.02556). A correction changes what tokens contribute, never the counts that a loss is divided
-by, so a step can still be cut in any way.
+by, so a step can still be split into micro batches in any way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig
 
 MAX_LOG_RATIO = 60.0
-"""Above it exp would be infinite, and its product with a zero, such as the gradient of a clipped token, nan."""
+"""Largest log-ratio: above it exp would be infinite, and its product with a zero, such as a clipped gradient, nan."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Correction:
-    """What each token's share of the loss is multiplied with, all without gradient."""
+    """Factors on each token's share of the loss, without gradient."""
 
     surrogate: Tensor  # [N], 0 where the token is dropped
     kl: Tensor  # [N]
@@ -38,7 +38,7 @@ def correct(
     config: CorrectionConfig,
     metrics: MetricSums,
 ) -> Correction:
-    """The weights of a micro batch, and in ``metrics`` how far p is from b and how many tokens that changes."""
+    """Return the weights of a micro batch; add how far p is from b, and the share of changed tokens, to ``metrics``."""
     log_weights = log_weights.detach()
     level = sequence_sums(log_weights, sequence_ids) if config.mode.startswith("sequence") else log_weights
     raw = level.clamp(max=MAX_LOG_RATIO).exp()
@@ -61,20 +61,20 @@ def correct(
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Every token gets the sum over its sequence ``[N]``.
+    """Return for every token the sum over its sequence ``[N]``.
 
-    The sums take N entries too, as no micro batch has more sequences than tokens, and none need be counted.
+    The sums have N entries, too: no micro batch has more sequences than tokens, and so they need not be counted.
     """
     return torch.zeros_like(values).index_add(0, sequence_ids, values)[sequence_ids]
 
 
 def sequence_means(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Every token gets the mean over its sequence's loss tokens ``[N]``; ``values`` is 0 elsewhere."""
+    """Return for every token the mean over its sequence's loss tokens ``[N]``; ``values`` is 0 elsewhere."""
     return sequence_sums(values, sequence_ids) / sequence_sums(loss_mask.to(values.dtype), sequence_ids).clamp(min=1)
 
 
 def _add_metrics(metrics: MetricSums, log_weights: Tensor, mask: Tensor) -> None:
-    """|p - b|, and w of each token, whatever the mode does with it."""
+    """Add |p - b|, and w of each token, independent of the mode."""
     weights = torch.where(mask, log_weights.exp(), 0)
     metrics.add_mean("sampling/logp_difference/mean", log_weights.abs())
     metrics.add_max("sampling/logp_difference/max", log_weights.abs(), mask)

@@ -1,7 +1,7 @@
-"""The rewards of energy-based fine-tuning: how well the features of completions match those of the ground truth.
+"""The rewards of energy-based fine-tuning: the match between the features of completions and of the ground truth.
 
-Shapes: n samples of one prompt, or of one block of a document; D features; B prompts or blocks; T tokens, filled up;
-H hidden size. Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
+Shapes: n samples of one prompt, or of one block of a document; D features; B prompts or blocks; T tokens, padded; H
+hidden size. Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from rlpipe.configs.schema.ebft_config import FeatureConfig
 TOLERANCE = 1e-5
 """Singular values below this share of the largest one count as 0."""
 NOISE = 1e-6
-"""What is added where the SVD fails, as a share of the samples' mean magnitude."""
+"""Noise that is added if the SVD fails, as a share of the samples' mean magnitude."""
 CONCAT_AT = (0.25, 0.5, 0.75)
-"""Where ``concat`` reads features, as shares of the length."""
+"""Positions at which ``concat`` reads features, as shares of the length."""
 
 
 def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
-    """Where the depths ``fractions`` lie in a model's hidden states, of which the first is the embedding."""
+    """Return the indices of depths, as ``fractions``, in a model's hidden states, the embedding being the first."""
     return [int(fraction * num_layers) for fraction in fractions]
 
 
 def join_layers(hidden_states: Sequence[Tensor], *, normalize: bool) -> Tensor:
-    """Hidden states ``[..., H]`` of several depths side by side, each of length 1 if ``normalize``."""
+    """Concatenate hidden states ``[..., H]`` of several depths, each scaled to length 1 if ``normalize``."""
     layers = [functional.normalize(layer, dim=-1) if normalize else layer for layer in hidden_states]
     return torch.cat(layers, dim=-1)
 
 
 def pool(features: Tensor, mask: Tensor, completion_mask: Tensor, method: str) -> Tensor:
-    """One vector for each sequence: features ``[B, T, D]``, of tokens where ``mask`` ``[B, T]``, give ``[B, D]``.
+    """Return one vector per sequence: features ``[B, T, D]`` of the tokens in ``mask`` ``[B, T]`` give ``[B, D]``.
 
-    Real tokens come first and what fills up comes last. ``last_token`` takes the last token, ``mean_pooling`` the mean
-    of all, ``completion_mean`` that of the tokens in ``completion_mask`` (0 if there are none), and ``concat`` the
-    tokens at a quarter, a half and three quarters of the length, ``[B, 3 D]``.
+    Real tokens come first, padding last. ``last_token`` takes the last token, ``mean_pooling`` the mean of all,
+    ``completion_mean`` that of the tokens in ``completion_mask`` (0 if there are none), and ``concat`` the tokens at a
+    quarter, a half and three quarters of the length, ``[B, 3 D]``.
     """
     if method == "mean_pooling":
         return _masked_mean(features, mask)
@@ -64,22 +64,22 @@ def _at(features: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class Whitened:
-    """Features of samples and ground truth that can be compared with each other."""
+    """Features of samples and ground truth, made comparable with each other."""
 
     samples: Tensor  # [B, n, D]
     truth: Tensor  # [B, n, D], what each sample is compared with
     num_failed: int = 0
-    """Prompts or blocks whose SVD failed; their features are only of length 1."""
+    """Prompts or blocks whose SVD failed; their features are only scaled to length 1."""
 
 
 def whiten(samples: Tensor, truth: Tensor, method: str) -> Whitened:
-    """Features ``[B, n, D]`` and those of the ground truth ``[B, D]``, decorrelated within each prompt or block.
+    """Decorrelate features ``[B, n, D]`` and those of the ground truth ``[B, D]`` within each prompt or block.
 
     With the SVD X = U S V^T of the samples,
 
     - ``sample``: W = (X X^T)^(-1/2) = U S^-1 U^T mixes samples: W X, and W Y for the ground truth n times as Y.
     - ``feature``: W = V S^-1 V^T mixes features: X W and y W.
-    - ``none``: each vector is only brought to length 1.
+    - ``none``: each vector is only scaled to length 1.
 
     The first two agree on the samples, U V^T, and differ on the ground truth.
     """
@@ -91,7 +91,7 @@ def whiten(samples: Tensor, truth: Tensor, method: str) -> Whitened:
         return _whiten(samples, truth, method)
     except torch.linalg.LinAlgError:
         pass
-    if len(samples) > 1:  # only some of them can't be decomposed
+    if len(samples) > 1:  # only some of them may be impossible to decompose
         parts = [whiten(samples[i : i + 1], truth[i : i + 1], method) for i in range(len(samples))]
         return Whitened(
             samples=torch.cat([part.samples for part in parts]),
@@ -119,21 +119,21 @@ def _whiten(samples: Tensor, truth: Tensor, method: str) -> Whitened:
     inverse = torch.where(counted, 1 / torch.where(counted, values, 1), 0)
     whitened = (left * counted[:, None]) @ right
     if method == "sample":
-        row_sums = (left * inverse[:, None]) @ left.sum(1)[..., None]  # of W: what all equal rows of Y come to
+        row_sums = (left * inverse[:, None]) @ left.sum(1)[..., None]  # of W, because all rows of Y are equal
         return Whitened(samples=whitened, truth=row_sums * truth[:, None])
     mixed = (truth[:, None] @ right.mT * inverse[:, None]) @ right  # [B, 1, D]
     return Whitened(samples=whitened, truth=mixed.expand_as(whitened))
 
 
 def _noise_like(samples: Tensor) -> Tensor:
-    """The same whenever it is asked for."""
+    """Return the same noise in every call."""
     noise = torch.randn(samples.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return noise.to(samples) * NOISE * samples.abs().mean()
 
 
 @dataclass(kw_only=True, slots=True)
 class FeatureScores:
-    """How samples match the ground truth; the reward is 2 c_a alignment - 2 c_d diversity."""
+    """Match of the samples with the ground truth; the reward is 2 c_a alignment - 2 c_d diversity."""
 
     alignment: Tensor  # [B, n], the cosine with the ground truth
     diversity: Tensor  # [B, n], the mean dot product with the other samples; 0 if there are none
@@ -143,9 +143,9 @@ class FeatureScores:
 
 
 def score_features(samples: Tensor, truth: Tensor, whitening: str) -> FeatureScores:
-    """Scores the features ``[B, n, D]`` of samples against those of the ground truth ``[B, D]``, in float64.
+    """Score the features ``[B, n, D]`` of samples against those of the ground truth ``[B, D]``, in float64.
 
-    With sample whitening, where each sample has a ground truth of its own, the distance is that of the means.
+    With sample whitening each sample has a ground truth of its own, and ``cfm`` is the distance of the means.
     """
     whitened = whiten(samples.double(), truth.double(), whitening)
     x, y = whitened.samples, whitened.truth
@@ -160,5 +160,5 @@ def score_features(samples: Tensor, truth: Tensor, whitening: str) -> FeatureSco
 
 
 def feature_rewards(scores: FeatureScores, config: FeatureConfig) -> Tensor:
-    """The rewards ``[B, n]``."""
+    """Return the rewards ``[B, n]``."""
     return 2 * config.alignment_coef * scores.alignment - 2 * config.diversity_coef * scores.diversity

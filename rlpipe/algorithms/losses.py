@@ -1,6 +1,6 @@
-"""The policy-gradient and supervised losses of one micro batch, cut so that any split of a step adds up the same.
+"""The policy-gradient and supervised losses of one micro batch; any split of a step adds up to the same loss.
 
-Shapes: N packed tokens of the micro batch, in sequences of which each lies in it whole. Every loss is a sum over the
+Shapes: N packed tokens of the micro batch, which contains only whole sequences. Every loss is a sum over the
 micro batch divided by counts of the whole update, so that the losses and gradients of all micro batches on all ranks
 add up to those of the update: sum them over micro batches, and sum (do not average) them over ranks.
 """
@@ -19,7 +19,7 @@ from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
-    """One micro batch, and the counts of the update that it is a part of. Values where unmasked are not read."""
+    """One micro batch, and the counts of its update; values where unmasked are not read."""
 
     logprobs: Tensor  # [N], with gradient
     loss_mask: Tensor  # [N] bool
@@ -39,24 +39,24 @@ class LossInputs:
 
 @dataclass(kw_only=True, slots=True)
 class LossOutput:
-    """What one micro batch adds to the update's loss (scalar, with gradient) and to its metrics."""
+    """The share of one micro batch in the update's loss (scalar, with gradient) and in its metrics."""
 
     loss: Tensor
     metrics: MetricSums
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionConfig | None = None) -> LossOutput:
-    """The surrogate, minus the entropy bonus, plus the KL to the reference; needs ``advantages``.
+    """Return the surrogate, minus the entropy bonus, plus the KL to the reference; needs ``advantages``.
 
     With ratio ρ = exp(logprobs - old_logprobs), at the level that the config names, and advantage a, each loss token
-    adds, weighed as ``aggregate`` says,
+    adds, weighted as ``aggregate`` says,
 
     - ``clip``: -min(ρ a, clip(ρ, 1 - clip_low, 1 + clip_high) a), ρ bounded by clip_delta first (PPO, arXiv:1707.06347;
       GSPO, arXiv:2507.18071; two-sided, arXiv:2505.07291, with clip_delta at least 1 + clip_high)
     - ``cispo``: -stopgrad(min(ρ, 1 + clip_high)) a logprob (arXiv:2506.13585)
     - ``reinforce``: -a logprob
 
-    Where ``sampling_logprobs`` are known, ``correction`` weighs each of these (see ``rlpipe.algorithms.corrections``).
+    If ``sampling_logprobs`` are given, ``correction`` weights each of these (see ``rlpipe.algorithms.corrections``).
     """
     assert inputs.advantages is not None, "policy_loss needs advantages"
     mask = inputs.loss_mask
@@ -81,7 +81,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, correction: CorrectionCo
 
 
 def sft_loss(inputs: LossInputs) -> LossOutput:
-    """The negative log-likelihood, averaged over the loss tokens of the update."""
+    """Return the negative log-likelihood, averaged over the loss tokens of the update."""
     mask = inputs.loss_mask
     metrics = MetricSums(num_tokens=mask.sum())
     if inputs.entropy is not None:
@@ -96,7 +96,7 @@ def _output(per_token: Tensor, weights: Tensor, metrics: MetricSums) -> LossOutp
 
 
 def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
-    """What each token counts in the update's loss ``[N]``; 0 where unmasked."""
+    """Return the weight of each token in the update's loss ``[N]``; 0 where unmasked."""
     weights = inputs.loss_mask.to(inputs.logprobs.dtype)
     if aggregate == "token":
         return weights / max(inputs.num_loss_tokens, 1)
@@ -107,7 +107,7 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
 
 
 def _ratio(log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
-    """The importance ratio that each token is weighted with ``[N]``; every token of a sequence sees its sequence's."""
+    """Return the importance ratio of each token ``[N]``; at sequence level, that of its sequence."""
     if level == "sequence":
         log_ratio = sequence_means(log_ratio, inputs.loss_mask, inputs.sequence_ids)
     elif level == "sequence_product":
@@ -126,7 +126,7 @@ def _surrogate(ratio: Tensor, advantages: Tensor, logprobs: Tensor, config: Loss
 def _regularization(
     logprobs: Tensor, inputs: LossInputs, config: LossConfig, metrics: MetricSums, kl_weights: Tensor | float
 ) -> Tensor:
-    """Per token, beta times the weighted k3 estimate of the KL divergence minus entropy_coef times the entropy ``[N]``.
+    """Return per token beta times the weighted k3 estimate of the KL minus entropy_coef times the entropy ``[N]``.
 
     k3 is exp(x) - x - 1 with x = ref_logprobs - logprobs (http://joschu.net/blog/kl-approx.html).
     """
@@ -146,7 +146,7 @@ def _regularization(
 
 
 def _add_clip_metrics(metrics: MetricSums, ratio: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig) -> None:
-    """The share of loss tokens whose ratio the surrogate cuts off, below and above."""
+    """Add the share of loss tokens whose ratio the surrogate clips, below and above."""
     high = mask & (ratio > 1 + config.clip_high)
     if config.name == "cispo":
         low = torch.zeros_like(mask)

@@ -11,40 +11,40 @@ from torch import Tensor
 
 @dataclass(kw_only=True, slots=True)
 class MetricSums:
-    """Adds up metrics on the device, without waiting for it; ``values`` is where they become numbers.
+    """Sums, minima and maxima of metrics, kept on the device without waiting for it until ``values`` is called.
 
-    To reduce over ranks, all-reduce the three flat tensors of ``state`` with SUM, MIN and MAX, and give them to
-    ``load``; all ranks must have merged the same names in the same order, which they do when their config is the same.
+    To reduce over ranks, all-reduce the three flat tensors of ``state`` with SUM, MIN and MAX, and pass them to
+    ``load``; all ranks must have merged the same names in the same order, which they do if their config is the same.
     """
 
     num_tokens: Tensor
-    """Loss tokens; what the means are divided by. A scalar."""
+    """Number of loss tokens (scalar), which the means are divided by."""
     means: dict[str, Tensor] = field(default_factory=dict)
     """Sums over loss tokens, to be divided by their number."""
     totals: dict[str, Tensor] = field(default_factory=dict)
-    """Sums that stay sums, such as the loss, whose parts are divided already."""
+    """Sums that are not divided, such as the loss, whose parts are normalised already."""
     mins: dict[str, Tensor] = field(default_factory=dict)
     maxs: dict[str, Tensor] = field(default_factory=dict)
 
     def add_mean(self, name: str, per_token: Tensor) -> None:
-        """``per_token`` is ``[N]``, and 0 where unmasked."""
+        """Add a mean over loss tokens; ``per_token`` is ``[N]``, and 0 where unmasked."""
         self.means[name] = per_token.detach().sum()
 
     def add_total(self, name: str, value: Tensor) -> None:
         self.totals[name] = value.detach()
 
     def add_min(self, name: str, per_token: Tensor, mask: Tensor) -> None:
-        """``per_token`` and ``mask`` are ``[N]``; infinity where no token counts."""
+        """Add a minimum of ``per_token`` ``[N]`` over ``mask`` ``[N]``; infinity if no token counts."""
         bounded = torch.where(mask, per_token.detach(), math.inf)
         self.mins[name] = torch.cat([bounded, bounded.new_full((1,), math.inf)]).amin()
 
     def add_max(self, name: str, per_token: Tensor, mask: Tensor) -> None:
-        """``per_token`` and ``mask`` are ``[N]``; minus infinity where no token counts."""
+        """Add a maximum of ``per_token`` ``[N]`` over ``mask`` ``[N]``; minus infinity if no token counts."""
         bounded = torch.where(mask, per_token.detach(), -math.inf)
         self.maxs[name] = torch.cat([bounded, bounded.new_full((1,), -math.inf)]).amax()
 
     def merge(self, other: MetricSums) -> None:
-        """Adds another micro batch."""
+        """Add the metrics of another micro batch."""
         self.num_tokens = self.num_tokens + other.num_tokens
         for mine, theirs, combine in (
             (self.means, other.means, torch.add),
@@ -55,12 +55,12 @@ class MetricSums:
             mine.update({name: combine(mine[name], theirs[name]) if name in mine else theirs[name] for name in theirs})
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums ``[1 + means + totals]``, minima and maxima, each a flat float64 tensor, in the order of the names."""
+        """Return sums ``[1 + means + totals]``, minima and maxima as flat float64 tensors, in the names' order."""
         sums = _flat([self.num_tokens, *self.means.values(), *self.totals.values()], self.num_tokens)
         return sums, _flat(list(self.mins.values()), sums), _flat(list(self.maxs.values()), sums)
 
     def load(self, sums: Tensor, mins: Tensor, maxs: Tensor) -> None:
-        """Takes back what ``state`` gave, after reduction."""
+        """Load the tensors of ``state`` after their reduction."""
         parts = iter(sums.unbind())
         self.num_tokens = next(parts)
         self.means = dict(zip(self.means, parts, strict=False))
@@ -69,7 +69,7 @@ class MetricSums:
         self.maxs = dict(zip(self.maxs, maxs.unbind(), strict=True))
 
     def values(self) -> dict[str, float]:
-        """The metrics as numbers; without any loss token only the totals are known."""
+        """Return the metrics as numbers; without any loss token only the totals are known."""
         sums, mins, maxs = (part.tolist() for part in self.state())
         num_tokens, means, totals = sums[0], sums[1 : 1 + len(self.means)], sums[1 + len(self.means) :]
         values = dict(zip(self.totals, totals, strict=True))

@@ -1,1 +1,1 @@
-"""What a device and the machine around it can do: a table, measurements, and where these are stored."""
+"""The rates of devices and their hosts: a table, measurements, and the storage of measurements."""

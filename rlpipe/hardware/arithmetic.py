@@ -1,4 +1,4 @@
-"""Measures what a device computes in a second: matrix products, updates of AdamW, and sums on the host."""
+"""Measurements of arithmetic per second: matrix products, AdamW updates, and gradient sums on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADDED_ELEMENTS = 2**25
 
 
 def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:
-    """FLOP a second of dense products of square matrices, by dtype; those are left out that the device refuses."""
+    """Return the FLOP/s of dense products of square matrices, by dtype, without the dtypes that the device refuses."""
     found = {}
     for name in DTYPES:
         try:
@@ -31,7 +31,7 @@ def matmul_flops(device: torch.device, *, scale: float = 1.0) -> dict[str, float
 
 
 def product_flops(device: torch.device, dtype: str, scale: float) -> float:
-    """FLOP a second, of matrices as large as time allows: of small ones a device does not reach its rate."""
+    """Return the FLOP/s with the largest matrices that time allows; small ones do not reach the device's rate."""
     width = SMALLEST_MATRIX
     while True:
         multiply = _product(device, getattr(torch, dtype), width)
@@ -43,7 +43,7 @@ def product_flops(device: torch.device, dtype: str, scale: float) -> float:
 
 
 def _product(device: torch.device, dtype: torch.dtype, width: int) -> Work:
-    # Random numbers, as a GPU is faster with zeros; of a generator of their own, which leaves those of the run alone.
+    # Random numbers, because a GPU is faster with zeros; from a separate generator, so that the run's is not advanced.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(width, width, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty_like(left)
@@ -51,7 +51,7 @@ def _product(device: torch.device, dtype: torch.dtype, width: int) -> Work:
 
 
 def adam_elements(device: torch.device, *, scale: float = 1.0) -> dict[str, float]:
-    """Elements a second of torch's fused AdamW, by the dtype of weights, gradients and moments."""
+    """Return the elements per second of torch's fused AdamW, by the dtype of weights, gradients and moments."""
     return {name: _adam_elements(device, getattr(torch, name), scale) for name in STATE_DTYPES}
 
 
@@ -64,7 +64,7 @@ def _adam_elements(device: torch.device, dtype: torch.dtype, scale: float) -> fl
 
 
 def added_elements(*, scale: float = 1.0) -> dict[str, float]:
-    """Elements a second of gradients that the host adds to a sum, whose squares it adds up, by ``adding``."""
+    """Return the gradient elements per second that the host adds to a sum, with the sum of squares, by ``adding``."""
     return {
         adding(part, total): _added_elements(getattr(torch, part), getattr(torch, total), scale)
         for total in STATE_DTYPES

@@ -1,4 +1,4 @@
-"""This machine's own measurement: read where it is stored, taken where it is not."""
+"""The profile of this machine: loaded if it is stored, measured otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate(device: torch.device) -> Device:
-    """Measures and stores; raises ``ConfigError`` if either is impossible. Rates of models' products are forgotten."""
+    """Measure this machine's device and store the result; also forget the stored rates of models' matrix products.
+
+    Raises ``ConfigError`` if measuring or storing is impossible.
+    """
     forget_rates()
     measured = measure(device, name=own_name(device.type))
     store(measured)
@@ -29,10 +32,11 @@ def calibrate(device: torch.device) -> Device:
 
 
 def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
-    """The stored measurement of this machine with this device; without one it is measured, and stored if that works.
+    """Return the stored measurement of this device; without one, measure it and try to store the result.
 
-    In a process group of several ranks all of them must call this, and get the same: what rank 0 finds, which measures
-    while the others wait, or its error, with the ``link`` that they then measure together. ``scale`` is ``measure``'s.
+    In a process group of several ranks all of them must call this, and all get the same result: rank 0 loads or
+    measures while the others wait (they get its error if it fails), then all measure the ``link`` together.
+    ``scale`` is that of ``measure``.
     """
     if num_ranks() == 1:
         return _find_or_measure(device, scale)
@@ -47,7 +51,7 @@ def _find_or_measure(device: torch.device, scale: float) -> Device:
     name = own_name(device.type)
     stored = load_usable(name)
     if stored is not None and (stored.kind, stored.hardware) == (device.type, hardware_name(device)):
-        # Jobs of one machine may be given different shares of its memory.
+        # Jobs on one machine may be given different shares of its memory.
         return replace(stored, host_memory_bytes=host_memory_bytes())
     logger.info("measuring %s", hardware_name(device))
     measured = measure(device, name=name, scale=scale)
@@ -56,7 +60,7 @@ def _find_or_measure(device: torch.device, scale: float) -> Device:
 
 
 def _try_to_store(measured: Device) -> None:
-    """A run goes on without."""
+    """Store the measurement; log a warning if that fails, because a run does not need the file."""
     try:
         store(measured)
     except (ConfigError, OSError) as error:

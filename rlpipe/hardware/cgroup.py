@@ -1,4 +1,4 @@
-"""How much of the host this process may use: its memory, its cores, by the machine and by the control groups."""
+"""The memory and the cores that this process may use, as limited by the machine and by its control groups."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class _MemoryFiles(NamedTuple):
     limit: str
     used: str
     kept: str
-    """Entry of ``memory.stat``: files in memory that can be dropped."""
+    """Entry of ``memory.stat`` with the cached files that can be dropped."""
 
 
 MEMORY_FILES = {
     "": _MemoryFiles("memory.max", "memory.current", "inactive_file"),
     "memory": _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller; version 2 has none."""
+"""Files by controller, whose name is empty for cgroup version 2."""
 
 
 def host_memory_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """The machine's memory, or what the control groups leave of it."""
+    """Return the machine's memory, or the lowest limit of the control groups if that is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = (_read_number(folder / files.limit) for files, folder in _memory_folders(groups, own))
     return min([physical, *(limit for limit in limits if limit is not None)])
 
 
 def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """What may still be taken of the machine's memory; files that are kept in it count as free."""
+    """Return the bytes of host memory that can still be allocated; cached files count as free."""
     left = [psutil.virtual_memory().available]
     for files, folder in _memory_folders(groups, own):
         if (most := _read_number(folder / files.limit)) is not None:
@@ -46,7 +46,7 @@ def free_host_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 
 
 def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """Cores that the process may run on, or as many as the control groups give it the time of."""
+    """Return the number of cores that the process may run on, or that its CPU quota is worth if that is less."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = _read_limits(groups, own, "cpu.max", controller="")  # microseconds of computing in microseconds of time
     shares = [int(quota[0]) / int(quota[1]) for quota in quotas if quota[0].isdecimal()]
@@ -54,7 +54,7 @@ def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 
 
 def _read_limits(groups: Path, own: Path, file: str, *, controller: str) -> Iterator[list[str]]:
-    """The words of a file in the process's control group and all above it."""
+    """Yield the words of ``file`` in the process's control group and in each group above it."""
     for folder in _folders(groups, own, controller):
         if (folder / file).is_file():
             yield (folder / file).read_text().split()
@@ -77,7 +77,7 @@ def _read_entry(file: Path, name: str) -> int:
 
 
 def _folders(groups: Path, own: Path, controller: str) -> Iterator[Path]:
-    """Of the process's control group and all above it; ``controller`` is empty for version 2."""
+    """Yield the folders of the process's control group and all above it; ``controller`` is empty for version 2."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # no Linux

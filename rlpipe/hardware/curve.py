@@ -1,4 +1,4 @@
-"""How long ranks take to exchange bytes, by how many there are."""
+"""Times of collectives between ranks, by the number of bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Curve:
-    """Seconds of one collective, for some numbers of bytes that a rank sends to others, or receives from them.
+    """Seconds of one collective, by the number of bytes that a rank sends to or receives from the others.
 
-    Between those it is a line. Below the first it takes as long as for that, as nothing is faster than the start of a
-    collective; beyond the last, as many bytes a second. Raises ``ValueError`` for what is no such curve.
+    Linear between the measured sizes. Below the first size the time is constant, because starting the collective
+    dominates; above the last one the rate is constant. Raises ``ValueError`` if the values are no such curve.
     """
 
     num_bytes: tuple[float, ...]
@@ -31,13 +31,13 @@ class Curve:
 
     @classmethod
     def at_rate(cls, rate: float) -> Curve:
-        """Of so many bytes a second, whatever their number; raises ``ValueError`` where that is not above 0."""
+        """Return a curve of constant ``rate`` in bytes per second; raise ``ValueError`` if that is not above 0."""
         if not rate > 0:
             raise ValueError(f"the rate is {rate}, and must be above 0")
         return cls(num_bytes=(0.0, 1.0), seconds=(0.0, 1 / rate))
 
     def time(self, num_bytes: float) -> float:
-        """Seconds; no bytes take none."""
+        """Return the seconds for ``num_bytes``; 0 for 0 bytes."""
         if num_bytes == 0:
             return 0.0
         if num_bytes > self.num_bytes[-1]:
@@ -45,15 +45,18 @@ class Curve:
         return float(np.interp(num_bytes, self.num_bytes, self.seconds))
 
     def rate(self, num_bytes: float) -> float:
-        """Bytes a second where there are so many."""
+        """Return the bytes per second at a size of ``num_bytes``."""
         seconds = self.time(num_bytes)
         return num_bytes / seconds if seconds else math.inf
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Link:
-    """Between the ranks of a machine. For N ranks and a tensor of B bytes, a gather and a scattered sum have each rank
-    receive B (N - 1) / N bytes; a sum that all are given twice that."""
+    """The collectives between the ranks of a machine.
+
+    With N ranks and a tensor of B bytes, each rank receives B (N - 1) / N bytes in an all-gather or a reduce-scatter,
+    and twice that in an all-reduce.
+    """
 
     all_gather: Curve
     reduce_scatter: Curve
@@ -61,6 +64,6 @@ class Link:
 
     @classmethod
     def at_rate(cls, rate: float) -> Link:
-        """All at so many bytes a second."""
+        """Return a link on which all collectives have this constant rate in bytes per second."""
         curve = Curve.at_rate(rate)
         return cls(all_gather=curve, reduce_scatter=curve, all_reduce=curve)

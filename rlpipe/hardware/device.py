@@ -1,4 +1,4 @@
-"""A device, the machine around it, and the rates that a program reaches on them."""
+"""The description of a device and its host, with the rates that a program reaches on them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlpipe.hardware.curve import Link
 from rlpipe.hardware.dtypes import FASTER, NARROW, WIDE
 
 ADAM_ACCESSES = 7
-"""Of an element: weight, both moments and gradient are read; all but the gradient are written."""
+"""Memory accesses per element: weight, both moments and gradient are read; all but the gradient are written."""
 STATE_DTYPES = ("float32", "bfloat16")
-"""In which AdamW's weights and moments may be, and sums of gradients."""
+"""Dtypes that AdamW's weights and moments, and gradient sums, may have."""
 
 
 def adding(part: str, total: str) -> str:
-    """The name of a rate: of tensors in the dtype ``part`` that are added to such in ``total``."""
+    """Return the name of the rate at which tensors of dtype ``part`` are added to sums of dtype ``total``."""
     return f"{part} to {total}"
 
 
@@ -27,38 +27,39 @@ ADDINGS = tuple(adding(part, total) for total in STATE_DTYPES for part in STATE_
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Device:
-    """Rates are what programs reach, per second, not the peaks of data sheets. Raises ``ConfigError`` if one is not
-    above 0 and finite."""
+    """A device and its host, with the rates that programs reach, per second, rather than data sheet peaks.
+
+    Raises ``ConfigError`` if a rate is not above 0 and finite.
+    """
 
     name: str
     kind: Literal["cuda", "cpu"] = "cuda"
     memory_bytes: int
-    """What torch calls the device's total memory; a CPU's is the machine's."""
+    """Total memory of the device as torch reports it; for a CPU, the machine's memory."""
     matmul_flops: Mapping[str, float] = field(hash=False)
-    """FLOP of dense matrix products by the config's name of the dtype."""
+    """FLOP/s of dense matrix products, by the config's name of the dtype."""
     memory_bandwidth: float
-    """Bytes between the device and its own memory."""
+    """Bytes per second between the device and its own memory."""
     host_to_device: float
-    """Bytes."""
+    """Bytes per second from the host to the device; ``device_to_host`` is the reverse."""
     device_to_host: float
     both: float
-    """Bytes in each direction while both are busy."""
+    """Bytes per second in each direction while both are busy."""
     link: Link | None
-    """Between the ranks of a machine; None: it is not known, and they are taken to exchange through PCIe and the
-    host."""
+    """Collectives between the ranks of a machine; None: not known, and assumed to go through PCIe and the host."""
     device_adam: Mapping[str, float] = field(hash=False)
-    """Elements by the dtype of weights, gradients and moments."""
+    """Elements per second, by the dtype of weights, gradients and moments."""
     host_adam: Mapping[str, float] = field(hash=False)
-    """The same, of all ranks of a machine together, as all that follows."""
+    """Elements per second on the host; this and all following rates are of all ranks of a machine together."""
     host_adding: Mapping[str, float] = field(hash=False)
-    """Elements of gradients that are added to their sum, by ``adding``."""
+    """Gradient elements per second that are added to their sum, by ``adding``."""
     host_bandwidth: float
-    """Bytes that are read and written while the host copies within its memory."""
+    """Bytes per second that are read and written while the host copies within its memory."""
     host_memory_bytes: int
     hardware: str | None = None
-    """What the driver calls the GPU, or the machine its processor; None in the table."""
+    """The driver's name of the GPU, or the machine's name of its processor; None in the table."""
     measured_at: str | None = None
-    """The day, as 2026-11-22; None where the rates are assumed."""
+    """Date of the measurement, such as 2026-11-22; None if the rates are assumed."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -68,24 +69,27 @@ class Device:
 
     @property
     def source(self) -> str:
-        """Where the rates come from."""
+        """The origin of the rates, as text for reports."""
         return "assumed from data sheets" if self.measured_at is None else f"measured {self.measured_at}"
 
     @property
     def exchange(self) -> Link:
-        """Between ranks: over the link, or as both directions of PCIe allow."""
+        """Collectives between ranks: over the link, or at the PCIe rate of both directions if no link is known."""
         return Link.at_rate(self.both) if self.link is None else self.link
 
     def flops(self, dtype: str) -> float:
-        """FLOP a second of dense matrix products; ``ConfigError`` for a dtype whose rate is not known."""
+        """Return the FLOP/s of dense matrix products; raise ``ConfigError`` if the dtype's rate is not known."""
         if dtype not in self.matmul_flops:
             known = ", ".join(self.matmul_flops)
             raise ConfigError(f"model.dtype={dtype}: device {self.name} has no rate for it; set one of {known}")
         return self.matmul_flops[dtype]
 
     def auto_dtype(self, *, on_gpu: bool = True) -> str:
-        """What ``dtype: auto`` is there: bfloat16 where it is faster, on a CPU by so much as a run asks for. Nothing is
-        known of the processors beside a GPU, which are taken to compute in float32."""
+        """Return the dtype that ``dtype: auto`` stands for on this device.
+
+        bfloat16 if it is faster, on a CPU by at least the factor ``FASTER``. The CPUs beside a GPU are not measured,
+        and assumed to compute in float32.
+        """
         if self.kind == "cuda" and not on_gpu:
             return WIDE
         speedup = self.matmul_flops.get(NARROW, 0) / self.matmul_flops[WIDE]
@@ -93,7 +97,7 @@ class Device:
 
 
 def _rates_of(name: str, value: object) -> dict[str, float]:
-    """All numbers of a field, by their names; of a link those of its largest tensors."""
+    """Return all numbers of a field by their names; for a link, the rates of its largest tensors."""
     if isinstance(value, Mapping):
         return {f"{name}.{key}": rate for key, rate in value.items()}
     if isinstance(value, Link):

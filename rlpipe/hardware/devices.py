@@ -1,4 +1,4 @@
-"""A table of devices, with rates assumed from their data sheets, and the search for one by its name."""
+"""A table of devices, with rates assumed from their data sheets, and the lookup of a device by its name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlpipe.hardware.device import ADAM_ACCESSES, STATE_DTYPES, Device, adding
 from rlpipe.hardware.profile_store import load_stored, own_stored_names, stored_names
 
 MATMUL_SHARE = 0.55
-"""Of the peak: what the large bf16 matrix products of a training step or a prefill reach in common frameworks."""
+"""Share of the peak that large bf16 matrix products of a training step or a prefill reach in common frameworks."""
 MEMORY_SHARE = 0.8
-"""Of the device memory's peak: what kernels that read and write much reach."""
+"""Share of the device memory's peak that memory-bound kernels reach."""
 LINK_SHARE = 0.8
-"""Of NVLink's peak in one direction: what NCCL reaches with many megabytes."""
+"""Share of NVLink's peak in one direction that NCCL reaches with many megabytes."""
 OWN_MACHINE = "this"
 """The name that stands for this machine's own measurement."""
 _ITEMSIZES = {"float32": 4, "bfloat16": 2}
@@ -24,7 +24,7 @@ _GIB = 2**30
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Bus:
-    """PCIe, in bytes a second."""
+    """PCIe rates, in bytes per second."""
 
     host_to_device: float
     device_to_host: float
@@ -35,7 +35,7 @@ class _Bus:
 class _Host:
     memory_bytes: int
     bandwidth: float
-    """Bytes a second between its cores and its memory."""
+    """Bytes per second between its cores and its memory."""
 
 
 _GEN5 = _Bus(host_to_device=55e9, device_to_host=50e9, both=45e9)
@@ -55,16 +55,17 @@ def _assume(
     bus: _Bus,
     host: _Host,
 ) -> Device:
-    """From peaks of the data sheet: ``half`` and ``single`` in TFLOP/s, without sparsity, and the rest in GB/s.
+    """Return a device with rates assumed from data sheet peaks.
 
-    ``link`` is NVLink's in one direction; None: there is none.
+    ``half`` and ``single`` are in TFLOP/s, without sparsity, the rest is in GB/s. ``link`` is NVLink's rate in one
+    direction; None if there is none.
     """
     reached = dict.fromkeys(("bfloat16", "float16"), half * 1e12 * MATMUL_SHARE)
     memory = bandwidth * 1e9 * MEMORY_SHARE
     return Device(
         name=name,
         memory_bytes=int(memory_gib * _GIB),
-        # float32 without TF32, which torch leaves off and rlpipe too.
+        # float32 without TF32, which neither torch nor rlpipe turns on.
         matmul_flops={**reached, "float32": single * 1e12 * MATMUL_SHARE},
         memory_bandwidth=memory,
         host_to_device=bus.host_to_device,
@@ -85,11 +86,11 @@ def _assume(
 
 
 def _adam(bandwidth: float) -> dict[str, float]:
-    """Elements a second, by what they move."""
+    """Return AdamW's elements per second by dtype, as limited by memory bandwidth."""
     return {dtype: bandwidth / (ADAM_ACCESSES * _ITEMSIZES[dtype]) for dtype in STATE_DTYPES}
 
 
-# Memory is what torch reports, which is less than the name says: a part is kept for error correction and the driver.
+# Memory is what torch reports, less than the name says: a part is reserved for error correction and the driver.
 _TABLE = [
     _assume("b200-180g", memory_gib=178.3, half=2250, single=75, bandwidth=8000, link=900, bus=_GEN5, host=_SERVER),
     _assume("h200-141g", memory_gib=139.7, half=989, single=67, bandwidth=4800, link=450, bus=_GEN5, host=_SERVER),
@@ -101,14 +102,14 @@ _TABLE = [
     _assume("rtx3090-24g", memory_gib=23.6, half=71, single=35.6, bandwidth=936, link=None, bus=_GEN4, host=_DESKTOP),
 ]
 DEVICES = {device.name: device for device in _TABLE}
-"""By name, those with the most memory first."""
+"""Devices by name, those with the most memory first."""
 
 
 def find_device(name: str | None = None) -> Device:
-    """The device of the table, or the stored measurement of that name; None, or ``this``: that of this machine, of its
-    GPUs where they are measured.
+    """Return the device of this name from the table or the stored measurements.
 
-    Raises ``ConfigError`` with the names that there are if it is unknown, and if this machine was not measured yet.
+    None or ``this`` stands for this machine's own measurement, that of its GPUs if there is one. Raises ``ConfigError``
+    with the known names if the name is unknown or this machine was not measured yet.
     """
     stored = stored_names()
     if name is None or name == OWN_MACHINE:

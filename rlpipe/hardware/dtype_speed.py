@@ -1,4 +1,4 @@
-"""How fast a CPU multiplies in a type: timed once for the matrix products of a model, and kept beside its profile."""
+"""The speed of a CPU's matrix products in each dtype: timed once for a model's sizes, and stored beside the profile."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ROWS, MAX_WIDTH, MAX_INNER_WIDTH = 1024, 1024, 2048
-"""Larger products have the rates of these."""
+"""Largest sizes that are timed; larger products have the same rates."""
 FEWEST_ROWS = 8
 SHORT_PASS_S, LONGEST_PASS_S = 0.003, 0.04
-"""Seconds that one pass may take in the faster and in the slower type; fewer rows are timed where it takes longer. A
-short one is over before another process, at the start of a run, takes a core away."""
+"""Seconds that a timed pass may take in the faster and in the slower dtype; beyond these, fewer rows are timed.
+
+A short pass is over before another process, at the start of a run, takes a core away.
+"""
 REPETITIONS, REPETITIONS_S = 50, 0.3
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Products:
-    """The products that one process makes in a feed-forward layer: ``rows`` tokens, up to the inner width and back."""
+    """The matrix products of a feed-forward layer in one process: ``rows`` tokens, up to the inner width and back."""
 
     rows: int
     width: int
     inner_width: int
     num_threads: int
     backward: bool = False
-    """Whether gradients of tokens and weights are computed, too."""
+    """Whether the gradients of tokens and weights are computed, too."""
 
     @property
     def key(self) -> str:
@@ -47,7 +49,7 @@ class Products:
 
 
 def products(*, rows: int, widths: tuple[int, int], num_threads: int, backward: bool = False) -> Products:
-    """Products of at most the largest size that is timed; ``widths`` are the model's hidden and its inner one."""
+    """Return products of at most the largest timed sizes; ``widths`` are the model's hidden and inner width."""
     return Products(
         rows=max(FEWEST_ROWS, min(rows, MAX_ROWS)),
         width=min(widths[0], MAX_WIDTH),
@@ -58,7 +60,7 @@ def products(*, rows: int, widths: tuple[int, int], num_threads: int, backward: 
 
 
 def device_types(device: torch.device, made: Products) -> DeviceTypes:
-    """Of a device of this process, which makes these products."""
+    """Return the dtypes that a device of this process computes in, for these products."""
     if device.type != "cuda":
         return cpu_types(made)
     import torch
@@ -68,14 +70,14 @@ def device_types(device: torch.device, made: Products) -> DeviceTypes:
 
 
 def cpu_types(made: Products, dtype: str = NARROW) -> DeviceTypes:
-    """Of the processors that this process runs on, with their rates for these products."""
+    """Return the dtypes that this machine's CPU computes in, with its rates for these products."""
     return DeviceTypes(device=cpu_name(), switches=cpu_switches(), rates=cpu_rates(made, dtype))
 
 
 def cpu_rates(made: Products, dtype: str) -> dict[str, float]:
-    """FLOP a second in float32 and in ``dtype`` on this machine: as they were kept, else timed now, and kept.
+    """Return the FLOP/s in float32 and in ``dtype`` on this machine: the stored rates, or newly timed ones.
 
-    Timing takes less than a second, after the import of torch. A type that torch can't multiply in is left out.
+    Timing takes less than a second after the import of torch. A dtype that torch can't multiply in is left out.
     """
     if (kept := kept_rates(made, dtype)) is not None:
         return kept
@@ -85,7 +87,7 @@ def cpu_rates(made: Products, dtype: str) -> dict[str, float]:
 
 
 def kept_rates(made: Products, dtype: str) -> dict[str, float] | None:
-    """What ``cpu_rates`` found before, with this processor, these switches and this torch; needs no torch."""
+    """Return the stored rates for this processor, these switches and this torch version; does not import torch."""
     found = _read().get(_machine(), {}).get(made.key, {})
     try:
         return {name: float(found[name]) for name in {WIDE: None, dtype: None}}
@@ -94,12 +96,12 @@ def kept_rates(made: Products, dtype: str) -> dict[str, float] | None:
 
 
 def forget_rates() -> None:
-    """Has all products of this machine timed again."""
+    """Delete the stored rates, so that all products of this machine are timed again."""
     _path().unlink(missing_ok=True)
 
 
 def time_products(made: Products, dtype: str) -> dict[str, float]:
-    """FLOP a second in float32 and in ``dtype``, each in the best of many passes that take turns."""
+    """Return the FLOP/s in float32 and in ``dtype``, each from the fastest of many alternating passes."""
     from rlpipe.hardware.timing import threads
 
     with threads(made.num_threads):
@@ -122,14 +124,14 @@ def time_products(made: Products, dtype: str) -> dict[str, float]:
 
 
 Pass = Callable[[int], object]
-"""Computes so many rows once."""
+"""Function that computes a number of rows once."""
 
 
 def _affordable_rows(made: Products, passes: Mapping[str, Pass]) -> int:
-    """The model's rows, or as many as a pass of allowed length has, at least ``FEWEST_ROWS``."""
+    """Return the model's number of rows, or as many as fit in a pass of the allowed time, at least ``FEWEST_ROWS``."""
     rows = FEWEST_ROWS
     while True:
-        first = [_seconds(run, rows) for run in passes.values()]  # which prepares what a shape needs
+        first = [_seconds(run, rows) for run in passes.values()]  # warms up for this shape
         if max(first) > LONGEST_PASS_S:
             return rows
         seconds = [_seconds(run, rows) for run in passes.values()]
@@ -145,14 +147,14 @@ def _seconds(run: Pass, rows: int) -> float:
 
 
 def _feed_forward(made: Products, dtype_name: str) -> Pass:
-    """Raises ``RuntimeError`` where torch does not multiply in the type."""
+    """Return a pass over the layer; raise ``RuntimeError`` if torch does not multiply in the dtype."""
     import torch
     from torch.nn.functional import linear
 
     dtype, generator = getattr(torch, dtype_name), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        # Of the size that activations and weights have; a generator of their own leaves the run's alone.
+        # Values as large as activations and weights; from a separate generator, so that the run's is not advanced.
         values = torch.empty(shape).uniform_(-0.1, 0.1, generator=generator)
         return values.to(dtype).requires_grad_(made.backward)
 
@@ -169,7 +171,7 @@ def _feed_forward(made: Products, dtype_name: str) -> Pass:
 
 
 def _machine() -> str:
-    """All that rates depend on beside the products."""
+    """Return the key of this machine: everything that the rates depend on except the products."""
     return " | ".join([cpu_name(), f"torch {version('torch')}", *cpu_switches()])
 
 
@@ -178,7 +180,7 @@ def _path() -> Path:
 
 
 def _read() -> dict[str, Any]:
-    """Rates by machine and products; empty where there are none, or the file is damaged and will be written anew."""
+    """Return the rates by machine and products; empty if there is no file, or a damaged one that is written anew."""
     try:
         content = json.loads(_path().read_text())
     except FileNotFoundError:

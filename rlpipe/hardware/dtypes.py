@@ -1,4 +1,4 @@
-"""The types that a device computes in, and what ``dtype: auto`` stands for there; needs no torch."""
+"""The dtypes that a device computes in, and the choice of ``dtype: auto``; does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 AUTO = "auto"
 WIDE, NARROW = "float32", "bfloat16"
-"""What ``auto`` chooses from."""
+"""The dtypes that ``auto`` chooses from."""
 FASTER = 1.3
-"""Times as fast as float32 that a CPU must multiply in bfloat16 for ``auto`` to take it, as it is less exact."""
+"""Speedup over float32 that a CPU must reach in bfloat16 for ``auto`` to choose it, because it is less exact."""
 CPU_INFO = Path("/proc/cpuinfo")
 _SWITCHES = (
     "ONEDNN_MAX_CPU_ISA",
@@ -23,26 +23,26 @@ _SWITCHES = (
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
 )
-"""Variables that choose the instructions of oneDNN, torch and MKL, and so how fast each type is."""
+"""Variables that choose the instructions of oneDNN, torch and MKL, and thereby the speed of each dtype."""
 _FIRST_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0)}
-"""CUDA's compute capability from which on tensor cores multiply in a type; below, torch emulates bfloat16."""
+"""CUDA compute capability from which tensor cores multiply in a dtype; below it, torch emulates bfloat16."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DeviceTypes:
-    """What one device computes in beside float32, in which every device does."""
+    """The dtypes that one device computes in, in addition to float32."""
 
     device: str
-    """Its name, as in a sentence."""
+    """Name of the device, for messages."""
     narrow: frozenset[str] | None = None
-    """Of bfloat16 and float16, those that a GPU has tensor cores for; None: a CPU, which is measured."""
+    """Those of bfloat16 and float16 that a GPU has tensor cores for; None for a CPU, which is measured instead."""
     switches: Sequence[str] = ()
     """Settings that choose a CPU's instructions, such as ``ONEDNN_MAX_CPU_ISA=AVX2``."""
     rates: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """FLOP a second that were measured, by type; empty where nobody did."""
+    """Measured FLOP/s by dtype; empty if not measured."""
 
     def is_slow(self, dtype: str) -> bool:
-        """Whether float32 is faster."""
+        """Return whether float32 is faster on this device."""
         if dtype == WIDE:
             return False
         return self._speedup(dtype) < 1 if self.narrow is None else dtype not in self.narrow
@@ -54,7 +54,7 @@ class DeviceTypes:
         return WIDE if self.is_slow(NARROW) else NARROW
 
     def describe(self, dtype: str) -> str:
-        """How it computes in the type, as a clause."""
+        """Return a clause that says how the device computes in ``dtype``."""
         setting = f" with {', '.join(self.switches)}" if self.switches else ""
         if self.narrow is not None:
             has = "computes in" if dtype in self.narrow else "has no instructions for"
@@ -65,14 +65,14 @@ class DeviceTypes:
         return f"{self.device} reaches {rates}{setting}, {self._speedup(dtype):.2g} times as fast"
 
     def cost(self, dtype: str) -> str:
-        """What a slow type costs, as a clause."""
+        """Return a clause that says what a slow dtype costs."""
         if dtype not in self.rates or WIDE not in self.rates:
             return self.describe(dtype)
         slowdown = self.rates[WIDE] / self.rates[dtype]
         return f"{self.device} takes {slowdown:.2g} times as long for a product as in {WIDE}"
 
     def _speedup(self, dtype: str) -> float:
-        """Times as fast as in float32; 0 for a type that it does not multiply in, or was not measured in."""
+        """Return the speed relative to float32; 0 for a dtype that was not measured or can't be multiplied in."""
         return self.rates[dtype] / self.rates[WIDE] if dtype in self.rates else 0.0
 
 
@@ -84,15 +84,15 @@ def _giga(rate: float) -> str:
 class DtypeChoice:
     dtype: str
     line: str | None
-    """What the user should read of it; None where the type was asked for, and is none that is slow."""
+    """Message for the user; None if the dtype was asked for and is not slow."""
 
 
 def choose_dtype(
     asked: str, devices: Sequence[DeviceTypes], *, option: str = "model.dtype", begun: str | None = None
 ) -> DtypeChoice:
-    """One type for all ``devices``: the one that was asked for, or ``auto``'s, bfloat16 where it is best for all.
+    """Choose one dtype for all ``devices``: the one asked for, or for ``auto`` bfloat16 if it is best on all of them.
 
-    ``begun`` is the type that a run which goes on has had so far; ``auto`` keeps it.
+    ``begun`` is the dtype of a resumed run so far; ``auto`` keeps it.
     """
     assert devices, "somebody computes"
     if asked != AUTO:
@@ -111,7 +111,7 @@ def choose_dtype(
 
 
 def gpu_types(name: str, capability: tuple[int, int]) -> DeviceTypes:
-    """Of an NVIDIA GPU."""
+    """Return the dtypes of an NVIDIA GPU."""
     return DeviceTypes(
         device=f"{name} (compute capability {capability[0]}.{capability[1]})",
         narrow=frozenset(dtype for dtype, first in _FIRST_CAPABILITY.items() if capability >= first),
@@ -119,22 +119,22 @@ def gpu_types(name: str, capability: tuple[int, int]) -> DeviceTypes:
 
 
 def rocm_types(name: str) -> DeviceTypes:
-    """Of an AMD GPU: all that ROCm knows have both types."""
+    """Return the dtypes of an AMD GPU; every GPU that ROCm supports has both."""
     return DeviceTypes(device=name, narrow=frozenset(_FIRST_CAPABILITY))
 
 
 def cpu_switches(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The settings in this environment that choose the processor's instructions, as ``NAME=VALUE``."""
+    """Return the environment's settings that choose the CPU's instructions, as ``NAME=VALUE``."""
     return tuple(f"{name}={environment[name].upper()}" for name in _SWITCHES if environment.get(name))
 
 
 def cpu_name(cpu_info: Path | None = None) -> str:
-    """What the machine calls its processor."""
+    """Return the machine's name of its processor."""
     return _read_cpu(CPU_INFO if cpu_info is None else cpu_info).get("model name", platform.machine())
 
 
 def _read_cpu(cpu_info: Path) -> dict[str, str]:
-    """Linux's account of the first core; empty elsewhere."""
+    """Return Linux's fields for the first core; empty elsewhere."""
     try:
         first = cpu_info.read_text().strip().partition("\n\n")[0]
     except OSError:

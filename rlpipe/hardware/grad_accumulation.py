@@ -1,4 +1,4 @@
-"""Adds up gradients on the host, without the detours that torch takes where types differ."""
+"""Accumulation of gradients on the host, without torch's slow path for mixed dtypes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**22
-"""Elements: few enough that they and their converted copies stay in the caches, and enough that threads seldom wait for
-each other, which takes long where something else runs on the cores."""
+"""Elements per block: few enough that a block and its converted copies stay in the caches, and enough that threads
+seldom wait for each other, which takes long if other work runs on the cores.
+"""
 
 
 def add_up(total: Tensor, part: Tensor, *, is_first: bool = False) -> Tensor:
-    """Adds ``part`` to ``total`` in place, or puts the first one there; both are flat, ``[N]``, and on the CPU.
+    """Add ``part`` to ``total`` in place, or copy it there if it is the first; both are flat, ``[N]``, and on the CPU.
 
-    Returns the sum of squares of what is then in ``total`` (scalar, float64): it costs little while a block is at hand,
-    and another pass over memory later. On the CPU torch would convert whole operands of another type into new memory,
-    which takes several times as long. Neither type is wider than float32.
+    Returns the sum of squares of the new ``total`` (scalar, float64), which is cheap while a block is in the caches and
+    would take another pass over memory later. On the CPU torch would convert whole operands of another dtype into new
+    memory, which takes several times as long. Neither dtype is wider than float32.
     """
     wide = torch.float32
     room = torch.empty(room_bytes(len(total), total.dtype, part.dtype) // wide.itemsize, dtype=wide)
@@ -36,5 +37,5 @@ def add_up(total: Tensor, part: Tensor, *, is_first: bool = False) -> Tensor:
 
 
 def room_bytes(num_elements: int, *dtypes: torch.dtype) -> int:
-    """What ``add_up`` takes for copies of so many elements of these types, and gives back."""
+    """Return the temporary bytes that ``add_up`` needs for converted copies of ``num_elements`` of these dtypes."""
     return 0 if all(dtype is torch.float32 for dtype in dtypes) else min(BLOCK, num_elements) * torch.float32.itemsize

@@ -1,4 +1,4 @@
-"""Host memory of exact size that a GPU can copy from and to at full speed."""
+"""Host memory of exact size, page-locked so that a GPU can copy from and to it at full speed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class HostBuffer:
-    """Bytes on the host, page-locked where ``pin`` is set.
+    """A buffer of bytes on the host, page-locked if ``pin`` is set.
 
     torch's own pinned memory comes in powers of two, up to twice what was asked for; this one locks the pages of
-    ordinary memory. Raises ``RuntimeError`` where CUDA refuses. One that is not closed is unlocked as it is collected.
+    ordinary memory. Raises ``RuntimeError`` if CUDA refuses. A buffer that was not closed is unlocked when it is
+    garbage-collected.
     """
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
@@ -25,13 +26,13 @@ class HostBuffer:
 
     @property
     def bytes(self) -> Tensor:
-        """``[num_bytes]`` in uint8; raises ``RuntimeError`` once it is closed."""
+        """The buffer as uint8 ``[num_bytes]``; raises ``RuntimeError`` after ``close``."""
         if self._tensor is None:
             raise RuntimeError("the host buffer is closed")
         return self._tensor
 
     def close(self) -> None:
-        """Frees the memory; may be called again, also after it has raised."""
+        """Free the memory; may be called again, also after it has raised."""
         if self._tensor is not None and self._finalizer is not None:
             _unlock(self._tensor)
             self._finalizer.detach()
@@ -44,7 +45,7 @@ def _unlock(tensor: Tensor) -> None:
 
 
 def _unlock_late(tensor: Tensor) -> None:
-    torch.cuda.synchronize()  # nobody has waited for its copies
+    torch.cuda.synchronize()  # nothing has waited for its copies yet
     _unlock(tensor)
 
 

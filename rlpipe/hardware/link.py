@@ -1,4 +1,4 @@
-"""Measures how fast ranks gather from each other, and sum up, by how much that is."""
+"""Measurements of the collectives between ranks, by tensor size."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rlpipe.hardware.curve import Curve, Link
 from rlpipe.hardware.timing import time_calls
 
 TENSOR_BYTES = (2**16, 2**20, 2**23, 2**25, 2**27)
-"""Of the whole that ranks gather or sum up: from a small layer's weights to a chunk of the model."""
+"""Sizes of the whole tensor that ranks gather or sum: from a small layer's weights to a chunk of the model."""
 REPETITIONS = 3
 REPETITION_BYTES = 2**23
-"""That one repetition takes, in calls one after another, if not a single one is more."""
+"""Bytes per repetition, in consecutive calls; a larger tensor takes a single call."""
 MAX_CALLS = 16
 
 Collective = Callable[[Tensor, Tensor], object]
-"""Takes a tensor that all ranks have, and one of this rank's part of it."""
+"""Function of the whole tensor, which all ranks have, and this rank's part of it."""
 
 
 def measure_link(device: torch.device, *, scale: float = 1.0) -> Link:
-    """How long the default process group takes for each kind of exchange that chunks need, in float32.
+    """Measure the time of each collective that chunks need, in float32, in the default process group.
 
-    All of its ranks must call this together. Each is given the times of the slowest. ``scale`` is of the tensors.
+    All of its ranks must call this together; all get the times of the slowest rank. ``scale`` scales the tensors.
     """
     return Link(
         all_gather=_measure(lambda whole, part: dist.all_gather_single(whole, part), 1, device, scale),
@@ -37,7 +37,7 @@ def measure_link(device: torch.device, *, scale: float = 1.0) -> Link:
 
 
 def _measure(collective: Collective, num_rounds: int, device: torch.device, scale: float) -> Curve:
-    """``num_rounds`` is how often every part goes round."""
+    """Return the curve of a collective; ``num_rounds`` is how often every part goes around the ring."""
     sizes, times = [], []
     for tensor_bytes in TENSOR_BYTES:
         part = torch.zeros(max(1, int(scale * tensor_bytes) // 4 // dist.get_world_size()), device=device)
@@ -48,8 +48,8 @@ def _measure(collective: Collective, num_rounds: int, device: torch.device, scal
 
 
 def _slowest(call: Callable[[], object], tensor_bytes: int, device: torch.device) -> float:
-    """Seconds of one of several calls, of the rank that takes longest."""
-    call()  # which opens the connections
+    """Return the seconds of one call on the slowest rank, as the median of several repetitions."""
+    call()  # opens the connections
     num_calls = max(1, min(MAX_CALLS, REPETITION_BYTES // tensor_bytes))
     seconds = median(time_calls(call, num_calls, device) for _ in range(REPETITIONS)) / num_calls
     slowest = torch.tensor(seconds, device=device)

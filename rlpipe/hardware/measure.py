@@ -1,4 +1,4 @@
-"""Measures a device and the machine around it, by small pieces of work that take about fifteen seconds together."""
+"""Measurement of a device and its host, by small pieces of work that take about fifteen seconds together."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CPU = torch.device("cpu")
 
 
 def measure(device: torch.device, *, name: str, scale: float = 1.0) -> Device:
-    """What the device reaches now, so it should have nothing else to do; takes up to 3 GiB of its memory, and 1 GiB
-    of the host's. The host computes with all of its cores.
+    """Measure the rates that the device reaches now; nothing else should run on it.
 
-    ``link`` is None: that takes several ranks (``rlpipe.hardware.link``).
+    Takes up to 3 GiB of the device's memory and 1 GiB of the host's. The host computes with all of its cores.
+    ``link`` of the result is None, because measuring it takes several ranks (``rlpipe.hardware.link``).
 
     Args:
-        name: of the result.
-        scale: of buffers and times; below 1 the rates are rougher, and sooner there.
+        name: Name of the result.
+        scale: Factor on buffer sizes and times; below 1 the measurement is rougher and faster.
 
     Raises:
-        ConfigError: a rate comes out as 0 or is not finite; it is named.
-        RuntimeError: of torch, where the memory is not there.
+        ConfigError: A rate, which the message names, is 0 or not finite.
+        RuntimeError: From torch, if there is not enough memory.
     """
     try:
         with all_cores():
@@ -63,7 +63,7 @@ def _measure(device: torch.device, name: str, scale: float) -> Device:
 
 
 def hardware_name(device: torch.device) -> str:
-    """What the driver calls the GPU, or the machine its processor."""
+    """Return the driver's name of the GPU, or the machine's name of its processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name()

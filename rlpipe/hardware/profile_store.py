@@ -1,4 +1,4 @@
-"""Measured devices, one JSON file for each in the user's cache."""
+"""Storage of measured devices: one JSON file each in the user's cache."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def machines_folder() -> Path:
 
 
 def own_name(kind: str) -> str:
-    """The name under which this machine's measurement is stored: of its GPUs, or of itself as a device."""
+    """Return the name under which this machine's measurement is stored, by the kind of device (``cuda`` or ``cpu``)."""
     return f"{platform.node() or 'localhost'}-{kind}"
 
 
 def own_stored_names() -> list[str]:
-    """Of what is measured of this machine, its GPUs first."""
+    """Return the names of this machine's stored measurements, that of its GPUs first."""
     return [name for name in map(own_name, KINDS) if name in stored_names()]
 
 
 def stored_names() -> list[str]:
-    """Of all stored measurements."""
+    """Return the names of all stored measurements."""
     return sorted(path.stem for path in machines_folder().glob("*.json") if not path.name.startswith("."))
 
 
 def store(device: Device) -> Path:
-    """Writes a measurement in place of the one of that name, and says where; ``ConfigError`` if that is impossible."""
+    """Write a measurement, replacing any of that name, and return its path; raise ``ConfigError`` if that fails."""
     assert device.measured_at is not None, "only measurements are stored"
     folder = machines_folder()
     problem = why_not_writable(folder)
@@ -56,12 +56,12 @@ def store(device: Device) -> Path:
 
 
 def path_of(name: str) -> Path:
-    """Of the file with the measurement of that name."""
+    """Return the path of the measurement of this name."""
     return machines_folder() / f"{name}.json"
 
 
 def load_stored(name: str) -> Device:
-    """The measurement of that name; raises ``ConfigError`` if there is none, or its file is damaged."""
+    """Load the measurement of this name; raise ``ConfigError`` if there is none or its file is damaged."""
     path = path_of(name)
     try:
         return _read_device(json.loads(path.read_text()))
@@ -75,7 +75,7 @@ def load_stored(name: str) -> Device:
 
 
 def load_usable(name: str) -> Device | None:
-    """The measurement of that name; None if there is none, or its file is damaged, which is logged."""
+    """Load the measurement of this name; return None if there is none or its file is damaged, which is logged."""
     if name not in stored_names():
         return None
     try:
@@ -86,7 +86,7 @@ def load_usable(name: str) -> Device | None:
 
 
 def _read_device(content: Any) -> Device:
-    """Raises ``ValueError`` or ``TypeError`` that says what is wrong."""
+    """Build a device from parsed JSON; raise ``ValueError`` or ``TypeError`` with what is wrong."""
     if not isinstance(content, dict):
         raise TypeError("it holds no object")
     _check_names(content, Device)

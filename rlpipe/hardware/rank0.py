@@ -1,4 +1,4 @@
-"""What the first rank finds, for all of them; also where it fails."""
+"""A result, or an error, of rank 0 shared with all ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 def num_ranks() -> int:
-    """Of torch's default process group; 1 where there is none."""
+    """Return the size of torch's default process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def ask_first(find: Callable[[], T]) -> T:
-    """Calls ``find`` on rank 0 alone; all ranks of the default process group must call this, and get the result.
+    """Call ``find`` on rank 0 alone and return its result on all ranks, which must all call this.
 
-    What ``find`` raises is raised on rank 0; the others raise it, too, if it is an ``RlpipeError``, and else a
-    ``RunError`` that describes it.
+    An exception from ``find`` is raised on rank 0; the others raise it, too, if it is an ``RlpipeError``, and otherwise
+    a ``RunError`` that describes it.
     """
     if num_ranks() == 1:
         return find()

@@ -1,4 +1,4 @@
-"""How fast a piece of work runs: the median of several repetitions, after one to warm up."""
+"""The rate of a piece of work: the median of several repetitions, after a warm-up call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlpipe.hardware.cgroup import num_cores
 
 REPETITIONS = 5
 REPETITION_S = 0.05
-"""What one repetition takes at least, by calls one after another: what starts the first of them then hardly counts."""
+"""Least seconds of one repetition, in consecutive calls, so that the overhead of starting the first hardly counts."""
 MAX_CALLS = 1000
 
 Work = Callable[[], object]
 
 
 def rate(amount: float, work: Work, device: torch.device, *, scale: float = 1.0) -> float:
-    """What a second does of something of which one call of ``work`` does ``amount``; ``inf`` if no time passed.
+    """Return the amount per second if each call of ``work`` does ``amount``; ``inf`` if no time passed.
 
     ``scale`` shortens the repetitions.
     """
@@ -33,7 +33,7 @@ def rate(amount: float, work: Work, device: torch.device, *, scale: float = 1.0)
 
 
 def time_calls(work: Work, num_calls: int, device: torch.device) -> float:
-    """Seconds of so many calls; on a GPU those between two events in its current stream, which wait for all of it."""
+    """Return the seconds of ``num_calls``; on a GPU, those between two events in its current stream."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(num_calls):
@@ -51,13 +51,13 @@ def time_calls(work: Work, num_calls: int, device: torch.device) -> float:
 
 
 def all_cores() -> AbstractContextManager[None]:
-    """Torch computes with as many threads as there are cores: a rank may have fewer, the machine's rates have all."""
+    """Have torch compute with a thread per core: a rank may have fewer, but the rates are the machine's."""
     return threads(num_cores())
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch computes with so many."""
+    """Have torch compute with ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""Measures how fast bytes move: within the device's memory, from the host, to the host, and both ways at once."""
+"""Measurements of bandwidth: within the device's memory, from the host, to the host, and both ways at once."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from rlpipe.hardware.host import HostBuffer
 from rlpipe.hardware.timing import Work, rate
 
 MEMORY_BYTES = {"cuda": 2**29, "cpu": 2**28}
-"""Of a tensor that is copied within memory; much more than caches hold."""
+"""Size of the tensor that is copied within memory; much larger than the caches."""
 TRANSFER_BYTES = {"cuda": 2**28, "cpu": 2**27}
-"""That go in one direction."""
+"""Bytes that are copied in one direction."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Transfers:
-    """Bytes a second."""
+    """Transfer rates, in bytes per second."""
 
     host_to_device: float
     device_to_host: float
     both: float
-    """In each direction while both are busy."""
+    """Bytes per second in each direction while both are busy."""
 
 
 def memory_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
-    """Bytes a second that a copy reads and writes, both counted."""
+    """Return the bytes per second that a copy reads and writes, both counted."""
     source = torch.ones(int(scale * MEMORY_BYTES[device.type]), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return rate(2 * source.nbytes, lambda: target.copy_(source), device, scale=scale)
 
 
 def measure_transfers(device: torch.device, *, scale: float = 1.0) -> Transfers:
-    """Between page-locked memory of the host and a GPU; on the CPU between separate buffers of its memory."""
+    """Measure copies between page-locked host memory and a GPU; on the CPU, between separate buffers."""
     num_bytes = int(scale * TRANSFER_BYTES[device.type])
     arriving, leaving = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     pin = device.type == "cuda"
@@ -45,7 +45,7 @@ def measure_transfers(device: torch.device, *, scale: float = 1.0) -> Transfers:
         closing(HostBuffer(num_bytes, pin=pin)) as target,
         _side_by_side(device) as run_both,
     ):
-        source.bytes.fill_(1)  # memory that was never written is not there yet, and so quickly read
+        source.bytes.fill_(1)  # memory that was never written is not mapped yet, and reads too fast
 
         def copy_in() -> None:
             arriving.copy_(source.bytes, non_blocking=True)
@@ -62,7 +62,7 @@ def measure_transfers(device: torch.device, *, scale: float = 1.0) -> Transfers:
 
 @contextmanager
 def _side_by_side(device: torch.device) -> Iterator[Callable[[Work, Work], None]]:
-    """What runs two copies at one time: on two streams, or in two threads."""
+    """Yield a function that runs two copies at the same time: on two streams, or in two threads."""
     if device.type == "cuda":
         streams = [torch.cuda.Stream(device) for _ in range(2)]
 

@@ -1,1 +1,1 @@
-"""Says before a run what it will take: memory, time, and what would have to change for it to fit."""
+"""Estimates of a run's memory and time before it starts, and the config changes with which it would fit."""

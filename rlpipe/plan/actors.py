@@ -1,6 +1,6 @@
-"""The kinds of actors that a run starts, and which of them may come to share a GPU or a machine.
+"""The kinds of actors that a run starts, and which of them may share a GPU or a machine.
 
-Ray counts the GPUs that they ask for, not what they take.
+Ray counts the GPUs that actors ask for, not the memory that they take.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, Room
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ActorKind:
-    """Actors that are alike."""
+    """Identical actors of a run."""
 
     name: str
-    """Of one."""
+    """Name of one actor."""
     count: int
     num_gpus: float
-    """That one asks for."""
+    """GPUs that one actor asks for."""
     gpu_bytes: int
-    """On each of its GPUs."""
+    """Bytes on each of its GPUs."""
     host_bytes: int
 
     def describe(self, count: int) -> str:
@@ -34,7 +34,7 @@ class ActorKind:
 
 
 Placed = tuple[ActorKind, int]
-"""So many of a kind."""
+"""A kind of actor, and how many of them there are."""
 
 
 def engine_kind(config: Config, plan: EnginePlan) -> ActorKind:
@@ -43,15 +43,15 @@ def engine_kind(config: Config, plan: EnginePlan) -> ActorKind:
         count=config.rollout.num_engines,
         num_gpus=config.rollout.num_gpus,
         gpu_bytes=plan.memory.budget_bytes,
-        host_bytes=plan.memory.host_bytes * plan.setup.num_devices,  # vLLM has a process for each
+        host_bytes=plan.memory.host_bytes * plan.setup.num_devices,  # vLLM has a process for each device
     )
 
 
 def rank_kind(config: Config, memory: LearnerMemory | None, room: Room, device: Device) -> ActorKind:
-    """Ranks for which no way to offload fits, with all that they may take."""
+    """Return the learner's ranks; if ``memory`` is None (nothing fits), with all the memory that they may take."""
     on_device = room.device_bytes if memory is None else memory.device.total
     on_host = room.host_bytes if memory is None else memory.host.total
-    if device.kind == "cpu" and memory is not None:  # weights that are loaded stay where they are, or go to chunks
+    if device.kind == "cpu" and memory is not None:  # loaded weights stay where they are, or move into chunks
         held = replace(memory.host, loading=0).total + on_device
         on_host = max(held, memory.host.process + memory.host.loading)
     return ActorKind(
@@ -64,8 +64,10 @@ def rank_kind(config: Config, memory: LearnerMemory | None, room: Room, device: 
 
 
 def fill(kinds: Iterable[ActorKind], num_gpus: float, size: Callable[[ActorKind], int]) -> list[Placed]:
-    """Those that may be together on so many GPUs, where the largest for what they ask for come first; and all that ask
-    for none. In the order of ``kinds``."""
+    """Return the actors that may be together on ``num_gpus``, in the order of ``kinds``.
+
+    Those with the largest ``size`` per GPU are placed first, and all that ask for no GPU are included.
+    """
     counts: dict[int, int] = {}
     ordered = [*kinds]
     for index in sorted(range(len(ordered)), key=lambda index: _rank(ordered[index], size)):

@@ -1,4 +1,4 @@
-"""What a report says of the device and its machine."""
+"""The report's section on the device and its machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.plan.section import Section
 
 
 def device_section(device: Device, dtypes: Sequence[str]) -> Section:
-    """With the arithmetic in these dtypes; ``ConfigError`` if the device has no rate for one."""
+    """Return the section, with the FLOP/s in ``dtypes``; raise ``ConfigError`` if the device has no rate for one."""
     data = {**asdict(device), "source": device.source}
     return Section(name="device", title=f"device {device.name}", rows=[*_rows(device, dtypes)], data=data)
 
@@ -37,7 +37,7 @@ def _rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
-    """What becomes of gradients, by the type of what they change."""
+    """Yield the rates of Adam and of gradient accumulation, by dtype."""
     label = "Adam"
     for dtype in STATE_DTYPES:
         on_device, on_host = giga(device.device_adam[dtype]), giga(device.host_adam[dtype])
@@ -51,7 +51,7 @@ def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
 
 
 def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
-    """Where all exchange is alike, its rate with a gigabyte; else the rates by what a rank receives."""
+    """Yield one rate at a gigabyte if all collectives are alike; otherwise the rates of each by the bytes received."""
     label = "between ranks"
     if device.link is None:
         yield label, f"{giga(device.both)} GB/s (as both ways at once: no link is known)"

@@ -1,4 +1,4 @@
-"""The matrix products of a config's engines and learner ranks on CPUs, whose speed ``model.dtype=auto`` goes by."""
+"""The matrix products of engines, learner ranks and scorers on CPUs, whose speed decides ``model.dtype=auto``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlpipe.rollout.engine import num_threads as engine_threads
 
 
 def engine_products(config: Config) -> Products | None:
-    """One token of each sequence that an engine decodes at one time; None on a GPU."""
+    """Return the products of an engine's decode step, one token per running sequence; None on a GPU."""
     if config.rollout.num_gpus:
         return None
     algorithm, rollout = config.algorithm, config.rollout
@@ -28,7 +28,7 @@ def engine_products(config: Config) -> Products | None:
 
 
 def learner_products(config: Config) -> Products | None:
-    """The tokens of a micro batch, forward and backward; None on a GPU."""
+    """Return the products of a micro batch's forward and backward pass; None on a GPU."""
     if config.learner.num_gpus:
         return None
     return products(
@@ -40,18 +40,21 @@ def learner_products(config: Config) -> Products | None:
 
 
 def scorer_products(path: str, num_cpus: float) -> Products:
-    """Those of a scorer's own model, to which Ray gives a thread for each CPU."""
+    """Return the products of a scorer's own model; Ray gives the scorer a thread per CPU."""
     return model_products(path, max(1, int(num_cpus)))
 
 
 def planned_dtype(config: Config, device: Device) -> str:
-    """What ``model.dtype=auto`` is in a run on such devices; timed on this machine's CPU."""
+    """Return the dtype that ``model.dtype=auto`` stands for on such devices; may time this machine's CPU."""
     kinds = (engine_products(config) if config.algorithm.kind == "rl" else None, learner_products(config))
     return dtype_on(device, [made for made in kinds if made is not None])
 
 
 def dtype_on(device: Device, kinds: Sequence[Products], *, on_gpu: bool = True) -> str:
-    """``Device.auto_dtype``, or what a run on this machine finds for these products where ``device`` is its CPU."""
+    """Return the dtype that ``auto`` stands for: as timed for these products if ``device`` is this machine's CPU.
+
+    For any other device it is ``Device.auto_dtype``.
+    """
     if (device.kind, device.name, device.hardware) != ("cpu", own_name("cpu"), cpu_name()):
         return device.auto_dtype(on_gpu=on_gpu)
     return NARROW if all(cpu_types(made).auto == NARROW for made in kinds) else WIDE

@@ -1,4 +1,4 @@
-"""An engine's setup on a device: what it takes, how fast it is, and why it may not fit."""
+"""An engine's setup on a device: its memory, its speed, and why it may not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlpipe.plan.shape import ModelShape
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineCase:
-    """A setup on a device; changes are tried on others of them."""
+    """A setup on a device; proposed changes are tried on modified copies."""
 
     setup: EngineSetup
     shape: ModelShape
@@ -36,7 +36,7 @@ class EngineCase:
     @property
     def speed(self) -> EngineSpeed:
         memory = self.memory
-        # transformers keeps a whole batch to its last token; vLLM fills the place of each sequence that ends.
+        # transformers keeps the whole batch until its last token; vLLM refills the slot of each sequence that ends.
         room = memory.sequences_full if self.setup.kind == "hf" else memory.sequences_mean
         return engine_speed(self.setup, self.shape, self.kv_cache, self.device, room=room)
 
@@ -46,7 +46,7 @@ class EngineCase:
 
 
 def describe_problem(setup: EngineSetup, memory: EngineMemory, device: Device) -> str | None:
-    """Why the engine does not fit, or None."""
+    """Return why the engine does not fit, or None if it does."""
     needed = memory.weights_bytes + memory.adapter_bytes + memory.reserve_bytes
     if setup.kind == "vllm" and setup.engines_per_device * setup.utilization > 1:
         return f"{setup.engines_per_device} engines on a GPU, each of which takes {setup.utilization:.0%} of its memory"

@@ -1,4 +1,4 @@
-"""What to change in an engine's config: so that it fits, or so that it is faster."""
+"""Proposed changes of an engine's config with which it fits, or is faster."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rlpipe.plan.engine_case import EngineCase
 from rlpipe.plan.engine_speed import EngineSpeed
 
 MOST_UTILIZATION = 0.95
-"""Of a GPU, for vLLM: what is taken beyond its own count must find room in the rest."""
+"""Largest ``gpu_memory_utilization`` proposed; memory that vLLM does not count must fit in the rest."""
 DEVICES_AT_MOST = 8
-"""GPUs that an engine is proposed to be spread over."""
+"""Most GPUs per engine that are proposed."""
 COMPLETION_STEP = 64
-"""Tokens; shorter completions are proposed in multiples of it."""
+"""Tokens; proposed completion lengths are multiples of it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Change:
-    """What could be changed, and what it does."""
+    """A config change, and its effect."""
 
     change: str
     seconds: float
-    """To sample a step's groups with it."""
+    """Seconds to sample a step's groups with the change."""
 
 
 def remedies(case: EngineCase) -> list[Change]:
-    """The changes with which the engine fits, each alone; or where none does, the pairs of them."""
+    """Return the single changes with which the engine fits; if there are none, the pairs of changes."""
     alone = [_describe(text, changed) for _, text, changed in _smaller(case)]
     return alone or list(_pairs(case))
 
@@ -39,7 +39,7 @@ def _describe(text: str, case: EngineCase) -> Change:
 
 
 def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
-    """Of each kind the smallest change with which the engine fits, with the kind's name."""
+    """Yield the smallest change of each kind with which the engine fits, with the kind's name."""
     for kind, changes in _KINDS.items():
         for text, changed in changes(case):
             if changed.problem is None:
@@ -48,7 +48,7 @@ def _smaller(case: EngineCase) -> Iterator[tuple[str, str, EngineCase]]:
 
 
 def _pairs(case: EngineCase) -> Iterator[Change]:
-    """Of each two kinds the smallest change of the one that fits with the smallest of the other."""
+    """Yield for each two kinds the smallest change of one that fits with the smallest of the other."""
     found: list[set[str]] = []
     for kind, changes in _KINDS.items():
         for first, halfway in changes(case):
@@ -78,7 +78,7 @@ def _smaller_batch(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 
 def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
-    """A bound of the length that is no greater than needed, or completions of the greatest length that fits, if any."""
+    """Yield the least ``max_model_len`` that is needed, if that fits, or else the longest completions that fit."""
     setup = case.setup
     tight = replace(case, setup=replace(setup, max_model_len=setup.num_tokens))
     if setup.num_tokens < setup.max_model_len and tight.problem is None:
@@ -95,7 +95,7 @@ def _shorter(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 
 def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
-    """Two, four, eight of them, if they divide the heads; the fewest first."""
+    """Yield setups with doubled GPUs per engine, up to ``DEVICES_AT_MOST``, if their number divides the heads."""
     setup = case.setup
     if setup.kind != "vllm" or setup.cpu_kv_bytes is not None or setup.engines_per_device > 1:
         return
@@ -107,7 +107,7 @@ def _more_devices(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
 
 
 def _larger_device(case: EngineCase) -> Iterator[tuple[str, EngineCase]]:
-    """Those of the table, the smallest first."""
+    """Yield the larger devices of the table, the smallest first."""
     if case.device.kind == "cuda":
         for device in reversed(DEVICES.values()):
             if device.memory_bytes > 1.1 * case.device.memory_bytes:
@@ -121,11 +121,11 @@ _KINDS: dict[str, Callable[[EngineCase], Iterator[tuple[str, EngineCase]]]] = {
     "devices": _more_devices,
     "device": _larger_device,
 }
-"""Changes, of each kind the smallest first."""
+"""Changes by kind, the smallest of each kind first."""
 
 
 def accelerations(case: EngineCase, speed: EngineSpeed) -> list[Change]:
-    """The changes that sample a step's groups in less time, those that take more GPUs behind the others."""
+    """Return the changes that sample a step's groups in less time, those that take more GPUs last."""
     tried = [Change(change=text, seconds=changed.speed.seconds) for text, changed in _faster(case, speed)]
     return [entry for entry in tried if entry.seconds < 0.99 * speed.seconds]
 

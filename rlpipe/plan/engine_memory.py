@@ -1,4 +1,4 @@
-"""Where the memory of a rollout engine goes, and how many sequences it has room for."""
+"""The memory of a rollout engine, and how many sequences it has room for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from rlpipe.plan.kv_cache import KvCache
 from rlpipe.plan.shape import ModelShape
 
 BESIDE_TORCH_BYTES = 3 * 2**29
-"""Of a GPU: CUDA's context, the workspaces of its libraries, and vLLM's recorded graphs. An assumption: vLLM's own
-profiles of 8B models show 0.2 to 1.8 GiB beside torch's memory."""
+"""Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, and vLLM's recorded graphs.
+
+An assumption: vLLM's own profiles of 8B models show 0.2 to 1.8 GiB beside torch's memory.
+"""
 COLLECTIVE_BYTES = 2**30
-"""NCCL's buffers on each GPU that shares an engine; an assumption."""
+"""Bytes of NCCL's buffers on each GPU that shares an engine; an assumption."""
 LOGITS_BYTES = {"vllm": 3 * 4, "hf": 2 * 4 + 3 * 8}
-"""Of an element of the logits: vLLM has it in float32 as logit, as log-prob and sorted; transformers' engine has it in
-float32 as logit and log-prob, and in float64 as log-prob, as probability and summed up."""
+"""Bytes per element of the logits.
+
+vLLM has it in float32 as logit, as log-prob and sorted; transformers' engine has it in float32 as logit and log-prob,
+and in float64 as log-prob, as probability and as cumulative sum.
+"""
 HOST_BYTES = {"cuda": 6 * 2**30, "cpu": 2 * 2**30}
-"""Of an engine's process, by the kind of its device: Python, torch, vLLM and the libraries of CUDA; an assumption."""
+"""Host bytes of an engine's process, by kind of device: Python, torch, vLLM and CUDA's libraries; an assumption."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -26,27 +31,30 @@ class EngineMemory:
     """Bytes on each device of one engine."""
 
     budget_bytes: int
-    """What it may take."""
+    """Bytes that the engine may take."""
     weights_bytes: int
     adapter_bytes: int
-    """All slots."""
+    """Adapter weights in all slots."""
     reserve_bytes: int
-    """Activations, logits, and what is beside torch's memory."""
+    """Activations, logits, and memory outside torch."""
     kv_bytes: int
-    """What is left for keys and values; below 0 where the rest alone is too much."""
+    """Bytes left for keys and values; below 0 if the rest alone is too much."""
     longest_bytes: int
-    """A sequence as long as it may be; vLLM does not start without room for it."""
+    """Keys and values of a sequence of the greatest allowed length; vLLM does not start without room for it."""
     sequences_full: int
-    """That fit at one time, at full length."""
+    """Sequences of full length that fit at one time."""
     sequences_mean: int
-    """That fit, each half through its completion."""
+    """Sequences that fit when each is halfway through its completion."""
     host_bytes: int
-    """Of the engine's process on the host."""
+    """Bytes of the engine's process on the host."""
 
 
 def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, device: Device) -> EngineMemory:
-    """As vLLM gives memory away: weights, and the peak of a trial pass, are taken off ``gpu_memory_utilization`` of the
-    device, and the rest is for keys and values."""
+    """Return the memory of an engine, divided up as vLLM does.
+
+    Weights and the peak of a trial pass are subtracted from ``gpu_memory_utilization`` of the device; the rest is for
+    keys and values.
+    """
     share = setup.engines_per_device if setup.kind == "hf" else 1
     budget = int(device.memory_bytes * setup.utilization / share)
     weights, adapter = weights_bytes(setup, shape), adapter_bytes(setup, shape)
@@ -71,12 +79,12 @@ def engine_memory(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, devi
 
 
 def _batch(setup: EngineSetup) -> int:
-    """Sequences for which transformers' engine holds keys and values; vLLM takes the memory for them at its start."""
+    """Return the number of sequences in the cache of transformers' engine; vLLM allocates its cache at the start."""
     return min(setup.max_sequences, setup.groups_per_engine * setup.group_size)
 
 
 def weights_bytes(setup: EngineSetup, shape: ModelShape) -> int:
-    """Of each device's part of the base model."""
+    """Return the bytes of the base model on each device."""
     element = ELEMENT_BYTES[setup.dtype]
     quantized = shape.num_quantizable if setup.quantization is not None else 0
     per_element = QUANTIZED_BYTES[setup.quantization] if setup.quantization is not None else element
@@ -84,14 +92,14 @@ def weights_bytes(setup: EngineSetup, shape: ModelShape) -> int:
 
 
 def adapter_bytes(setup: EngineSetup, shape: ModelShape) -> int:
-    """Of all slots; with several devices each holds the whole of A or B, which here is counted as both."""
+    """Return the bytes of all adapter slots; A and B count as whole on every device, though one of them is sharded."""
     return setup.num_slots * setup.slot_rank * shape.adapter_width * ELEMENT_BYTES[setup.dtype]
 
 
 def reserve_bytes(setup: EngineSetup, shape: ModelShape, device: Device) -> int:
-    """What is there beside weights, and keys and values.
+    """Return the bytes beside weights, and keys and values.
 
-    A layer's widest moment has the residual, its normed copy, both inputs of the gate and their product.
+    At its widest point a layer holds the residual, its normed copy, both inputs of the gate and their product.
     """
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size / setup.num_devices) * ELEMENT_BYTES[setup.dtype]
     logits = setup.max_sequences * shape.vocab_size * LOGITS_BYTES[setup.kind]

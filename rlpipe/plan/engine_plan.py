@@ -1,4 +1,4 @@
-"""The plan of a config's rollout engines: memory, speed, and what would have to change."""
+"""The plan of a config's rollout engines: memory, speed, and proposed changes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rlpipe.plan.sharing import Sharing, read_sharing
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EnginePlan:
-    """Of one engine, all being alike."""
+    """The plan of one engine; all engines are alike."""
 
     setup: EngineSetup
     kv_token_bytes: int
-    """On each of its devices."""
+    """Bytes of keys and values per token, on each of its devices."""
     memory: EngineMemory
     sharing: Sharing | None
     problem: str | None
-    """Why it does not fit."""
+    """Why the engine does not fit; None if it does."""
     speed: EngineSpeed | None
-    """None where it does not fit."""
+    """Speed; None if the engine does not fit."""
     changes: Sequence[Change]
-    """Where it does not fit, those with which it does; else those that would make it faster."""
+    """Changes with which it fits if it does not; otherwise changes that make it faster."""
 
     @property
     def fits(self) -> bool:
@@ -40,10 +40,10 @@ class EnginePlan:
 
 
 def plan_engine(config: Config, described: PreTrainedConfig, device: Device) -> EnginePlan:
-    """Plans one rollout engine of the config; ``described`` is transformers' config of its model.
+    """Plan one rollout engine of the config; ``described`` is transformers' config of its model.
 
-    Raises ``ConfigError`` if the config has no engines, if they do not run on such a device, or if an argument of the
-    engine can't be planned with, and ``ModelError`` if the model can't be outlined.
+    Raises ``ConfigError`` if the config has no engines, if they do not run on such a device, or if an engine argument
+    is not supported by the plan, and ``ModelError`` if the model can't be outlined.
     """
     setup = read_engine_setup(config, described, device)
     case = EngineCase(setup=setup, shape=read_shape(described, config.model), described=described, device=device)

@@ -1,4 +1,4 @@
-"""What a report says of rollout engines."""
+"""The report's section on rollout engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.plan.sharing import Sharing
 
 
 def engine_section(plan: EnginePlan, device: Device) -> Section:
-    """``data`` is the plan by the names of its fields, with what follows from them."""
+    """Return the section; ``data`` has the plan's fields and the values derived from them."""
     data = {"fits": plan.fits, **asdict(plan)}
     if plan.speed is not None:
         data["speed"] |= {"seconds": plan.speed.seconds, "bottleneck": plan.speed.decode.bottleneck}

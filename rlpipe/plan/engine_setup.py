@@ -1,4 +1,4 @@
-"""What a plan needs to know of a config's rollout engines, with the defaults that the engine itself would take."""
+"""The settings of a config's rollout engines that a plan reads, with the engine's own defaults."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from rlpipe.rollout.engine import default_sequences
 from rlpipe.rollout.vllm.adapter_slots import num_slots, slot_rank
 
 VLLM_UTILIZATION = 0.92
-"""vLLM 0.32's share of a GPU, where ``gpu_memory_utilization`` is not set."""
+"""vLLM 0.32's share of a GPU if ``gpu_memory_utilization`` is not set."""
 VLLM_BATCHED_TOKENS = 2048
-"""Its ``max_num_batched_tokens`` on a GPU, for engines inside other programs."""
+"""vLLM's default ``max_num_batched_tokens`` on a GPU, for engines inside other programs."""
 HF_UTILIZATION = 0.95
-"""Of the memory, with transformers: torch's allocator keeps some of the rest in pieces."""
+"""Share of the memory with transformers; torch's allocator loses some of the rest to fragmentation."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BYTES = {"bitsandbytes": 0.5 + 4 / 64, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
-"""Bytes of an element with its part of the scales: float32 for 64 elements; for whole rows; 8 bit for 32 elements."""
+"""Bytes per element including its scales: float32 per 64 elements; per row, not counted; 8 bit per 32 elements."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineSetup:
-    """One engine, and the work of a step that all engines share."""
+    """The setup of one engine, and the work of a step that all engines share."""
 
     kind: Literal["vllm", "hf"]
     num_engines: int
     num_devices: int
-    """That one engine is spread over."""
+    """GPUs per engine (tensor-parallel size)."""
     engines_per_device: int
     utilization: float
     """Share of a device's memory that one engine may take."""
     cpu_kv_bytes: int | None
-    """vLLM's memory for keys and values on a CPU; None on a GPU, where it takes what is left."""
+    """vLLM's bytes for keys and values on a CPU; None on a GPU, where it takes what is left."""
     dtype: str
     quantization: str | None
     kv_element_bytes: float
     max_sequences: int
     batched_tokens: int
-    """Tokens of one forward pass of a prefill."""
+    """Tokens of one prefill pass."""
     prompt_tokens: int
     completion_tokens: int
-    """Both are the longest that there can be."""
+    """Longest allowed completion; ``prompt_tokens`` is the longest allowed prompt."""
     max_model_len: int
-    """Tokens that a sequence may have; conversations of several turns have more than a prompt and a completion."""
+    """Longest allowed sequence; multi-turn conversations have more tokens than one prompt and one completion."""
     num_slots: int
-    """Adapters side by side; 0 where engines are given whole models."""
+    """Number of adapter slots; 0 if engines receive whole models."""
     slot_rank: int
     bucket_bytes: int
     groups_per_step: int
@@ -59,23 +59,26 @@ class EngineSetup:
 
     @property
     def num_tokens(self) -> int:
-        """Of a prompt with a completion."""
+        """Tokens of a prompt and a completion of full length."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sequence of full length, over the time in which it is sampled."""
+        """Mean tokens of a full-length sequence, over the time in which it is sampled."""
         return self.prompt_tokens + self.completion_tokens / 2
 
     @property
     def groups_per_engine(self) -> int:
-        """Of a step, on the engine that has most."""
+        """Groups of a step on the engine with the most."""
         return -(-self.groups_per_step // self.num_engines)
 
 
 def read_engine_setup(config: Config, described: PreTrainedConfig, device: Device) -> EngineSetup:
-    """Raises ``ConfigError`` if the config has no engines, if they do not run on such a device, or if one of
-    ``rollout.engine_args`` can't be planned with."""
+    """Read the setup of the config's engines.
+
+    Raises ``ConfigError`` if the config has no engines, if they do not run on such a device, or if one of
+    ``rollout.engine_args`` is not supported by the plan.
+    """
     rollout, on_gpu = config.rollout, config.rollout.num_gpus > 0
     check_device(config, device)
     kind: Literal["vllm", "hf"] = "hf" if rollout.engine == "hf" else "vllm"
@@ -107,7 +110,7 @@ def read_engine_setup(config: Config, described: PreTrainedConfig, device: Devic
 
 
 def check_device(config: Config, device: Device) -> None:
-    """Raises ``ConfigError`` if the engines of the config run elsewhere than on such a device, or not at all."""
+    """Raise ``ConfigError`` if the config has no engines, or if they do not run on such a device."""
     if config.algorithm.kind != "rl":
         raise ConfigError(f"algorithm.kind={config.algorithm.kind} has no engines")
     num_gpus = config.rollout.num_gpus
@@ -125,7 +128,7 @@ def _max_sequences(config: Config, kind: str) -> int:
 
 
 def _work(config: Config) -> int:
-    """Sequences of a step, on the engine that has most of them."""
+    """Return the sequences of a step on the engine with the most."""
     return -(-config.algorithm.groups_per_step // config.rollout.num_engines) * config.algorithm.group_size
 
 
@@ -143,7 +146,7 @@ def _utilization(config: Config, kind: str, on_gpu: bool) -> float:
 
 
 def _cpu_kv_bytes() -> int:
-    """As ``rlpipe.rollout.vllm.vllm_options`` sets it."""
+    """Return the bytes for keys and values, as ``rlpipe.rollout.vllm.vllm_options`` sets them."""
     text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         return int(float(text) * 2**30)
@@ -152,7 +155,7 @@ def _cpu_kv_bytes() -> int:
 
 
 def _quantization(config: Config, described: PreTrainedConfig) -> str | None:
-    """Of the weights, as the config or the model's own says."""
+    """Return the quantization of the weights, from the engine's arguments or the model's own config."""
     own: Any = getattr(described, "quantization_config", None) or {}
     method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
     name = config.rollout.engine_args.get("quantization") or method
@@ -174,7 +177,7 @@ def _kv_element_bytes(config: Config) -> float:
 
 
 def _number(config: Config, name: str, default: float, *, at_most: float) -> float:
-    """One of ``rollout.engine_args``."""
+    """Return a number from ``rollout.engine_args``, or the default; raise ``ConfigError`` if it is out of range."""
     value = config.rollout.engine_args.get(name)
     if value is None:
         return default

@@ -1,4 +1,4 @@
-"""How fast a rollout engine samples, by the roofline: a pass takes what its arithmetic or its reading takes.
+"""The speed of a rollout engine, by the roofline: a pass takes the longer of its arithmetic and its memory reads.
 
 Source: Williams et al. 2009, "Roofline"; for decoding, Pope et al., arXiv:2211.05102.
 """
@@ -14,14 +14,14 @@ from rlpipe.plan.kv_cache import KvCache
 from rlpipe.plan.shape import ModelShape
 
 VLLM_PASS_S = 0.002
-"""A pass's scheduling, sampling and launch with recorded graphs, beyond the GPU's work; an assumption."""
+"""Seconds per pass for scheduling, sampling and launch with recorded graphs, beyond the GPU's work; an assumption."""
 HF_LAYER_S = 0.0008
-"""Of a layer with transformers, which launches every kernel from Python; an assumption."""
+"""Seconds per layer with transformers, which launches every kernel from Python; an assumption."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Pass:
-    """Seconds of one forward pass."""
+    """Seconds of one forward pass, by part."""
 
     weights_s: float
     """Reading the weights."""
@@ -29,7 +29,7 @@ class Pass:
     """Reading keys and values."""
     compute_s: float
     exchange_s: float
-    """Between devices that share the engine."""
+    """Exchange between the devices that share the engine."""
     overhead_s: float
 
     @property
@@ -50,30 +50,30 @@ class Pass:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineSpeed:
-    """Of sampling a step's groups, all prompts and completions at full length."""
+    """Speed of sampling a step's groups, with all prompts and completions at full length."""
 
     running: int
-    """Sequences at one time."""
+    """Sequences that run at one time."""
     limit: str
-    """What keeps it from being more."""
+    """The limit on the number of running sequences."""
     decode: Pass
     prefill_s: float
     decode_s: float
     prefill_tokens_per_s: float
-    """Of one engine."""
+    """Prefill tokens per second of one engine."""
     decode_tokens_per_s: float
-    """Of one engine."""
+    """Decoded tokens per second of one engine."""
 
     @property
     def seconds(self) -> float:
-        """Until the last group of a step is sampled."""
+        """Seconds until the last group of a step is sampled."""
         return self.prefill_s + self.decode_s
 
 
 def engine_speed(setup: EngineSetup, shape: ModelShape, kv_cache: KvCache, device: Device, *, room: int) -> EngineSpeed:
-    """``room`` is the number of sequences that the memory holds, at least 1.
+    """Estimate an engine's speed; ``room`` is the number of sequences that the memory holds, at least 1.
 
-    A group's siblings read one prompt, of which keys and values are computed once.
+    The prompt of a group is prefilled once, and its keys and values are shared by the group's completions.
     """
     work = setup.groups_per_engine * setup.group_size
     running = min(work, room, setup.max_sequences)
@@ -113,9 +113,9 @@ def forward_pass(
     num_tokens: float,
     context: float,
 ) -> Pass:
-    """So many new tokens of so many sequences, each looking back on ``context`` tokens in the mean.
+    """Return the time of a pass over ``num_tokens`` new tokens, each attending to ``context`` tokens on average.
 
-    Engines that share a device have it in turns.
+    Engines that share a device run in turns.
     """
     turns = setup.engines_per_device
     used = shape.num_used(num_tokens) / shape.num_parameters
@@ -128,7 +128,7 @@ def forward_pass(
         weights_s=turns * used * weights_bytes(setup, shape) / device.memory_bandwidth,
         kv_s=turns * num_sequences * kv_cache.read_bytes(context) / device.memory_bandwidth,
         compute_s=turns * num_tokens * per_token / device.flops(setup.dtype),
-        # After attention and MLP of each layer the parts are summed, each travelling the ring twice.
+        # After attention and MLP of each layer the parts are all-reduced around the ring, so each byte is sent twice.
         exchange_s=2 * shape.num_layers * sum_s,
         overhead_s=overhead,
     )

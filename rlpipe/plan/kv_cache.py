@@ -1,4 +1,4 @@
-"""What an engine keeps of a sequence: keys and values of each layer, or the state of linear attention.
+"""The cache of an engine per sequence: keys and values of each layer, or the state of linear attention.
 
 Sources: grouped-query attention, arXiv:2305.13245; multi-head latent attention, arXiv:2405.04434; gated delta
 networks, arXiv:2412.06464.
@@ -14,22 +14,22 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 BLOCK_TOKENS = 16
-"""Tokens for which vLLM hands out memory at one time."""
+"""Tokens per block, the unit in which vLLM allocates the cache."""
 STATE_BYTES = 4
-"""Of an element of a linear layer's state, which is kept in float32."""
+"""Bytes per element of a linear layer's state, which is kept in float32."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionLayers:
-    """Layers of one kind."""
+    """Attention layers of one kind."""
 
     count: int
     token_bytes: int
-    """Of one layer."""
+    """Bytes per token in one layer."""
     query_width: int
-    """Query heads times their size."""
+    """Number of query heads times their size."""
     window: int | None = None
-    """The last tokens that they keep; None: all."""
+    """Number of last tokens that the layers keep; None: all."""
 
     def kept(self, num_tokens: float) -> float:
         return num_tokens if self.window is None else min(num_tokens, self.window)
@@ -37,34 +37,34 @@ class AttentionLayers:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class KvCache:
-    """Of one device; with tensor parallelism each has its part of the heads."""
+    """The cache on one device; with tensor parallelism each device has its part of the heads."""
 
     layers: Sequence[AttentionLayers]
     state_bytes: int = 0
-    """Of a sequence, whatever its length."""
+    """Bytes of linear attention's state per sequence, independent of its length."""
 
     @property
     def token_bytes(self) -> int:
-        """Of a token that all layers keep."""
+        """Bytes of a token that all layers keep."""
         return sum(layers.count * layers.token_bytes for layers in self.layers)
 
     def read_bytes(self, num_tokens: float) -> float:
-        """What the next token of a sequence with so many reads."""
+        """Return the bytes that the next token of a sequence of ``num_tokens`` reads."""
         return self.state_bytes + sum(
             layers.count * layers.token_bytes * layers.kept(num_tokens) for layers in self.layers
         )
 
     def held_bytes(self, num_tokens: float) -> int:
-        """What a sequence with so many tokens holds, in whole blocks."""
+        """Return the bytes that a sequence of ``num_tokens`` holds, in whole blocks."""
         return int(self.read_bytes(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS))
 
     def attention_flops(self, num_tokens: float) -> float:
-        """Of a token that looks back on so many: products with keys, and with values."""
+        """Return the FLOPs of a token's products with the keys and values of ``num_tokens`` earlier tokens."""
         return sum(4 * layers.count * layers.query_width * layers.kept(num_tokens) for layers in self.layers)
 
 
 def read_kv_cache(described: PreTrainedConfig, *, element_bytes: float, num_devices: int = 1) -> KvCache:
-    """Of a model's config; kinds of layers that are not known count as full attention, which keeps most."""
+    """Read the cache's layout from a model's config; unknown layers count as full attention, which keeps most."""
     text: Any = described.get_text_config()
     kinds = Counter(_layer_kinds(text))
     linear = kinds.pop("linear_attention", 0) if hasattr(text, "linear_num_value_heads") else 0
@@ -111,7 +111,7 @@ def _head_size(text: Any) -> int:
 
 
 def _state_bytes(text: Any, element_bytes: float) -> int:
-    """Of one layer and sequence, on all devices: the state itself, and what the convolution before it looks back on."""
+    """Return the bytes per layer and sequence, over all devices: the state, and the convolution's last inputs."""
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     convolved = (2 * keys + values) * (text.linear_conv_kernel_dim - 1)

@@ -1,4 +1,4 @@
-"""A config's learner on a device: what a rank takes, how fast it is, and why it may not fit."""
+"""A config's learner on a device: a rank's memory, its speed, and why it may not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlpipe.plan.learner_work import Work, read_work
 
 @dataclass(slots=True)
 class Drafts:
-    """Outlines and traces that cases have in common."""
+    """Outlines and traces that several cases share."""
 
     described: PreTrainedConfig
     device: Device
@@ -47,8 +47,10 @@ class Drafts:
         return self.outlines[key]
 
     def trace(self, config: Config, row: Row, *, is_timed: bool = True) -> Trace:
-        """Sharded weights, and those of chunks, are there in the type that is computed with. Its seconds may be another
-        device's where they are not asked for."""
+        """Return the trace of a row; its seconds may be another device's unless ``is_timed``.
+
+        Sharded weights, and those of chunks, count in the compute dtype.
+        """
         outline, learner = self.outline(config), config.learner
         is_plain = learner.strategy == "single" and learner.offload == "none"
         dtype: torch.dtype | None = None if is_plain else outline.scorer.compute_dtype
@@ -76,7 +78,7 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(kw_only=True, frozen=True)
 class LearnerCase:
-    """A config on a device; changes are tried on others of them. Properties raise as ``plan_learner`` does."""
+    """A config on a device; changes are tried on modified copies. Properties raise as ``plan_learner`` does."""
 
     config: Config
     drafts: Drafts
@@ -100,12 +102,12 @@ class LearnerCase:
 
     @property
     def has_reference(self) -> bool:
-        """Whether ranks hold a frozen copy; with an adapter it is the model below that."""
+        """Whether ranks hold a frozen copy; not with an adapter, whose base model is the reference."""
         return needs_copy(self.config.model, self.config.algorithm)
 
     @cached_property
     def longest(self) -> Trace:
-        """Of a micro batch that is full, without common prompts: what takes most memory."""
+        """Trace of a full micro batch without common prompts, which takes the most memory."""
         row = longest_row(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
         return self.drafts.trace(self.config, row, is_timed=self.config.learner.offload == "chunked")
 
@@ -115,13 +117,13 @@ class LearnerCase:
 
     @cached_property
     def reference(self) -> Capacity | None:
-        """What a frozen copy takes that comes in chunks, too."""
+        """Memory of a frozen copy, which is also in chunks; None if there is no copy."""
         sizes = chunk_sizes(self.config.learner.chunked)
         return least_memory(self.outline.scorer, sizes=sizes) if self.has_reference else None
 
     @cached_property
     def decision(self) -> tuple[Decision, Profile] | DoesNotFit | None:
-        """With chunked offload: what is decided, or why nothing can be."""
+        """The decision with chunked offload, or why none is possible; None with another kind of offload."""
         if self.config.learner.offload != "chunked":
             return None
         try:
@@ -134,12 +136,12 @@ class LearnerCase:
 
     @property
     def description(self) -> str | None:
-        """As the learner logs its decision."""
+        """The decision, as the learner logs it."""
         return self.decision[0].describe() if isinstance(self.decision, tuple) else None
 
     @cached_property
     def memory(self) -> LearnerMemory | None:
-        """None where no way to offload fits."""
+        """Memory of a rank; None if no offload schedule fits."""
         memory = self._memory
         if memory is None or self.device.kind == "cuda":
             return memory
@@ -147,7 +149,7 @@ class LearnerCase:
 
     @property
     def _memory(self) -> LearnerMemory | None:
-        """As of a process with CUDA."""
+        """Memory of a rank whose process uses CUDA."""
         decision = self.decision
         if isinstance(decision, DoesNotFit):
             return None
@@ -159,7 +161,7 @@ class LearnerCase:
 
     @cached_property
     def problem(self) -> str | None:
-        """Why it does not fit."""
+        """Why a rank does not fit; None if it does."""
         if isinstance(self.decision, DoesNotFit):
             return str(self.decision)
         assert self.memory is not None
@@ -179,7 +181,7 @@ class LearnerCase:
 
     @cached_property
     def time(self) -> StepTime:
-        """Where it fits."""
+        """Time of a step, for a learner that fits."""
         trace = self.drafts.trace(self.config, self.work.row)
         decision = self.decision
         assert not isinstance(decision, DoesNotFit), "what does not fit has no time"

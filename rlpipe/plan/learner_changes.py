@@ -1,4 +1,4 @@
-"""What to change in a learner's config so that it fits; each change is planned before it is proposed."""
+"""Proposed changes of a learner's config with which it fits; each change is planned before it is proposed."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from rlpipe.offload.planner.cost import Knobs
 from rlpipe.plan.learner_case import LearnerCase
 
 RANKS = (2, 4, 8)
-"""That are proposed."""
+"""Numbers of ranks that are proposed."""
 LIMITS = ("device_memory_gib", "host_memory_gib")
 MOST_DOUBLED = 4
-"""Times that a machine's memory may be doubled."""
+"""Most times that a machine's memory is doubled."""
 MOST_PAIRS = 3
-"""Of changes, that are proposed where none alone is enough."""
+"""Most pairs of changes that are proposed if no single change is enough."""
 
 Options = Mapping[str, Any]
-"""By their names, as on the command line."""
+"""Values by dotted option name, as on the command line."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LearnerChange:
-    """What could be changed, and what it does."""
+    """A config change, and its effect."""
 
     change: str
     seconds: float
-    """Of a step with it."""
+    """Seconds of a step with the change."""
     device_bytes: int
-    """Of a rank with it."""
+    """Device bytes of a rank with the change."""
 
 
 def remedies(case: LearnerCase) -> list[LearnerChange]:
-    """The changes with which the learner fits, each alone, and of a kind the smallest; or where none does, pairs."""
+    """Return the smallest change of each kind with which the learner fits; if there are none, pairs of changes."""
     return _alone(case) or list(islice(_pairs(case), MOST_PAIRS))
 
 
@@ -51,8 +51,11 @@ def _alone(case: LearnerCase) -> list[LearnerChange]:
 
 
 def _pairs(case: LearnerCase) -> Iterator[LearnerChange]:
-    """What lowers most of what a rank holds, chunked offload or else more ranks, with the least of another kind that
-    fits with it; and then pairs with other hardware. Not all of them: a look at one takes up to seconds."""
+    """Yield pairs of changes with which the learner fits; not all, because planning one takes up to seconds.
+
+    Each pair has the change that saves most (chunked offload, or else more ranks) and the smallest sufficient change of
+    another kind; then come pairs with other hardware.
+    """
     kinds = [options for kind in _kinds(case) if (options := [*kind])]
     offload, ranks = _chunked(case.config), _more_ranks(case)
     strongest = (offload or ranks)[-1:]
@@ -65,7 +68,7 @@ def _pairs(case: LearnerCase) -> Iterator[LearnerChange]:
     for most in strongest:
         yield from _with_hardware(case, most, _more_host_memory)
     for kind in kinds:
-        if kind != offload:  # chunks would be traced anew for every device
+        if kind != offload:  # chunks would be traced again for every device
             yield from _with_hardware(case, kind[-1], _larger_device)
 
 
@@ -79,7 +82,7 @@ def _with_hardware(
 
 
 def with_options(config: Config, options: Options) -> Config:
-    """A copy with other values of some options, by their dotted names."""
+    """Return a copy of the config with other values of some options, by their dotted names."""
     for name, value in options.items():
         config = _with_option(config, name.split("."), value)
     return config
@@ -95,7 +98,7 @@ def read_option(config: Config, name: str) -> Any:
 
 
 def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
-    """Each kind from what changes least on."""
+    """Yield the options of each kind of change, ordered from the smallest change."""
     config, learner = case.config, case.config.learner
     is_whole = config.model.adapter.kind == "none"
     if learner.offload == "chunked":
@@ -116,7 +119,7 @@ def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
 
 
 def _chunked(config: Config) -> list[Options]:
-    """Chunked offload, where it is not chosen yet."""
+    """Return the options for chunked offload; empty if it is chosen already."""
     if config.learner.offload == "chunked":
         return []
     offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
@@ -125,20 +128,20 @@ def _chunked(config: Config) -> list[Options]:
 
 
 def _unlimited(config: Config) -> list[Options]:
-    """Without what the config says of chunks: one thing alone, or all of it."""
+    """Return options that remove the config's limits and knobs of chunks: each alone, then all of them."""
     given = [f"learner.chunked.{name}" for name in (*LIMITS, *(entry.name for entry in fields(Knobs)))]
     given = [name for name in given if read_option(config, name) is not None]
     return [*({name: None} for name in given), dict.fromkeys(given)]
 
 
 def _more_ranks(case: LearnerCase) -> list[Options]:
-    """Each with less to hold."""
+    """Return options with more ranks, each of which holds less."""
     sharded = {"learner.strategy": "fsdp2"} if case.config.learner.strategy == "single" else {}
     return [{**sharded, "learner.num_ranks": count} for count in RANKS if count > case.config.learner.num_ranks]
 
 
 def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
-    """More of them; or less, as those of a machine share its memory."""
+    """Yield the first number of ranks that fits: more; or fewer, because the ranks of a machine share its memory."""
     fewer = [{"learner.num_ranks": count} for count in range(case.config.learner.num_ranks - 1, 0, -1)]
     for options in (*_more_ranks(case), *fewer):
         changed = _change(case, options)
@@ -148,7 +151,7 @@ def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
 
 
 def _more_host_memory(case: LearnerCase) -> Iterator[LearnerChange]:
-    """The least, in powers of two."""
+    """Yield the least host memory that is enough, in doublings."""
     device = case.device
     for doubled in range(1, MOST_DOUBLED + 1):
         larger = replace(device, host_memory_bytes=device.host_memory_bytes * 2**doubled)
@@ -159,7 +162,7 @@ def _more_host_memory(case: LearnerCase) -> Iterator[LearnerChange]:
 
 
 def _shorter(config: Config) -> Iterator[int]:
-    """Halves, as long as a sequence of full length fits in."""
+    """Yield halves of the micro batch, as long as a sequence of full length fits in."""
     tokens, least = config.learner.max_tokens_per_microbatch, sequence_tokens(config)
     if config.algorithm.kind != "rl":  # rows may be as long as a micro batch: shorter ones would be cut
         return
@@ -169,7 +172,7 @@ def _shorter(config: Config) -> Iterator[int]:
 
 
 def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | None:
-    """None of a kind fits where its last, which takes least, does not."""
+    """Return the first change of a kind that fits; only tried if the last one, which takes least memory, fits."""
     tried = [changed for options in kind if (changed := _change(case, options)) is not None]
     if not tried or not _fits(tried[-1][1]):
         return None
@@ -177,7 +180,7 @@ def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | 
 
 
 def _change(case: LearnerCase, options: Options) -> tuple[str, LearnerCase] | None:
-    """None where it would change nothing, or where options would contradict each other."""
+    """Return the changed case with its text; None if nothing changes, or if the options contradict each other."""
     options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
     config = with_options(case.config, options)
     if not options or {*contradictions(config)} - {*contradictions(case.config)}:
@@ -198,7 +201,7 @@ def _describe(text: str, case: LearnerCase) -> LearnerChange:
 
 
 def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
-    """The smallest of the table that is large enough."""
+    """Yield the smallest device of the table that is large enough."""
     if case.device.kind != "cuda":
         return
     larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]

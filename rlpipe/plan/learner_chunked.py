@@ -1,4 +1,4 @@
-"""The learner with chunked offload: what it will decide, and what that takes."""
+"""The learner with chunked offload: its decision, and the memory and time of that decision."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ FREE = Rates(
     device_bandwidth=math.inf,
     host_bandwidth=math.inf,
 )
-"""Nothing that is moved takes time."""
+"""Rates at which no transfer, update or sum takes time."""
 
 
 MOST_WAYS = 1_800_000
-"""That a plan looks at: divisions of the layers among modes, times numbers of chunks that stay."""
+"""Most candidates that a plan searches: divisions of the layers among modes, times numbers of persistent chunks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Chunks:
-    """A model in chunks."""
+    """A model divided into chunks."""
 
     outline: Outline
     inventory: Inventory
@@ -63,7 +63,7 @@ class Chunks:
 
 
 def make_chunks(outline: Outline, config: Config) -> Chunks:
-    """As the learner makes them; those of weights in 4 bit with their scales."""
+    """Divide the model into chunks as the learner does; 4-bit weights count with their scales."""
     inventory = take_inventory(outline.scorer, outline.units, compute_dtype=outline.scorer.compute_dtype)
     inventory.tensors = [
         replace(tensor, num_bytes=nf4_bytes(outline.nf4[tensor.name])) if tensor.name in outline.nf4 else tensor
@@ -76,9 +76,9 @@ def make_chunks(outline: Outline, config: Config) -> Chunks:
 def decide_chunks(
     chunks: Chunks, trace: Trace, device: Device, capacity: Capacity, num_micro_batches: int
 ) -> tuple[Decision, Profile]:
-    """As the learner does when it starts, of micro batches of full length; with the profile that was decided on.
+    """Decide as the learner does when it starts, for full micro batches; return the decision with its profile.
 
-    Raises ``DoesNotFit``, and ``ValueError`` where nothing has the fixed knobs.
+    Raises ``DoesNotFit``, and ``ValueError`` if no schedule has the fixed knobs.
     """
     learner = chunks.config.learner
     profiles = {
@@ -97,8 +97,11 @@ def decide_chunks(
 
 
 def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
-    """Those that are not searched for: the config's, and where there are too many ways, swapped and then offloaded
-    layers, which are rarely chosen."""
+    """Return the knobs that are not searched, with their values.
+
+    These are the config's; if there are too many candidates, swapped and then offloaded layers are fixed at 0, too,
+    because they are rarely chosen.
+    """
     fixed = fixed_knobs(chunks.config.learner.chunked)
     for name in ("num_swapped", "num_offloaded"):
         free = sum(knob not in fixed for knob in ("num_swapped", "num_checkpointed", "num_offloaded"))
@@ -111,7 +114,7 @@ def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
 def chunked_memory(
     chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Capacity | None
 ) -> LearnerMemory:
-    """The parts of what was predicted, and the frozen copy of the initial model beside it."""
+    """Return the predicted memory by part, including the frozen copy of the initial model."""
     learner, knobs = chunks.config.learner, decision.knobs
     modes = arrange(profile, knobs, rates)
     persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
@@ -144,13 +147,13 @@ def chunked_memory(
 
 
 def _states(chunks: Sequence[ChunkProfile], gradient_itemsize: int) -> tuple[int, int]:
-    """Bytes of summed gradients, and of the optimizer's weights and moments."""
+    """Return the bytes of summed gradients, and those of the optimizer's weights and moments."""
     gradients = sum(chunk.num_trained for chunk in chunks) * gradient_itemsize
     return gradients, sum(chunk.state_bytes for chunk in chunks) - gradients
 
 
 def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, reference: Capacity | None) -> StepTime:
-    """Of a step; ``profile`` is that of ``work``'s row and micro batches."""
+    """Return the time of a step; ``profile`` is that of ``work``'s row and micro batches."""
     whole = predict(profile, knobs, rates)
     still = replace(profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages])
     compute = predict(profile, knobs, FREE)

@@ -1,4 +1,4 @@
-"""What a rank of the learner holds: on the device for a model that is there as a whole or in parts, and on the host."""
+"""The memory of a learner rank: on the device, for a whole or a sharded model, and on the host."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlpipe.plan.learner_room import HOST_BYTES
 FLOAT32_BYTES = 4
 NUM_MOMENTS = 2
 SMALLEST_IN_8_BIT = 4096
-"""Elements; of smaller parameters bitsandbytes keeps moments in float32."""
+"""Elements; bitsandbytes keeps the moments of smaller parameters in float32."""
 UNITS_GATHERED = 3
-"""By FSDP2 at one time: the unit that runs, the next one, and the buffer that this is gathered in."""
+"""Units that FSDP2 holds gathered at one time: the running one, the next one, and the next one's gather buffer."""
 ZERO3_LIVE = 1_000_000_000
 """DeepSpeed's ``stage3_max_live_parameters``: elements that stay gathered."""
 ZERO3_BUCKETS = 50_000_000 + 500_000_000
-"""Elements of its buffers for parameters that are fetched ahead, and for gradients that are reduced."""
+"""Elements of DeepSpeed's buffers for prefetched parameters, and for gradients that are reduced."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DeviceBytes:
-    """Of a rank, at the peak."""
+    """Device bytes of a rank, at the peak."""
 
     weights: int
     gathered: int = 0
@@ -40,7 +40,7 @@ class DeviceBytes:
     optimizer: int = 0
     activations: int = 0
     slots: int = 0
-    """Of chunks."""
+    """Slots for chunks."""
     reference: int = 0
     """The frozen copy of the initial model."""
 
@@ -51,7 +51,7 @@ class DeviceBytes:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HostBytes:
-    """Of a rank."""
+    """Host bytes of a rank."""
 
     process: int = HOST_BYTES
     weights: int = 0
@@ -60,11 +60,11 @@ class HostBytes:
     activations: int = 0
     reference: int = 0
     loading: int = 0
-    """The model as it is loaded, in another type than its files have, before it goes to where it stays."""
+    """The model while it is loaded, if its files have another dtype."""
 
     @property
     def total(self) -> int:
-        """At the peak: while the model is loaded, or later."""
+        """Bytes at the peak: while the model is loaded, or later."""
         held = self.weights + self.gradients + self.optimizer + self.activations + self.reference
         return self.process + max(self.loading, held)
 
@@ -76,7 +76,7 @@ class LearnerMemory:
 
 
 def checkpoint_modes(stages: Sequence[StageProfile], config: Config) -> list[Mode]:
-    """What becomes of activations without offload."""
+    """Return the mode of each stage's activations without offload: kept, or checkpointed."""
     again = Mode.CHECKPOINT if config.model.gradient_checkpointing else Mode.KEEP
     return [again if stage.is_block else Mode.KEEP for stage in stages]
 
@@ -87,7 +87,7 @@ def activation_bytes(stages: Sequence[StageProfile], shared_bytes: int, config: 
 
 
 def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> int:
-    """Both of AdamW's; in 8 bit with a float32 scale for each block (arXiv:2110.02861)."""
+    """Return the bytes of both AdamW moments; in 8 bit with a float32 scale per block (arXiv:2110.02861)."""
     in_8_bit = config.name != "adamw"
     return NUM_MOMENTS * sum(
         size + FLOAT32_BYTES * -(-size // MOMENT_BLOCK)
@@ -100,7 +100,7 @@ def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) ->
 def plain_memory(
     outline: Outline, stages: Sequence[StageProfile], shared_bytes: int, config: Config, *, has_reference: bool
 ) -> LearnerMemory:
-    """Of any strategy, without chunks."""
+    """Return the memory of a rank without chunked offload, for any strategy."""
     activations = activation_bytes(stages, shared_bytes, config)
     spread = {"single": _single, "fsdp2": _fsdp2, "zero3": _zero3}[config.learner.strategy]
     memory = spread(outline, config, has_reference)
@@ -126,8 +126,11 @@ def _single(outline: Outline, config: Config, has_reference: bool) -> LearnerMem
 
 
 def _fsdp2(outline: Outline, config: Config, has_reference: bool) -> LearnerMemory:
-    """Gradients of a whole model are reduced after each backward pass; those of an adapter once an update, and are
-    whole until then."""
+    """Return the memory with FSDP2.
+
+    Gradients of a whole model are reduced after each backward pass; those of an adapter once per update, and are
+    unsharded until then.
+    """
     num_ranks, on_host = config.learner.num_ranks, config.learner.offload == "policy"
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
     weights = _part(outline.stored_bytes(), num_ranks)
@@ -155,7 +158,7 @@ def _fsdp2(outline: Outline, config: Config, has_reference: bool) -> LearnerMemo
 
 
 def _zero3(outline: Outline, config: Config, has_reference: bool) -> LearnerMemory:
-    """Trained weights are held as they are computed with and, for the optimizer, in float32."""
+    """Return the memory with ZeRO-3; trained weights are in the compute dtype and, for the optimizer, in float32."""
     num_ranks, own = config.learner.num_ranks, config.learner.zero3
     dtype = torch.bfloat16 if outline.scorer.compute_dtype is torch.bfloat16 else torch.float32
     weights = _part(outline.stored_bytes(trained_dtype=dtype), num_ranks)
@@ -183,15 +186,15 @@ def _zero3(outline: Outline, config: Config, has_reference: bool) -> LearnerMemo
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Gathered:
-    """By FSDP2, in the type that is computed with."""
+    """Weights that FSDP2 gathers, in the compute dtype."""
 
     root_bytes: int
-    """What is in no unit; stays from the forward to the end of the backward pass."""
+    """Weights in no unit, which stay gathered from the forward to the end of the backward pass."""
     num_units: int
     num_bytes: int
-    """At one time."""
+    """Most bytes that are gathered at one time."""
     gradient_bytes: int
-    """Of a whole model: those of the output layer, and of the unit that is reduced, also in float32."""
+    """Unsharded gradients of a whole model: of the output layer, and of the unit being reduced, also in float32."""
 
 
 def gathered_units(outline: Outline, config: Config) -> Gathered:

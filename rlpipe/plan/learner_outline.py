@@ -1,4 +1,4 @@
-"""The policy without weights, on the meta device, as the learner would load it; and what its tensors take."""
+"""The policy on the meta device, without weights, as the learner would load it; and the size of its tensors."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.offload.units import Unit, find_units
 
 NF4_SCALES = 256
-"""Scales of 8 bit that share one of 32 (arXiv:2305.14314)."""
+"""Number of 8-bit scales that share one 32-bit scale (arXiv:2305.14314)."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Outline:
-    """``nf4`` are the elements of each parameter that the learner would hold in 4 bit, by its name in ``scorer``."""
+    """A policy without weights; ``nf4`` has the elements of each 4-bit parameter, by its name in ``scorer``."""
 
     scorer: TokenScorer
     nf4: Mapping[str, int]
     units: Sequence[Unit]
     kinds: Mapping[int, Hashable]
-    """Of the units that are blocks: those of one kind are alike."""
+    """Kinds of the units that are blocks; units of one kind are alike."""
     is_mapped: bool
-    """Its files have the types in which it is loaded, so that it lies in the page cache until it is moved."""
+    """Whether its files have the dtypes in which it is loaded, so that it takes only page cache until it is moved."""
 
     @property
     def nf4_sizes(self) -> list[list[int]]:
-        """By unit."""
+        """Elements of the 4-bit parameters, by unit."""
         names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
         inside = ([names[id(entry)] for entry in unit.module.parameters()] for unit in self.units)
         return [[self.nf4[name] for name in own if name in self.nf4] for own in inside]
@@ -62,7 +62,7 @@ class Outline:
         return sum(parameter.numel() for parameter in self.trained)
 
     def stored_bytes(self, module: nn.Module | None = None, *, trained_dtype: torch.dtype | None = None) -> int:
-        """Of a module's parameters as they are loaded; or with those that are trained in another type."""
+        """Return the bytes of a module's parameters as loaded, the trained ones in ``trained_dtype`` if given."""
         names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
         total = 0
         for parameter in (module or self.scorer).parameters():
@@ -75,10 +75,10 @@ class Outline:
 
 
 def outline_policy(described: PreTrainedConfig, model: ModelConfig, *, frozen: bool = False) -> Outline:
-    """``described`` is transformers' config of the model; ``frozen`` is a copy of the initial one, without adapter.
+    """Outline the policy, or with ``frozen`` a copy of the initial model, which has no adapter.
 
-    Raises ``ModelError`` where the model or its adapter can't be outlined, ``ConfigError`` for a type that the model
-    can't have.
+    ``described`` is transformers' config of the model. Raises ``ModelError`` if the model or its adapter can't be
+    outlined, ``ConfigError`` for a dtype that the model can't have.
     """
     whole = model.adapter.kind == "none" and not frozen
     compute_dtype: torch.dtype = getattr(torch, model.dtype)
@@ -105,7 +105,7 @@ def outline_policy(described: PreTrainedConfig, model: ModelConfig, *, frozen: b
 
 
 def nf4_bytes(num_elements: int) -> int:
-    """Codes, and scales that are quantised themselves."""
+    """Return the bytes of the 4-bit codes and of their scales, which are quantised, too."""
     scales = -(-num_elements // NF4_BLOCK)
     return -(-num_elements // 2) + scales + 4 * -(-scales // NF4_SCALES)
 
@@ -121,7 +121,7 @@ def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel
 
 
 def _set_attention(causal: PreTrainedModel, implementation: str) -> AttentionLayout:
-    """Kernels of a GPU are outlined by torch's own, which keep as much."""
+    """Set the attention; GPU kernels are outlined with torch's own, which keeps as much for the backward pass."""
     layout = packed_attention.find_layout(causal, "eager" if implementation == "eager" else "sdpa")
     if layout is AttentionLayout.SHARED:
         packed_attention.use_packed_attention(causal)
@@ -133,7 +133,7 @@ def _set_attention(causal: PreTrainedModel, implementation: str) -> AttentionLay
 def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the run itself says it
+            warnings.simplefilter("ignore", RuntimeWarning)  # the run itself logs it
             adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config, causal)))
     except (OSError, ValueError) as error:
         raise ModelError(f"model.adapter can't be outlined: {describe_error(error)}") from None
@@ -145,7 +145,7 @@ def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
 
 
 def _lora_config(config: AdapterConfig, causal: PreTrainedModel) -> LoraConfig:
-    """That of ``adapter.path`` where it is a folder that is there."""
+    """Return the LoRA config in ``adapter.path`` if that folder exists, otherwise that of the adapter's options."""
     folder = Path(config.path).expanduser() if config.path is not None else None
     if folder is None or not folder.exists():
         return lora_config(config, causal)
@@ -157,7 +157,7 @@ def _lora_config(config: AdapterConfig, causal: PreTrainedModel) -> LoraConfig:
 
 
 def _kinds(causal: PreTrainedModel, units: Sequence[Unit]) -> dict[int, Hashable]:
-    """By their parameters, and by the kind of their attention where the model names kinds."""
+    """Return the kind of each block, from its parameters and, if the model names it, its kind of attention."""
     blocks = [index for index, unit in enumerate(units) if unit.is_block]
     types = getattr(causal.config.get_text_config(), "layer_types", None) or []
     named = types if len(types) == len(blocks) else [None] * len(blocks)

@@ -1,4 +1,4 @@
-"""The plan of a config's learner: memory of a rank, time of a step, and what would have to change."""
+"""The plan of a config's learner: memory of a rank, time of a step, and proposed changes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from rlpipe.plan.learner_work import Work
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LearnerPlan:
-    """Of one rank, all being alike."""
+    """The plan of one rank; all ranks are alike."""
 
     strategy: str
     offload: str
     num_ranks: int
     num_parameters: int
-    """With the adapter."""
+    """Number of parameters, including the adapter."""
     num_trained: int
     room: Room
     memory: LearnerMemory | None
-    """None where no way to offload fits."""
+    """Memory of a rank; None if no offload schedule fits."""
     decision: str | None
-    """Of chunked offload, as the learner will log it."""
+    """Decision of chunked offload, as the learner will log it."""
     problem: str | None
-    """Why it does not fit."""
+    """Why a rank does not fit; None if it does."""
     work: Work
     time: StepTime | None
-    """None where it does not fit."""
+    """Time of a step; None if a rank does not fit."""
     changes: Sequence[LearnerChange]
-    """Where it does not fit, those with which it does."""
+    """Changes with which it fits; empty if it fits."""
 
     @property
     def fits(self) -> bool:
@@ -48,7 +48,7 @@ class LearnerPlan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Trained tokens per second of all ranks."""
         return self.work.step_tokens / self.time.seconds if self.time is not None else 0.0
 
     @property
@@ -64,17 +64,17 @@ class LearnerPlan:
 def plan_learner(
     config: Config, described: PreTrainedConfig, device: Device, engines: EngineSetup | None = None
 ) -> LearnerPlan:
-    """Plans one rank of the config's learner; ``described`` is transformers' config of its model, ``engines`` what may
-    be on the same GPUs.
+    """Plan one rank of the config's learner.
 
-    Raises ``ConfigError`` if the learner does not run on such a device, or if its options can't be, and ``ModelError``
-    if the model can't be outlined or traced.
+    ``described`` is transformers' config of its model, ``engines`` the setup of engines that may be on the same GPUs.
+    Raises ``ConfigError`` if the learner does not run on such a device or if its options are impossible, and
+    ``ModelError`` if the model can't be outlined or traced.
     """
     return plan_case(LearnerCase(config=config, drafts=Drafts(described, device), engines=engines))
 
 
 def plan_case(case: LearnerCase) -> LearnerPlan:
-    """As ``plan_learner``."""
+    """Plan the learner of a case; raises as ``plan_learner`` does."""
     problem, learner = case.problem, case.config.learner
     return LearnerPlan(
         strategy=learner.strategy,

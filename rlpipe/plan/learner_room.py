@@ -1,4 +1,4 @@
-"""How much memory a rank of the learner may take, on its device and on its host."""
+"""The memory that a learner rank may take, on its device and on its host."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from rlpipe.offload.planner.rates import DEVICES_PER_MACHINE
 from rlpipe.plan.engine_setup import EngineSetup
 
 BESIDE_TORCH_BYTES = 2**30
-"""Of a GPU: CUDA's context, the workspaces of its libraries, NCCL's buffers; an assumption."""
+"""Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, NCCL's buffers; an assumption."""
 HOST_BYTES = 5 * 2**30
-"""Of a rank's process: Python, torch, and the libraries of CUDA; an assumption."""
+"""Host bytes of a rank's process: Python, torch, and CUDA's libraries; an assumption."""
 CPU_HOST_BYTES = 2 * 2**30
-"""The same without CUDA; an assumption."""
+"""Host bytes of a rank's process without CUDA; an assumption."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Room:
-    """Bytes of a rank. A tenth of what is free is left to what no plan sees, such as the allocator's gaps."""
+    """Bytes that a rank may take; a tenth of the free memory is reserved for what a plan does not model."""
 
     device_bytes: int
     host_bytes: int
-    """Its part of the machine's memory; includes what the process itself takes."""
+    """Its share of the machine's memory, including the process itself."""
     engines: int
-    """On the rank's GPU."""
+    """Engines on the rank's GPU."""
     engine_bytes: int
-    """What these take of it."""
+    """Bytes of the GPU that these engines take."""
     capacity: Capacity
-    """What chunked offload may take, as the config says, or of the same."""
+    """Memory that chunked offload may take: the config's limits, or otherwise derived from the same bytes."""
 
 
 def read_room(config: Config, device: Device, setup: EngineSetup | None) -> Room:
-    """``setup`` is that of the engines, if there are any. Raises ``ConfigError`` where ranks run elsewhere than on such
-    a device."""
+    """Return the memory that a rank may take; ``setup`` is the engines' setup, if there are any.
+
+    Raises ``ConfigError`` if ranks do not run on such a device.
+    """
     check_device(config, device)
     learner, num_ranks = config.learner, config.learner.num_ranks
     engines = 0 if setup is None else engines_beside(config)
@@ -57,7 +59,7 @@ def read_room(config: Config, device: Device, setup: EngineSetup | None) -> Room
 
 
 def check_device(config: Config, device: Device) -> None:
-    """Raises ``ConfigError`` if the learner of the config runs elsewhere than on such a device."""
+    """Raise ``ConfigError`` if the learner of the config does not run on such a device."""
     num_gpus = config.learner.num_gpus
     if device.kind == "cuda" and num_gpus == 0:
         raise ConfigError(
@@ -69,7 +71,7 @@ def check_device(config: Config, device: Device) -> None:
 
 
 def engines_beside(config: Config) -> int:
-    """Engines that find a place on a rank's GPU, where all ask for parts of GPUs."""
+    """Return the number of engines that fit on a rank's GPU, if both ask for parts of GPUs."""
     part, own = config.rollout.num_gpus, config.learner.num_gpus
     if config.algorithm.kind != "rl" or not 0 < part < 1 or not 0 < own < 1:
         return 0
@@ -77,5 +79,5 @@ def engines_beside(config: Config) -> int:
 
 
 def _engine_share(setup: EngineSetup) -> float:
-    """Of a GPU, for each engine on it."""
+    """Return the share of a GPU that each engine on it takes."""
     return setup.utilization if setup.kind == "vllm" else setup.utilization / setup.engines_per_device

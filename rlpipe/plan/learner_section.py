@@ -1,4 +1,4 @@
-"""What a report says of the learner."""
+"""The report's section on the learner."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DEVICE_LABELS = {
 
 
 def learner_section(plan: LearnerPlan, device: Device) -> Section:
-    """``data`` is the plan by the names of its fields, with what follows from them."""
+    """Return the section; ``data`` has the plan's fields and the values derived from them."""
     return Section(name="learner", title="learner", rows=[*_rows(plan, device)], data=_data(plan))
 
 
 def unplanned_section(kind: str) -> Section:
-    """Of an algorithm whose learner is not planned."""
+    """Return the section of an algorithm whose learner is not planned."""
     text = f"no: algorithm.kind={kind} samples in the learner, which a plan does not know"
     return Section(name="learner", title="learner", rows=[("planned", text)], data={"planned": False})
 
@@ -49,7 +49,7 @@ def _data(plan: LearnerPlan) -> dict[str, Any]:
 
 
 def vars_of(entry: Any) -> dict[str, Any]:
-    """The fields of a dataclass, as they are."""
+    """Return the fields of a dataclass, without converting nested ones."""
     return {name: getattr(entry, name) for name in entry.__dataclass_fields__}
 
 

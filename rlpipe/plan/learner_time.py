@@ -1,4 +1,4 @@
-"""How long the learner takes for a step: what it computes, moves and exchanges, and which of these it waits for."""
+"""The learner's time for a step: computing, transfers and exchange, and which of these it waits for."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from rlpipe.plan.learner_work import Work
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepTime:
-    """Seconds of a step. The first four follow each other; the others say what they are made of, part of which goes on
-    at the same time."""
+    """Seconds of a step.
+
+    The first four follow each other. The others are the kinds of work in them, some of which overlap.
+    """
 
     logprob_s: float
     """Passes without gradient: of the policy at the step's start, and of the reference."""
     forward_s: float
     backward_s: float
-    """What is computed again is in it."""
+    """Backward passes, including recomputation."""
     optimizer_s: float
-    """As far as no pass hides it."""
+    """Optimizer time that no pass hides."""
     compute_s: float
-    """Of all passes."""
+    """Computing in all passes."""
     transfer_s: float
-    """Between host and device."""
+    """Transfers between host and device."""
     exchange_s: float
-    """Between ranks."""
+    """Exchange between ranks."""
     adding_s: float = 0.0
-    """Gradients of chunks, on the host."""
+    """Adding gradients of chunks, on the host."""
     device_adam_s: float
     host_adam_s: float
 
@@ -59,7 +61,7 @@ class StepTime:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PassTime:
-    """Seconds of one pass of a micro batch; each kind of work beside the others."""
+    """Seconds of one pass of a micro batch, for each kind of work alone."""
 
     compute_s: float
     transfer_s: float = 0.0
@@ -67,16 +69,16 @@ class PassTime:
 
     @property
     def seconds(self) -> float:
-        """What comes from the host goes on to the other ranks; both hide behind what is computed."""
+        """Seconds of the pass: transfers from the host, then exchange between ranks, both overlapped with computing."""
         return max(self.compute_s, self.transfer_s + self.exchange_s)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Update:
-    """What an update takes beside its passes, in seconds."""
+    """Seconds of an update, beside its passes."""
 
     reduce_s: float = 0.0
-    """Gradients that are summed over ranks, or sent to the host, once."""
+    """Summing gradients over ranks, or sending them to the host, if done once per update."""
     device_adam_s: float = 0.0
     host_adam_s: float = 0.0
 
@@ -84,7 +86,7 @@ class Update:
 def plain_time(
     outline: Outline, stages: Sequence[StageProfile], config: Config, work: Work, device: Device
 ) -> StepTime:
-    """Of any strategy, without chunks; ``stages`` are those of ``work``'s row."""
+    """Return the time without chunked offload, for any strategy; ``stages`` are those of ``work``'s row."""
     rates = rates_of(device, num_ranks=config.learner.num_ranks)
     modes = checkpoint_modes(stages, config)
     forward_s = sum(stage.forward_s for stage in stages)
@@ -111,7 +113,7 @@ def plain_time(
 
 
 def add_up(forward: PassTime, backward: PassTime, update: Update, work: Work) -> StepTime:
-    """Of all micro batches and updates, where no pass hides the optimizer."""
+    """Return the time of all micro batches and updates, if no pass hides the optimizer."""
     count = work.num_updates * work.num_micro_batches
     passes = count * (work.num_logprob_passes + work.num_reference_passes)
     return StepTime(
@@ -131,7 +133,7 @@ def add_up(forward: PassTime, backward: PassTime, update: Update, work: Work) ->
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Moved:
-    """Seconds of one pass, where ranks share the model."""
+    """Seconds of communication in one pass, if ranks share the model."""
 
     forward_gather_s: float
     backward_gather_s: float
@@ -140,7 +142,7 @@ class _Moved:
     reduce_s: float
     out_s: float
     sends_each_time: bool
-    """Gradients go to other ranks, and to the host, after every backward pass; else once an update."""
+    """Whether gradients go to other ranks, and to the host, after every backward pass rather than once per update."""
     updates_on_host: bool
 
 
@@ -154,7 +156,7 @@ def _moved(outline: Outline, config: Config, rates: Rates) -> _Moved:
     is_gathered_again = gathered is None or learner.fsdp.reshard_after_forward
 
     def exchange_s(curve: Curve, num_bytes: float) -> tuple[float, float]:
-        """Of what is in no unit, and of all units one by one."""
+        """Return the seconds of weights in no unit, and of all units one by one."""
         received = num_bytes * (1 - 1 / num_ranks)
         return curve.time(received * (1 - in_units)), num_units * curve.time(received * in_units / num_units)
 

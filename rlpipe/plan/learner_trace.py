@@ -1,4 +1,4 @@
-"""Traces the policy's forward and backward pass over a row, through as few of its layers as stand for all."""
+"""Traces of the policy's forward and backward pass over a row, through a few layers that represent the others."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rlpipe.plan.learner_outline import Outline, nf4_bytes
 def trace_policy(
     outline: Outline, row: Row, config: Config, device: Device, *, compute_dtype: torch.dtype | None
 ) -> Trace:
-    """Of a micro batch that is run as ``row``, with the device's seconds. Trained weights count as of
-    ``compute_dtype``, as where they are gathered in it; None: as they are kept, and cast on the way.
+    """Trace a micro batch that is run as ``row``, with the device's seconds.
 
-    Raises ``ModelError`` for models whose shapes depend on values, or that can't be run so.
+    Trained weights count in ``compute_dtype``, as if gathered in it; None: in their own dtype, cast during the pass.
+    Raises ``ModelError`` for models whose shapes depend on values, or that can't be traced for another reason.
     """
     scorer, workload = outline.scorer, read_workload(config)
 
@@ -61,7 +61,7 @@ def trace_policy(
 
 
 def _stand_ins(outline: Outline) -> dict[int, int]:
-    """For each unit that is a layer, the one that is traced in its place."""
+    """Map each layer's unit to the unit that is traced in its place."""
     units = {id(unit.module): index for index, unit in enumerate(outline.units)}
     layers = [units[id(layer)] for layer in find_layers(outline.scorer.causal_model)]
     chosen = choose_blocks([outline.kinds.get(unit) for unit in layers])
@@ -70,7 +70,7 @@ def _stand_ins(outline: Outline) -> dict[int, int]:
 
 @contextmanager
 def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]:
-    """Within it, the model has only these of its layers, and its config says so."""
+    """Reduce the model and its config to the layers ``kept`` within the context."""
     layers, text = find_layers(causal), causal.config.get_text_config()
     whole, own = [*layers], {"num_hidden_layers": text.num_hidden_layers}
     fewer: dict[str, Any] = {"num_hidden_layers": len(kept)}
@@ -92,7 +92,7 @@ def _only_layers(causal: PreTrainedModel, kept: Sequence[int]) -> Iterator[None]
 
 
 def _with_nf4(stage: Stage, sizes: Sequence[int], dtype: torch.dtype, device: Device) -> Stage:
-    """With each weight that a unit has in 4 bit written out before it is used, in both passes, and dropped after."""
+    """Add to a stage the dequantisation of its 4-bit weights before their use, in both passes."""
     moved_s = sum(nf4_bytes(size) + size * dtype.itemsize for size in sizes) / device.memory_bandwidth
     largest = max(sizes, default=0) * dtype.itemsize
     return replace(

@@ -1,4 +1,4 @@
-"""What the learner has to do in a step: its updates, their micro batches, and the rows that those are run as."""
+"""The learner's work in a step: its updates, their micro batches, and the rows that these are run as."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from rlpipe.learner.workload import num_sequences, pack_full, reads_features, se
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Work:
-    """Of a rank, all sequences at full length."""
+    """Work of a rank, with all sequences at full length."""
 
     num_sequences: int
-    """Of a step, on all ranks."""
+    """Sequences of a step, on all ranks."""
     sequence_tokens: int
     num_updates: int
-    """Of a step."""
+    """Updates of a step."""
     updates_per_pass: int
-    """Of one epoch over the step's sequences."""
+    """Updates per epoch over the step's sequences."""
     num_micro_batches: int
-    """Of an update."""
+    """Micro batches of an update."""
     num_logprob_passes: float
-    """Forward passes without gradient, for each micro batch: of the policy as it was at the step's start."""
+    """Forward passes without gradient per micro batch, for the policy's log-probs at the step's start."""
     num_reference_passes: int
-    """The same of the reference."""
+    """Forward passes of the reference per micro batch."""
     row: Row
-    """That of the micro batch with most work."""
+    """Row of the micro batch with the most work."""
 
     @property
     def update_sequences(self) -> float:
-        """Of an update, on all ranks."""
+        """Sequences of an update, on all ranks."""
         return self.num_sequences / self.updates_per_pass
 
     @property
     def step_tokens(self) -> int:
-        """Of a step, on all ranks; each counts once, however often it is trained."""
+        """Tokens of a step, on all ranks; each counts once, however often it is trained on."""
         return self.num_sequences * self.sequence_tokens
 
 
 def read_work(config: Config, layout: AttentionLayout) -> Work:
-    """Packs a step as the run does. Raises ``ConfigError`` for sequences that fit into no micro batch."""
+    """Pack a step as the run does; raise ``ConfigError`` for sequences that fit into no micro batch."""
     algorithm, sequences = config.algorithm, num_sequences(config.algorithm)
     num_micro_batches, fullest = pack_full(config)
     updates_per_pass = min(algorithm.num_minibatches, sequences)
@@ -62,7 +62,7 @@ def read_work(config: Config, layout: AttentionLayout) -> Work:
 
 
 def _reference_passes(algorithm: AlgorithmConfig) -> int:
-    """For the KL, and for rewards that the learner computes as EBFT's features."""
+    """Return the reference passes: one for the KL, and one for features that the learner computes for EBFT."""
     if algorithm.kind != "rl":
         return 0
     return int(algorithm.loss.beta > 0) + int(reads_features(algorithm))

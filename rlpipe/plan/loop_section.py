@@ -1,4 +1,4 @@
-"""What a report says of a whole step: sampling, scoring and training, one after the other or at the same time."""
+"""The report's section on a whole step: sampling, scoring and training, in turns or at the same time."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rlpipe.plan.section import Section
 class Loop:
     sampling_s: float
     scoring_s: float
-    """By models, as far as the time is known."""
+    """Seconds of scoring by models whose time is known."""
     training_s: float
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     takes_turns: bool
-    """Nothing is sampled while a step is trained: the run is synchronous, or both are on the same GPU."""
+    """Whether nothing is sampled during training, because the run is synchronous or both share a GPU."""
     scores_after: bool
-    """Groups are scored once all of a step's are sampled, or with what also samples; else as they are finished."""
+    """Whether scoring adds to sampling: it waits for all groups of a step, or shares the engines' device."""
 
     @property
     def generating_s(self) -> float:
-        """Sampling and scoring."""
+        """Seconds of sampling and scoring."""
         both = (self.sampling_s, self.scoring_s)
         return sum(both) if self.scores_after else max(both)
 
     @property
     def seconds(self) -> float:
-        """Of a step, once the run is under way."""
+        """Seconds of a step in the steady state."""
         both = (self.generating_s, self.training_s)
         return sum(both) if self.takes_turns else max(both)
 
@@ -48,7 +48,7 @@ class Loop:
 def read_loop(
     config: Config, engine: EnginePlan, learner: LearnerPlan, scorers: Sequence[ScorerPlan] = ()
 ) -> Loop | None:
-    """None where one of them does not fit."""
+    """Return the times of a step; None if the engine, the learner or a scorer does not fit."""
     if engine.speed is None or learner.time is None or not all(scorer.fits for scorer in scorers):
         return None
     in_turns = [scorer.seconds or 0.0 for scorer in scorers if scorer.may_share]
@@ -64,7 +64,7 @@ def read_loop(
 
 
 def _is_beside_engines(config: Config, scorer: ScorerPlan) -> bool:
-    """Whether both may be on one GPU, or are on the CPU."""
+    """Return whether engine and scorer may share a GPU, or are both on the CPU."""
     parts = (config.rollout.num_gpus, scorer.setup.num_gpus)
     return parts == (0, 0) or (all(0 < part < 1 for part in parts) and sum(parts) <= 1 + 1e-9)
 

@@ -1,4 +1,4 @@
-"""Whether the actors of a run that may come to run on one machine find room in its host memory."""
+"""The host memory of a machine, and whether the actors that may be placed on it fit."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.scoring.pools import resolve_pools
 
 RUN_BYTES = 3 * 2**30
-"""Of the driver, of the actors for replay and weights, and of Ray with its object store; an assumption."""
+"""Bytes of the driver, of the actors for replay and weights, and of Ray with its object store; an assumption."""
 REWARD_BYTES = 2**30
-"""Of a process with reward functions: Python, the tokenizer, torch; an assumption. What functions take themselves comes
-on top, and is bounded by ``scoring.memory_gb``."""
+"""Bytes of a process with reward functions: Python, the tokenizer, torch; an assumption.
+
+The functions' own memory comes on top, and is limited by ``scoring.memory_gb``.
+"""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MachinePlan:
-    """Of the machine that has most to hold."""
+    """The plan of the machine with the most to hold."""
 
     num_machines: int
     placed: Sequence[Placed]
     num_bytes: int
     problem: str | None
-    """Why they do not fit."""
+    """Why the actors do not fit; None if they do."""
     changes: Sequence[str]
-    """Where they do not fit, those with which they do."""
+    """Changes with which they fit; empty if they fit."""
 
     @property
     def fits(self) -> bool:
@@ -43,7 +45,7 @@ class MachinePlan:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MachineCase:
-    """The kinds of actors of a run, on machines that are alike; changes are tried on others of them."""
+    """The kinds of actors of a run, on identical machines; proposed changes are tried on modified copies."""
 
     kinds: Sequence[ActorKind]
     device: Device
@@ -59,7 +61,7 @@ class MachineCase:
 
     @property
     def placed(self) -> list[Placed]:
-        """On the fullest: actors that ask for no GPU are all there."""
+        """Actors on the fullest machine, which has all actors that ask for no GPU."""
         return fill(self.kinds, self.gpus_per_machine, lambda kind: kind.host_bytes)
 
     @property
@@ -71,14 +73,14 @@ class MachineCase:
         return self.num_bytes <= self.device.host_memory_bytes
 
     def changed(self, kind: ActorKind, other: ActorKind) -> MachineCase:
-        """With the one in place of the other."""
+        """Return a copy with ``other`` in place of ``kind``."""
         return replace(self, kinds=[other if entry is kind else entry for entry in self.kinds])
 
 
 def plan_machine(
     learner: LearnerCase, engine: ActorKind | None, scorers: Sequence[ScorerPlan], device: Device
 ) -> MachinePlan:
-    """Adds up the actors of ``learner``'s config, beside what Ray and the driver take."""
+    """Plan the host memory of the actors of ``learner``'s config, including that of Ray and the driver."""
     ranks = rank_kind(learner.config, learner.memory, learner.room, device)
     engines = [] if engine is None else [engine]
     others = [scorer.actor for scorer in scorers]
@@ -103,7 +105,7 @@ def _run_kind() -> ActorKind:
 
 
 def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[ActorKind]:
-    """Processes of functions, and of rewards of which a plan knows no more."""
+    """Yield processes of reward functions, and of rewards that are not planned separately."""
     known = {scorer.name for scorer in planned}
     for pool in resolve_pools(config).values():
         if pool.name not in known and not known & {*pool.members}:
@@ -117,7 +119,7 @@ def _reward_kinds(config: Config, planned: Sequence[ScorerPlan]) -> Iterator[Act
 
 
 def _remedies(case: MachineCase, learner: LearnerCase, ranks: ActorKind, engine: ActorKind | None) -> Iterator[str]:
-    """Each alone."""
+    """Yield the changes with which the actors fit, each alone."""
     if engine is not None:
         yield from _less_engines(case, engine)
     if learner.config.learner.offload == "chunked":
@@ -135,7 +137,7 @@ def _less_engines(case: MachineCase, engine: ActorKind) -> Iterator[str]:
 
 
 def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) -> Iterator[str]:
-    """What the others leave: ranks decide as if the machine was theirs."""
+    """Yield the limit that the other actors leave; ranks choose chunks as if the whole machine was theirs."""
     num_ranks = sum(count for kind, count in case.placed if kind is ranks)
     memory = learner.memory
     if memory is None or not num_ranks:
@@ -153,7 +155,7 @@ def _less_for_chunks(case: MachineCase, learner: LearnerCase, ranks: ActorKind) 
 
 
 def _more_memory(case: MachineCase) -> Iterator[str]:
-    """The least, in powers of two; chunks would take more of it themselves."""
+    """Yield the least host memory that is enough, in doublings; not for chunks, which would use more of it."""
     for doubled in range(1, MOST_DOUBLED + 1):
         larger = replace(case.device, host_memory_bytes=case.device.host_memory_bytes * 2**doubled)
         if replace(case, device=larger).fits:
@@ -162,7 +164,7 @@ def _more_memory(case: MachineCase) -> Iterator[str]:
 
 
 def _more_machines(case: MachineCase) -> Iterator[str]:
-    """With less of the GPUs each."""
+    """Yield the largest number of GPUs per machine that fits, below the present one."""
     most = min(DEVICES_PER_MACHINE, math.ceil(case.num_gpus)) - 1
     for count in range(most, 0, -1):
         changed = replace(case, gpus_per_machine=count)

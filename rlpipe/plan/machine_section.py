@@ -1,4 +1,4 @@
-"""What a report says of the host memory of a machine."""
+"""The report's section on the host memory of a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds a model's config without its weights, and for well-known models without network."""
+"""Configs of models without their weights, and of well-known models without network access."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ HUB_TIMEOUT_S = 2.0
 
 
 def describe_offline(path: str, config: ModelConfig, option: str = "model.path") -> PreTrainedConfig:
-    """transformers' config of a model, from the first that has it: the folder, the hub's cache, ``offline_models.yaml``
-    where no revision is asked for, the hub.
+    """Return transformers' config of a model, from the first source that has it.
 
-    Raises ``ModelError``, which names the ``option`` that has the path, if none of them does, or if the config can't be
-    read.
+    The sources are the folder, the hub's cache, ``offline_models.yaml`` if no revision is asked for, and the hub.
+    Raises ``ModelError``, which names the ``option`` with the path, if none has it or if the config can't be read.
     """
     folder = Path(model_folder(path)).expanduser()
     if folder.exists():
@@ -46,7 +45,7 @@ def describe_offline(path: str, config: ModelConfig, option: str = "model.path")
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """The fields of ``config.json`` that give a model its shape, by repository."""
+    """Return, by repository, the fields of ``config.json`` that determine a model's shape."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     return {name: entry["config"] for entry in content for name in entry["repositories"]}
 

@@ -1,4 +1,4 @@
-"""The plan of a run, as text and as JSON, put together of sections."""
+"""The plan of a run, composed of sections, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Report:
     sections: Sequence[Section]
 
     def to_json(self) -> str:
-        """One object, with one object for each section."""
+        """Return one object, with an object for each section."""
         return json.dumps({section.name: section.data for section in self.sections})
 
     def to_text(self) -> str:
@@ -47,15 +47,15 @@ class Report:
 
 
 def make_report(config: Config, device: Device) -> Report:
-    """Raises ``ConfigError`` or ``ModelError`` where the config can't be planned, or not on this device."""
+    """Plan the config on the device; raise ``ConfigError`` or ``ModelError`` if that is impossible."""
     described = describe_offline(config.model.path, config.model)
     return Report(sections=[*make_sections(config, described, device)])
 
 
 def settle_dtype(config: Config, device: Device) -> Config:
-    """With the type in the place of ``auto`` that a run on such devices takes.
+    """Replace ``auto`` by the dtype that a run on such devices chooses.
 
-    Raises ``ConfigError`` where another option does not go with it.
+    Raises ``ConfigError`` if another option is incompatible with that dtype.
     """
     if config.model.dtype != AUTO:
         return config
@@ -66,7 +66,7 @@ def settle_dtype(config: Config, device: Device) -> Config:
 
 
 def make_sections(config: Config, described: PreTrainedConfig, device: Device) -> Iterator[Section]:
-    """In the order in which they are shown; each kind of actor has one."""
+    """Yield the sections in the order in which they are shown, one for each kind of actor."""
     asked, config = config, settle_dtype(config, device)
     yield device_section(device, [config.model.dtype])
     yield model_section(config, described, asked_dtype=asked.model.dtype)
@@ -83,7 +83,7 @@ def make_sections(config: Config, described: PreTrainedConfig, device: Device) -
 def _make_sections_of_rl(
     config: Config, asked: Config, described: PreTrainedConfig, device: Device
 ) -> Iterator[Section]:
-    """Scorers settle their types themselves."""
+    """Yield the sections of an RL run; scorers get the dtypes as asked for, because they settle ``auto`` themselves."""
     engine = plan_engine(config, described, device)
     yield engine_section(engine, device)
     case = LearnerCase(config=config, drafts=Drafts(described, device), engines=engine.setup)

@@ -1,4 +1,4 @@
-"""A scorer on a device: what one of its processes takes, how fast it is, and why it may not fit."""
+"""A scorer on a device: the memory of one process, its speed, and why it may not fit."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rlpipe.plan.scorer_setup import ScorerSetup
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ScorerMemory:
-    """Bytes of one process, where it computes."""
+    """Bytes of one process, on the device that it computes on."""
 
     weights: int
     activations: int
-    """Of a full pass, without gradients."""
+    """Activations of a full pass, without gradients."""
     starting: int
-    """Weights before those that nothing reads are dropped."""
+    """Weights at the start, before the unused ones are dropped."""
     beside: int
-    """CUDA."""
+    """CUDA's memory outside torch."""
     process: int
-    """On the host."""
+    """Host bytes of the process itself."""
     loading: int
-    """On the host, too, of a model that is loaded in another type than its files have."""
+    """Host bytes of the model while it is loaded, if its files have another dtype."""
 
     @property
     def total(self) -> int:
@@ -38,8 +38,10 @@ class ScorerMemory:
 
 @dataclass(kw_only=True, frozen=True)
 class ScorerCase:
-    """A setup on a device; changes are tried on others of them. Properties raise ``ModelError`` for models that can't
-    be traced."""
+    """A setup on a device; proposed changes are tried on modified copies.
+
+    Properties raise ``ModelError`` for models that can't be traced.
+    """
 
     setup: ScorerSetup
     model: ScorerModel
@@ -82,7 +84,7 @@ class ScorerCase:
 
     @cached_property
     def neighbours(self) -> list[Placed]:
-        """Those that leave least of its GPU."""
+        """Actors that may share its GPU, chosen to leave the least memory."""
         own = self.actor
         kinds = [replace(own, count=own.count - 1), *self.beside]
         return fill([kind for kind in kinds if 0 < kind.num_gpus < 1], 1 - own.num_gpus, lambda kind: kind.gpu_bytes)
@@ -96,7 +98,7 @@ class ScorerCase:
 
     @property
     def problem(self) -> str | None:
-        """Why it does not fit."""
+        """Why a process does not fit; None if it does."""
         needed = self.memory.total if self.is_on_gpu else self.host_bytes
         if needed <= self.room_bytes:
             return None
@@ -108,7 +110,7 @@ class ScorerCase:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step's sequences, on all processes; those of one device have it in turns."""
+        """Seconds for a step's sequences; processes on one device run in turns. None on a host beside GPUs."""
         if not self.is_on_gpu and self.device.kind == "cuda":
             return None
         cost = self.model.cost(self.setup.batch, self.setup.sequence_tokens, self.device)

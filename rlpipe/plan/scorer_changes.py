@@ -1,4 +1,4 @@
-"""What to change of a scorer so that it fits; each change is planned before it is proposed."""
+"""Proposed changes of a scorer's config with which it fits; each change is planned before it is proposed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rlpipe.plan.scorer_case import ScorerCase
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ScorerChange:
-    """What could be changed, and what it does."""
+    """A config change, and its effect."""
 
     change: str
     seconds: float | None
-    """Of a step with it."""
+    """Seconds of a step with the change."""
     num_bytes: int
-    """Of a process with it, where it computes."""
+    """Bytes of a process with the change, on the device that it computes on."""
 
 
 def remedies(case: ScorerCase) -> list[ScorerChange]:
-    """The changes with which the scorer fits, each alone."""
+    """Return the single changes with which the scorer fits."""
     return [
         ScorerChange(change=text, seconds=changed.seconds, num_bytes=changed.memory.total)
         for text, changed in (*_smaller_batch(case), *_own_gpu(case), *_larger_device(case))
@@ -30,7 +30,7 @@ def remedies(case: ScorerCase) -> list[ScorerChange]:
 
 
 def _smaller_batch(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
-    """The largest half, quarter and so on that fits, if one sequence does."""
+    """Yield the largest batch that fits, by halving, if a single sequence fits."""
     tokens, least = case.setup.batch_tokens, case.setup.sequence_tokens
     if replace(case, setup=replace(case.setup, batch_tokens=least)).problem is not None:
         return
@@ -48,7 +48,7 @@ def _own_gpu(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
 
 
 def _larger_device(case: ScorerCase) -> Iterator[tuple[str, ScorerCase]]:
-    """The smallest of the table that is large enough; with neighbours, which take a share of it, that is not known."""
+    """Yield the smallest device that is large enough; nothing with neighbours, whose memory there is not known."""
     if case.neighbours or not case.is_on_gpu:
         return
     for device in reversed(DEVICES.values()):

@@ -1,4 +1,4 @@
-"""The model of a scorer without weights: what it takes, and what a pass of it takes."""
+"""The model of a scorer, without weights: its memory, and the cost of a pass."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, drop_
 from rlpipe.scoring.reward_model import ClassifierReward
 
 UNTRACEABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
-"""What models raise that can't be outlined, or be led through a pass without values."""
+"""Errors of models that can't be outlined, or traced without values."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ScorerModel:
-    """On the meta device, as it computes."""
+    """A scorer's model on the meta device, as it computes."""
 
     path: str
     dtype: str
     weights_bytes: int
     starting_bytes: int
-    """Of its weights on the device while it starts, before it drops those that nothing reads."""
+    """Bytes of its weights on the device at the start, before the unused ones are dropped."""
     is_mapped: bool
-    """As of the learner's outline: loading it takes no memory of the host."""
+    """Whether loading takes no host memory, as in the learner's outline."""
     run: Callable[[int, int], Tensor]
-    """A pass over so many sequences of so many tokens."""
+    """Function that runs a pass, given the number of sequences and of tokens per sequence."""
     module: nn.Module
     unpacked_bytes: int = 0
-    """The largest weight in 4 bit, written out while it is used."""
+    """Bytes of the largest 4-bit weight, dequantised while it is used."""
     unpacking_bytes: int = 0
-    """Moved to write out all of them, once a pass."""
+    """Bytes moved per pass to dequantise all 4-bit weights."""
     _costs: dict[tuple[int, int, str], ForwardCost] = field(default_factory=dict)
 
     def cost(self, num_sequences: int, num_tokens: int, device: Device) -> ForwardCost:
-        """Of a pass. Raises ``ModelError`` where its shapes depend on values."""
+        """Return the cost of a pass; raise ``ModelError`` if its shapes depend on values."""
         key = (num_sequences, num_tokens, device.name)
         if key not in self._costs:
             try:
@@ -64,8 +64,10 @@ class ScorerModel:
 
 
 def outline_scorer(setup: ScorerSetup, config: Config, described: PreTrainedConfig) -> ScorerModel:
-    """``described`` is transformers' config of the policy. Raises ``ModelError`` where the model can't be described or
-    outlined."""
+    """Outline the model of a scorer; ``described`` is transformers' config of the policy.
+
+    Raises ``ModelError`` if the model can't be described or outlined.
+    """
     if setup.reward is None:
         return _outline_features(replace(config, model=replace(config.model, dtype=setup.dtype)), described)
     return _outline_reward(setup.reward, setup.dtype, setup.option, config)
@@ -102,7 +104,7 @@ def _outline_reward(reward: ClassifierReward, dtype_name: str, option: str, conf
 
 
 def _outline_features(config: Config, described: PreTrainedConfig) -> ScorerModel:
-    """As ``open_feature_network`` makes it."""
+    """Outline the feature network as ``open_feature_network`` makes it."""
     features = config.algorithm.ebft.features
     outline = outline_policy(described, config.model, frozen=True)
     scorer = outline.scorer.eval()
@@ -137,5 +139,5 @@ def _outline_features(config: Config, described: PreTrainedConfig) -> ScorerMode
 
 
 def _nf4_sizes(outline: Outline) -> list[int]:
-    """Elements of the weights in 4 bit that are left."""
+    """Return the elements of the remaining 4-bit weights."""
     return [outline.nf4[name] for name, _ in outline.scorer.named_parameters() if name in outline.nf4]

@@ -1,4 +1,4 @@
-"""The plan of a config's scorers: memory of a process, time of a step, and what would have to change."""
+"""The plan of a config's scorers: memory of a process, time of a step, and proposed changes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from rlpipe.scoring.pools import RewardPool, resolve_pools
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ScorerPlan:
-    """Of one process of a scorer, all being alike."""
+    """The plan of one process of a scorer; all its processes are alike."""
 
     setup: ScorerSetup
     model: str
     kind: str
-    """The class of the reward, or the feature network."""
+    """Class of the reward, or the feature network."""
     dtype: str
     memory: ScorerMemory
     actor: ActorKind
     neighbours: Sequence[Placed]
-    """That may be on its GPU with it."""
+    """Actors that may be on its GPU with it."""
     room_bytes: int
-    """That it may take."""
+    """Bytes that it may take."""
     problem: str | None
-    """Why it does not fit."""
+    """Why it does not fit; None if it does."""
     seconds: float | None
-    """Of a step's sequences, on all processes; None where it does not fit, or computes on a host beside GPUs."""
+    """Seconds for a step's sequences on all processes; None if it does not fit, or computes on a host beside GPUs."""
     note: str | None
     changes: Sequence[ScorerChange]
-    """Where it does not fit, those with which it does."""
+    """Changes with which it fits; empty if it fits."""
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ class ScorerPlan:
 
     @property
     def may_share(self) -> bool:
-        """Whether others may compute in turns with it, on a part of a GPU or on the CPU."""
+        """Whether other processes may take turns with it, on a part of a GPU or on the CPU."""
         return self.setup.num_gpus < 1
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class UnplannedScorer:
-    """One of which a plan has no more to say than why."""
+    """A scorer that can't be planned, with the reason."""
 
     name: str
     reason: str
@@ -68,10 +68,10 @@ class UnplannedScorer:
 def plan_scorers(
     config: Config, described: PreTrainedConfig, device: Device, beside: Sequence[ActorKind]
 ) -> list[ScorerPlan | UnplannedScorer]:
-    """Plans the scorers that run a model; ``described`` is transformers' config of the policy, ``beside`` are the
-    actors that are no scorers.
+    """Plan the scorers that run a model.
 
-    Raises ``ConfigError`` for scorers that run elsewhere than on such a device, or that can't be made.
+    ``described`` is transformers' config of the policy, ``beside`` are the actors that are no scorers. Raises
+    ``ConfigError`` for scorers that do not run on such a device, or that can't be made.
     """
     found: list[ScorerPlan | UnplannedScorer] = [*_unknown(config)]
     cases: list[ScorerCase] = []
@@ -80,7 +80,7 @@ def plan_scorers(
         try:
             model = outline_scorer(setup, config, described)
             case = ScorerCase(setup=setup, model=model, device=device, beside=beside)
-            actors.append(case.actor)  # which traces it
+            actors.append(case.actor)  # traces the model
         except ModelError as error:
             found.append(UnplannedScorer(name=setup.name, reason=f"not planned: {error}"))
         else:

@@ -1,4 +1,4 @@
-"""What a report says of the scorers that run a model."""
+"""The report's section on the scorers that run a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.plan.section import Section
 
 
 def scorers_section(plans: Sequence[ScorerPlan | UnplannedScorer], device: Device) -> Section:
-    """``data`` has an object for each, by its name."""
+    """Return the section; ``data`` has an object for each scorer, by its name."""
     rows = [row for plan in plans for row in _rows(plan, device)]
     return Section(name="scorers", title="scorers", rows=rows, data={plan.name: _data(plan) for plan in plans})
 

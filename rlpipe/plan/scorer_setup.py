@@ -1,4 +1,4 @@
-"""The scorers of a config that run a model of their own: how many there are, and their part of a step's work."""
+"""The scorers of a config that run a model of their own: their number, and the work of each in a step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from rlpipe.scoring.reward_model import ClassifierReward
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ScorerSetup:
-    """One process, all of a kind being alike."""
+    """One process of a scorer; all its processes are alike."""
 
     name: str
     option: str
-    """Of its section in the config."""
+    """Name of its section in the config."""
     batch_option: str
     reward: ClassifierReward | None
-    """As it is before it loads its model; None: EBFT's feature network."""
+    """The reward before it loads its model; None: EBFT's feature network."""
     dtype: str
-    """That it computes in."""
+    """Dtype that it computes in."""
     copies: int
-    """Processes, or replicas under load."""
+    """Number of processes, or of replicas under load."""
     num_gpus: float
-    """That one of them asks for."""
+    """GPUs that one process asks for."""
     batch_tokens: int
-    """Of a pass, filling included."""
+    """Tokens per pass, including padding."""
     sequence_tokens: int
     groups_per_copy: int
-    """Of a step."""
+    """Groups of a step per process."""
     groups_per_call: int
     sequences_per_group: int
 
@@ -47,23 +47,23 @@ class ScorerSetup:
 
     @property
     def batch(self) -> int:
-        """Sequences of one pass."""
+        """Sequences per pass."""
         most = self.groups_per_call * self.sequences_per_group
         return min(most, max(1, self.batch_tokens // self.sequence_tokens))
 
     @property
     def num_passes(self) -> float:
-        """Of a step."""
+        """Passes per step."""
         return max(1.0, self.groups_per_copy * self.sequences_per_group / self.batch)
 
 
 def has_model(members: Mapping[str, RewardConfig]) -> bool:
-    """Whether each process of a pool loads a model that a plan knows."""
+    """Return whether each process of a pool loads a model that a plan knows."""
     return next(iter(members.values())).path.startswith((FEATURE_PATH, REWARD_MODELS))
 
 
 def read_scorer_setups(config: Config, device: Device) -> Iterator[ScorerSetup]:
-    """Raises ``ConfigError`` for scorers that run elsewhere than on such a device, or that can't be made."""
+    """Yield the scorers' setups; raise ``ConfigError`` for one that can't be made or asks for an absent GPU."""
     for pool in resolve_pools(config).values():
         name, reward = next(iter(pool.members.items()))
         if has_model(pool.members):
@@ -108,7 +108,7 @@ def _make_reward(option: str, reward: RewardConfig) -> ClassifierReward:
 
 
 def _batch_option(option: str, reward: RewardConfig) -> str:
-    """What bounds a pass, as on the command line, where a plus adds what the config does not have yet."""
+    """Return the option that limits a pass, for the command line: a plus adds one that the config does not have yet."""
     if reward.path == FEATURE_PATH:
         return f"{option}.micro_batch_tokens"
     return f"{'' if 'batch_tokens' in reward.kwargs else '+'}{option}.kwargs.batch_tokens"

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: how many parameters there are of which kind, and how wide it is."""
+"""The shape of a model for a plan: numbers of parameters by kind, and widths."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from rlpipe.models.nf4 import nf4_parameters
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelShape:
-    """Counts are of elements."""
+    """Shape of a model; parameters are counted in elements."""
 
     num_parameters: int
     num_looked_up: int
-    """In an embedding that is not the output layer too: rows of it are read, and nothing is multiplied with it."""
+    """Parameters of an input embedding that is not tied to the output layer: rows are read, nothing is multiplied."""
     num_in_experts: int
-    """In routed experts."""
+    """Parameters in routed experts."""
     num_experts: int
-    """Of a layer; 1 where there are none."""
+    """Experts per layer; 1 if there are none."""
     experts_per_token: int
     num_quantizable: int
-    """In linear layers and experts, but the output layer."""
+    """Parameters in linear layers and experts, without the output layer."""
     adapter_width: int
-    """Elements of a LoRA adapter of rank 1: inputs and outputs of the layers that engines prepare for one."""
+    """Parameters of a LoRA adapter of rank 1: inputs plus outputs of the layers that engines prepare for adapters."""
     num_layers: int
     num_heads: int
     hidden_size: int
     intermediate_size: int
-    """Of a token's way through a layer."""
+    """Width that a token passes through in a layer, over all of its experts."""
     vocab_size: int
 
     def num_used(self, num_tokens: float) -> float:
-        """Parameters that a step with so many tokens multiplies with, where experts are drawn evenly."""
+        """Return the parameters that a pass over ``num_tokens`` multiplies with, if experts are drawn uniformly."""
         missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         return self.num_parameters - self.num_looked_up - self.num_in_experts * missed
 
@@ -51,7 +51,7 @@ class ModelShape:
 
 
 def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
-    """Of the model's outline, which has no weights; raises ``ModelError`` if transformers can't build it."""
+    """Read the shape from the model's outline, without weights; raise ``ModelError`` if it can't be built."""
     try:
         outline = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
@@ -81,7 +81,7 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
 
 
 def _num_experts(text: Any) -> tuple[int, int]:
-    """Routed experts of a layer, and those that a token goes through; models name the first in three ways."""
+    """Return the routed experts of a layer and those per token; models name the former in three ways."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     counts = [getattr(text, name) for name in names if getattr(text, name, None)]
     per_token = getattr(text, "num_experts_per_tok", None)
@@ -96,7 +96,7 @@ def _num_looked_up(outline: PreTrainedModel) -> int:
 
 
 def _adapter_width(outline: PreTrainedModel, targets: str | Sequence[str]) -> int:
-    """vLLM prepares layers by the ends of their names; for a text it prepares all linear ones but the output layer."""
+    """Return the adapter's width; vLLM adapts layers by name suffix, or for a string all linear ones but the output."""
     suffixes = None if isinstance(targets, str) else {target.rsplit(".", 1)[-1] for target in targets}
     return sum(
         layer.in_features + layer.out_features

@@ -1,4 +1,4 @@
-"""Who else may be placed on the GPU of a rollout engine, and how much of its memory is left for them."""
+"""The actors that may be placed on a rollout engine's GPU, and the memory that is left for them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rlpipe.plan.engine_setup import EngineSetup
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Sharing:
-    """Of a GPU of which each engine asks for a part."""
+    """The sharing of a GPU by engines that each ask for a part of it."""
 
     num_gpus: float
-    """That an engine asks for."""
+    """Part of the GPU that an engine asks for."""
     engines: int
-    """On one GPU, where Ray fills it up."""
+    """Engines on one GPU if Ray fills it up."""
     others: tuple[str, ...]
-    """What else asks for a part of a GPU that is free beside one engine."""
+    """Other kinds of actors whose part of a GPU is free beside one engine."""
     left_bytes: int
-    """Beside all engines of the GPU; below 0 where they want more than there is."""
+    """Bytes left beside all engines of the GPU; below 0 if they want more than there is."""
 
 
 def read_sharing(config: Config, setup: EngineSetup, device: Device) -> Sharing | None:
-    """None where engines have GPUs of their own, or none. Ray counts the parts, not the memory."""
+    """Return the sharing; None if engines have whole GPUs or none. Ray counts the parts of GPUs, not the memory."""
     part = config.rollout.num_gpus
     if not 0 < part < 1:
         return None
@@ -39,7 +39,7 @@ def read_sharing(config: Config, setup: EngineSetup, device: Device) -> Sharing 
 
 
 def _askers(config: Config) -> Iterator[tuple[str, float]]:
-    """The parts that engines are not, with the GPUs that one process of each asks for."""
+    """Yield the actors other than engines, with the GPUs that one process of each asks for."""
     yield "the learner's ranks", config.learner.num_gpus
     for name, reward in config.scoring.rewards.items():
         yield f"the reward {name}", reward.num_gpus
