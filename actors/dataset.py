@@ -13,11 +13,10 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.forward_logs import told
-from rlpipe.data.open import longest_row, open_run_sequences
 from rlpipe.data.packing import pack_step
-from rlpipe.data.prompts import SequenceSource
+from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import MiniBatch, RolloutStatus, TrainBatch

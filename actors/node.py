@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlpipe.hardware.devices import load_usable, own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types
 from rlpipe.hardware.dtypes import AUTO, NARROW, DeviceTypes, gpu_types
-from rlpipe.hardware.profile_store import load_usable, own_name
 
 if TYPE_CHECKING:
     from ray import ObjectRef

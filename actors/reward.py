@@ -1,19 +1,63 @@
-"""The scoring actor: one process of a pool that scores groups."""
+"""Actor that scores groups with reward functions, and the handles by which rewards reach the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rlpipe.actors.engine_handles import Engines, open_chat
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from rlpipe.actors.remote import describe_failure
+from rlpipe.actors.rollout import QUESTIONS
 from rlpipe.common.imports import enter_folder
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.scoring.memory import MemoryLimit
+from rlpipe.errors import RunError
+from rlpipe.scoring.engine_chat import EngineChat, EngineSilent
 from rlpipe.scoring.process_reaper import start_keeper
+from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.scorer import GroupScores, Scorer
-from rlpipe.types import RolloutGroup
+from rlpipe.types import GroupRequest, RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(kw_only=True, frozen=True)
+class Engines:
+    """Actor handles and chat template options that a process needs to query the run's engines."""
+
+    actors: Mapping[str, ActorHandle]
+    chat_template_kwargs: Mapping[str, Any]
+
+    async def ask(self, name: str, request: GroupRequest, timeout_s: float) -> RolloutGroup:
+        """Return an engine's group for a request; raise ``EngineSilent`` if it is dead, late, or not restarted yet."""
+        call: Any = self.actors[name].ask.options(concurrency_group=QUESTIONS)
+        try:
+            group: RolloutGroup = await call.remote(request, timeout_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, RunError):
+                raise EngineSilent(str(error.cause)) from None
+            raise
+        except RayError as error:
+            raise EngineSilent(f"engine {name}: {describe_failure(error)}") from None
+        return group
+
+
+def open_chat(engines: Engines | None, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> EngineChat | None:
+    """Return a chat interface to the engines, or None if there are no engines."""
+    if engines is None:
+        return None
+    return EngineChat(
+        engines.actors,
+        engines.ask,
+        tokenizer=tokenizer,
+        model=model,
+        chat_template_kwargs=engines.chat_template_kwargs,
+    )
 
 
 class ScoringActor:

@@ -19,11 +19,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.exceptions import RayServeException
 
-from rlpipe.actors.engine_handles import Engines, open_chat
+from rlpipe.actors.reward import Engines, open_chat
 from rlpipe.common.imports import enter_folder
-from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.scoring.rewards import Reward
 from rlpipe.scoring.scorer import GroupScores, Scorer

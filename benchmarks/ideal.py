@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlpipe.replay.admission import Admission
-from rlpipe.replay.buffer import Admitted, ReplayBuffer
-from rlpipe.rollout.router import Router
+from rlpipe.replay.buffer import Admission, Admitted, ReplayBuffer
+from rlpipe.rollout.routing import Router
 from rlpipe.types import GroupRequest, Prompt, RolloutGroup
 
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt="", task={})

@@ -23,13 +23,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlpipe.kernels import row_access, softmax_gradient, softmax_stats
+from rlpipe.kernels import primitives, softmax
 
 POINTERS = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Dtypes of logits, and their bytes."""
 KERNELS: dict[str, tuple[Any, dict[str, bool], int]] = {
-    "statistics": (softmax_stats._stats_kernel, {"WITH_ENTROPY": True}, 1),
-    "gradient": (softmax_gradient._gradient_kernel, {"OF_LOGPROBS": True, "OF_ENTROPY": True}, 2),
+    "statistics": (softmax._stats_kernel, {"WITH_ENTROPY": True}, 1),
+    "gradient": (softmax._gradient_kernel, {"OF_LOGPROBS": True, "OF_ENTROPY": True}, 2),
 }
 """Kernels by name, each with its options and the number of reads and writes per logit."""
 NUMBERS = {"factor", "scale", "softcap"}
@@ -47,8 +47,8 @@ def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -
     kernel, options, _ = KERNELS[name]
     constants = {
         **dict.fromkeys(("BIASED", "CAPPED", "PER_ROW"), changed),
-        "IGNORED": row_access.IGNORED,
-        "BLOCK": row_access.BLOCK,
+        "IGNORED": primitives.IGNORED,
+        "BLOCK": primitives.BLOCK,
         **options,
     }
     signature, attributes = {}, {}
@@ -65,7 +65,7 @@ def compile_kernel(name: str, pointer: str, *, changed: bool, capability: int) -
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": row_access.NUM_WARPS})
+    return triton.compile(source, target=target, options={"num_warps": primitives.NUM_WARPS})
 
 
 def inspect(compiled: Any) -> dict[str, int]:
@@ -105,7 +105,7 @@ def _loops(listing: list[str]) -> Iterator[int]:
 def describe(name: str, pointer: str, *, changed: bool, capability: int) -> dict[str, Any]:
     """Describe a compiled kernel, with the ratio of its issue time per element to its memory time on an H100."""
     found = inspect(compile_kernel(name, pointer, changed=changed, capability=capability))
-    elements = row_access.BLOCK // (32 * row_access.NUM_WARPS)
+    elements = primitives.BLOCK // (32 * primitives.NUM_WARPS)
     per_element = found["instructions"] / elements
     num_bytes = KERNELS[name][2] * POINTERS[pointer]
     issued_s, moved_s = per_element / (H100["lanes"] * H100["hertz"]), num_bytes / H100["bytes_per_s"]

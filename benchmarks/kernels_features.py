@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from rlpipe.algorithms.features import feature_rewards, join_layers, layer_indices, pool, score_features
-from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.hardware.timing import time_calls
 
 if TYPE_CHECKING:
-    from rlpipe.scoring.feature_network import FeatureReader
+    from rlpipe.scoring.feature_scorer import FeatureReader
 
 VARIANTS = {"prompts-4": (32, 4), "prompts-8": (32, 8), "blocks-4": (512, 4)}
 """Numbers of prompts, or of blocks of documents, and of samples of each."""
@@ -52,7 +52,7 @@ def measure(cases: dict[str, dict[str, Any]], turns: int, device: torch.device) 
     # transformers takes seconds to import, which the parent process avoids.
     from benchmarks.learner_speed import SHAPES, make_model
     from rlpipe.configs.schema.model_config import ModelConfig
-    from rlpipe.scoring.feature_network import open_feature_network
+    from rlpipe.scoring.feature_scorer import open_feature_network
 
     shape = SHAPES[device.type]
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -100,7 +100,7 @@ def shares(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _network(case: FeatureCase, reader: FeatureReader, vocabulary: int) -> Callable[[], object]:
-    from rlpipe.scoring.feature_network import FeatureSequence
+    from rlpipe.scoring.feature_scorer import FeatureSequence
 
     token_ids = np.random.default_rng(0).integers(0, vocabulary, (case.num_sequences, case.tokens)).astype(np.int32)
     mask = np.arange(case.tokens) >= case.tokens // 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kernels_turns import Comparison, Outcome, Side
-from rlpipe.learner.fused_lora import FusedLora, fuse_lora
+from rlpipe.learner.adapter_layers import FusedLora, fuse_lora
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"base": "plain", "autocast": False},

@@ -15,10 +15,10 @@ from transformers.integrations.flex_attention import flex_attention_forward
 
 from benchmarks.peak import peak_memory
 from rlpipe.algorithms.strided import document_budget, plan_row
-from rlpipe.configs.schema.ebft_config import StridedConfig
+from rlpipe.configs.schema.algorithm_config import StridedConfig
 from rlpipe.hardware.timing import time_calls
 from rlpipe.kernels.strided_mask import StridedMask
-from rlpipe.learner.strided_pass import make_mask
+from rlpipe.learner.strided_objective import make_mask
 
 TOKENS = {"cuda": (8192, 32768), "cpu": (2048, 8192)}
 """Tokens of a row, documents and blocks together."""

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.peak import return_what_is_freed
-from rlpipe.hardware.arithmetic import matmul_flops
-from rlpipe.hardware.measure import hardware_name
+from rlpipe.hardware.calibration import hardware_name, matmul_flops, memory_bandwidth
 from rlpipe.hardware.timing import all_cores
-from rlpipe.hardware.transfers import memory_bandwidth
 
 CPU_SCALE = 0.2
 """Scale of the measurement of a machine without a GPU, whose rates mean little here."""

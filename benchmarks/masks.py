@@ -18,8 +18,7 @@ from itertools import product
 import numpy as np
 
 from benchmarks.plain_masks import plain_mask
-from rlpipe.data.masks.boundaries import RoleBoundary
-from rlpipe.data.masks.loss_mask import LossMask
+from rlpipe.data.masks.boundaries import LossMask, RoleBoundary
 from rlpipe.types import IntArray
 
 GOAL = 10e6

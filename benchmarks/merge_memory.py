@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from benchmarks.peak import MB, peak_memory, return_what_is_freed
-from rlpipe.learner.merge.merging import MergeRequest, merge
+from rlpipe.learner.merging import MergeRequest, merge
 
 FOLDER = Path("outputs/benchmarks/merge_memory")
 LAYERS_PER_SHARD = 2

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from rlpipe.configs.schema.model_config import AdapterConfig
 from rlpipe.learner.forward import TokenScorer
-from rlpipe.learner.packed_attention import NAME
 from rlpipe.learner.policy import lora_config
-from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
+from rlpipe.learner.row_plan import NAME, AttentionLayout, Row, plan_row
 from rlpipe.types import MicroBatch
 
 COMPUTE = torch.bfloat16

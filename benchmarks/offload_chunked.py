@@ -16,18 +16,15 @@ from benchmarks.updates import measure_updates
 from rlpipe.configs.schema.learner_config import ChunkedConfig, OptimizerConfig
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import TokenScorer
-from rlpipe.learner.strategies.chunk_options import capacity
+from rlpipe.learner.strategies.chunked import capacity
+from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.layout import CHUNK_SIZES, MIB, make_layout
-from rlpipe.offload.planner.cost import Knobs, arrange, first_cached
+from rlpipe.offload.planner.cost import ChunkProfile, Knobs, Mode, Profile, Rates, arrange, first_cached
 from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import Decision, decide
-from rlpipe.offload.planner.profile import ChunkProfile, Mode, Profile, Rates
-from rlpipe.offload.planner.profiler import make_profile
-from rlpipe.offload.planner.rates import rates_of, roofline
-from rlpipe.offload.planner.tensor_tracker import Operator, TensorTracker
-from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline
+from rlpipe.offload.planner.trace import Operator, TensorTracker, Trace
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
-from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units, take_inventory
 
 MAX_NORM = 1.0

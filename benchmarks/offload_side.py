@@ -16,8 +16,8 @@ import torch
 from benchmarks.offload_baselines import run_fsdp2, run_zero3
 from benchmarks.offload_cases import Case
 from benchmarks.offload_chunked import run_chunked
+from rlpipe.hardware.calibration import measure
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.measure import measure
 from rlpipe.offload.planner.search import DoesNotFit
 
 BASELINES = {"zero3": run_zero3, "fsdp2": run_fsdp2}

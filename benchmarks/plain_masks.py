@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlpipe.data.masks.boundaries import RoleBoundary
-from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
+from rlpipe.data.masks.boundaries import LossMask, RoleBoundary, TrainedEnds
 
 
 def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:

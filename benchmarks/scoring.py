@@ -24,14 +24,13 @@ from ray import ObjectRef
 
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.served import Lease, ServedSetup, deploy, make_scorer, start_serve
-from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.run.cluster import Need, start_actor
-from rlpipe.run.scorer_pool import ScorerPool, ScoringPool
-from rlpipe.run.served_pool import ServedPool
-from rlpipe.scoring.feature_network import FeatureSequence, open_feature_network
+from rlpipe.run.scoring_pools import ScorerPool, ScoringPool, ServedPool
+from rlpipe.scoring.feature_scorer import FeatureSequence, open_feature_network
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 

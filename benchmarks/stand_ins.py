@@ -21,12 +21,11 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
+from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.data_config import HeldOutConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig
-from rlpipe.configs.tree import to_tree
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import Passed
+from rlpipe.data.sources.row_source import Cursor, Passed
 from rlpipe.replay.ledger.database import NAME as LEDGER
 from rlpipe.replay.ledger.restore import RunStart
 from rlpipe.replay.step_queue import StepReport
@@ -35,7 +34,7 @@ from rlpipe.rollout.engine_thread import EngineThread
 from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.run.controller import Controller
 from rlpipe.run.evaluation import Evaluator
-from rlpipe.run.scorer_pool import ScorerPool
+from rlpipe.run.scoring_pools import ScorerPool
 from rlpipe.run.workers import Parts
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import (

@@ -1,12 +1,16 @@
-"""Composition of a run's config: Hydra's config groups, then the user's file, then the command line's overrides."""
+"""Composes a config from groups, files and command-line overrides, and validates it."""
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,11 +27,100 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlpipe.configs.groups import PRIMARY, config_folder, list_groups
-from rlpipe.configs.option_list import describe_type, element_section, is_section, nearest_name, options
+from rlpipe.configs.constraints import find_contradictions
+from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
+from rlpipe.configs.options import describe_range, describe_type, element_section, is_section, nearest_name, options
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.option import Freezable
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.validate import validate
-from rlpipe.errors import ConfigError, DataError
+from rlpipe.errors import ConfigError, DataError, InputError
+
+PRIMARY = "config"
+"""Name of the file with the defaults of all groups."""
+
+
+@cache
+def config_folder() -> Path:
+    return Path(next(iter(importlib.import_module("rlpipe.configs").__path__))).absolute()
+
+
+def list_groups() -> dict[str, list[str]]:
+    """Return every config group with its choices, both sorted."""
+    folders = sorted(path for path in config_folder().iterdir() if path.is_dir())
+    choices = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+    return {group: names for group, names in choices.items() if names}
+
+
+def describe_choice(group: str, choice: str) -> str:
+    """Return the first comment in the choice's file, without the ``#``; empty if there is none."""
+    lines = (config_folder() / group / f"{choice}.yaml").read_text().splitlines()
+    comments = [line for line in lines if line.startswith("# ") and "@package" not in line]
+    return comments[0].removeprefix("# ") if comments else ""
+
+
+def validate(config: Config, *, need_files: bool = True) -> None:
+    """Raise the first problem of the config, an ``InputError`` of one line that names the option and the fix.
+
+    Rewards may still be missing, because Python callers pass them to ``rlpipe.train``; see ``require_rewards``.
+    """
+    for problem in find_problems(config, need_files=need_files):
+        raise problem
+
+
+def find_problems(config: Config, *, need_files: bool) -> Iterator[InputError]:
+    yield from chain(find_out_of_range(config), find_wrong_sources(config.data), find_contradictions(config))
+    if need_files:
+        yield from find_missing_files(config)
+
+
+def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield errors for entries of ``data.sources`` that are unknown, of the wrong type, or out of range."""
+    try:
+        sources = mixed_sources(data)
+    except ConfigError as error:
+        yield error
+        return
+    for source in sources:
+        yield from find_out_of_range(source.data, f"{OPTION}.{source.name}.")
+
+
+def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
+    """Raise ``ConfigError`` if an RL run has no reward, neither in the config nor among ``rewards``."""
+    rewarded = config.algorithm.ebft.reward or config.scoring.rewards or rewards
+    if config.algorithm.kind == "rl" and not rewarded:
+        raise ConfigError(
+            "scoring.rewards: reinforcement learning needs a reward; set "
+            "scoring.rewards.<name>.path=package.module:function (or file.py:function)"
+        )
+
+
+def find_out_of_range(section: Freezable, prefix: str = "") -> Iterator[ConfigError]:
+    """Yield an error for every option of a section outside its choices or range; null is always valid."""
+    for entry in fields(section):  # type: ignore[arg-type]
+        value, name = getattr(section, entry.name), prefix + entry.name
+        if isinstance(value, Freezable):
+            yield from find_out_of_range(value, f"{name}.")
+        elif not entry.metadata:
+            for key, child in value.items():
+                yield from find_out_of_range(child, f"{name}.{key}.")
+        elif value is not None:
+            yield from check_range(name, value, entry.metadata)
+
+
+def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[ConfigError]:
+    choices, minimum, above, maximum = (metadata[key] for key in ("choices", "minimum", "above", "maximum"))
+    if choices is not None and value not in choices:
+        nearest = get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        yield ConfigError(f"{name}: {value!r} is not {describe_range(metadata)}{hint}")
+    if isinstance(value, float) and not math.isfinite(value):
+        yield ConfigError(f"{name}: {value} is not a finite number")
+    elif (
+        (minimum is not None and value < minimum)
+        or (above is not None and value <= above)
+        or (maximum is not None and value > maximum)
+    ):
+        yield ConfigError(f"{name}: {value} is out of range; it must be {describe_range(metadata)}")
 
 
 def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None, need_files: bool = True) -> Config:

@@ -1,19 +1,120 @@
-"""The entries of ``data.sources``: the sources of a mix, each with options of its own."""
+"""Data as a config names it: files, sources of a mix, markers of roles, and checks that files exist."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpipe.configs.option_list import describe_type
+from rlpipe.configs.options import describe_type
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
-from rlpipe.errors import ConfigError
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.rollout_config import ScoringConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
+
+SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
+"""Suffixes of the files that are read from a folder, by source."""
+
+
+def data_files(path: str | None, source: str, option: str) -> list[Path]:
+    """Return the sorted files of a path, which is a file, a pattern such as ``rows/*.jsonl``, or a folder.
+
+    In a folder, all files with the source's suffixes are taken, at any depth. Raises ``DataError``, which names the
+    option, if there is no file.
+    """
+    if path is None:
+        raise DataError(f"{option} is not set; source {source} needs a file")
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        files = sorted(file for file in place.rglob("*") if file.name.endswith(SUFFIXES[source]))
+        if not files:
+            raise DataError(
+                f"{option}: no file in the folder {place.absolute()} ends with {' or '.join(SUFFIXES[source])}"
+            )
+        return files
+    if not has_magic(str(place)):
+        raise DataError(f"{option}: there is no file {place.absolute()}")
+    files = sorted(file for file in map(Path, glob(str(place), recursive=True)) if file.is_file())
+    if not files:
+        raise DataError(f"{option}: no file matches {place.absolute()}")
+    return files
+
+
+def cache_folder(path: str) -> Path:
+    """Return the folder of ``data.cache``, which need not exist; raise ``ConfigError`` if it can't be created."""
+    folder = Path(path).expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"data.cache: {there} is a file; name a folder")
+    return folder
+
+
+ROLE_OPTION = "data.role_boundaries"
+END_TOKEN = "eos_token"
+"""End marker that stands for the tokenizer's end token, whatever its text is."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RoleMarkers:
+    """Texts around each turn of a role, as the chat template renders them."""
+
+    role: str
+    start: str
+    end: str | None
+    """End marker; None if the turn goes to the end of the sequence."""
+    include_start: bool = False
+    """True if the start marker belongs to the turn."""
+    include_end: bool = True
+    """True if the end marker belongs to the turn; if False, it may also be the start marker of the next turn."""
+    interrupts: bool = False
+    """True if the turn may also stand within a turn of another role, which continues after it."""
+
+
+def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
+    """Read the entries of ``data.role_boundaries``; raise ``ConfigError`` with the entry and the key that is wrong."""
+    markers = [_read_markers(entry, f"{ROLE_OPTION}[{index}]") for index, entry in enumerate(entries)]
+    places: dict[str, int] = {}
+    for index, marker in enumerate(markers):
+        first = places.setdefault(marker.start, index)
+        if first != index:
+            role = markers[first].role
+            raise ConfigError(
+                f"{ROLE_OPTION}[{index}].start: {marker.start!r} starts turns of {role} already, in [{first}]"
+            )
+    return markers
+
+
+def _read_markers(entry: Any, name: str) -> RoleMarkers:
+    keys = {field.name: field for field in fields(RoleMarkers)}
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{name}: {entry!r} is no mapping with the keys {', '.join(keys)}")
+    for key in entry:
+        if key not in keys:
+            nearest = get_close_matches(str(key), keys, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(keys)}"
+            raise ConfigError(f"{name}: no such key {key!r}; {hint}")
+    for key, field in keys.items():
+        if key not in entry:
+            if field.default is MISSING:
+                raise ConfigError(f"{name}: {key} is missing{'; null if there is no marker' if key == 'end' else ''}")
+            continue
+        value, is_flag = entry[key], field.default is False or field.default is True
+        if is_flag and not isinstance(value, bool):
+            raise ConfigError(f"{name}.{key}: {value!r} is not true or false")
+        if not is_flag and not (isinstance(value, str) and value) and (key, value) != ("end", None):
+            raise ConfigError(f"{name}.{key}: {value!r} is not a text of at least one character")
+    return RoleMarkers(**{str(key): value for key, value in entry.items()})
+
 
 OPTION = "data.sources"
 WHOLE = ("sources", "held_out", "max_prompt_tokens", "cache")
@@ -86,3 +187,92 @@ def _typed(option: str, key: str, value: Any) -> Any:
         shown = "null" if value is None else repr(value)
         raise ConfigError(f"{option}: {shown} is not {describe_type(get_type_hints(DataConfig)[key])}") from error
     return OmegaConf.to_container(tree, throw_on_missing=False)[key]  # type: ignore[call-overload,index]
+
+
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def find_missing_files(config: Config) -> Iterator[InputError]:
+    yield from check_model_files(config.model)
+    if config.model.adapter.kind != "none":
+        yield from check_adapter(config.model.adapter)
+    yield from check_data_files(config.data)
+    yield from check_reward_files(config.scoring)
+    yield from check_run_folder(config)
+
+
+def looks_local(path: str) -> bool:
+    """Return whether a path can only be a local folder: it is no hub id, or its parent folder exists here."""
+    return HUB_ID.fullmatch(path) is None or ("/" in path and Path(path).parent.is_dir())
+
+
+def absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
+def check_model_files(model: ModelConfig) -> Iterator[InputError]:
+    if model.prepare is None and looks_local(model.path):
+        yield from check_model_path(absolute(model.path))
+    if model.tokenizer is not None and looks_local(model.tokenizer) and not absolute(model.tokenizer).exists():
+        yield ModelError(f"model.tokenizer: there is no folder {absolute(model.tokenizer)}; give a folder or hub id")
+    if model.chat_template is not None and not absolute(model.chat_template).is_file():
+        yield ModelError(f"model.chat_template: there is no file {absolute(model.chat_template)}; give a Jinja file")
+
+
+def check_model_path(path: Path) -> Iterator[InputError]:
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            yield ModelError(f"model.path: there is no file {path}; give a GGUF file, or a model's folder or hub id")
+    elif not path.is_dir():
+        yield ModelError(f"model.path: there is no folder {path}; give a model's folder or hub id")
+    elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        yield ModelError(f"model.path: {path} holds GGUF files alone; name one of them, such as {files[0]}")
+
+
+def check_adapter(adapter: AdapterConfig) -> Iterator[InputError]:
+    if adapter.path is None or not (looks_local(adapter.path) or absolute(adapter.path).exists()):
+        return
+    if not (absolute(adapter.path) / "adapter_config.json").is_file():
+        yield ModelError(
+            f"model.adapter.path: there is no PEFT adapter in {absolute(adapter.path)}; it needs adapter_config.json"
+        )
+
+
+def check_data_files(data: DataConfig) -> Iterator[InputError]:
+    yield from check_source_files(data)
+    for source in mixed_sources(data):
+        yield from check_source_files(source.data, at=f"data.sources.{source.name}")
+    if data.held_out.path is not None and not absolute(data.held_out.path).is_file():
+        yield DataError(f"data.held_out.path: there is no file {absolute(data.held_out.path)}")
+    if data.cache is not None:
+        try:
+            cache_folder(data.cache)
+        except ConfigError as error:
+            yield error
+
+
+def check_source_files(data: DataConfig, at: str = "data") -> Iterator[InputError]:
+    if data.path is None:
+        return
+    path = absolute(data.path)
+    if data.source in ("jsonl", "parquet"):
+        try:
+            data_files(data.path, data.source, f"{at}.path")
+        except DataError as error:
+            yield error
+    if data.source == "datasets" and looks_local(data.path) and not path.exists():
+        yield DataError(f"{at}.path: there is no folder {path}; give a folder or hub id")
+
+
+def check_reward_files(scoring: ScoringConfig) -> Iterator[InputError]:
+    for name, reward in scoring.rewards.items():
+        file = reward.path.rpartition(":")[0]
+        if file.endswith(".py") and not absolute(file).is_file():
+            yield RewardImportError(f"scoring.rewards.{name}.path: there is no file {absolute(file)}")
+
+
+def check_run_folder(config: Config) -> Iterator[InputError]:
+    if absolute(config.output).is_file():
+        yield ConfigError(f"output: {absolute(config.output)} is a file; name a folder")
+    if config.resume not in ("auto", "never") and not absolute(config.resume).exists():
+        yield ConfigError(f"resume: there is no checkpoint {absolute(config.resume)}; give auto, never or a checkpoint")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlpipe.kernels.products import add_product, product, wide
+from rlpipe.kernels.primitives import add_product, product, wide
 
 Unpack = Callable[[Tensor], Tensor]
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlpipe.kernels.logit_change import LogitChange, split_temperature
-from rlpipe.kernels.softmax_gradient import row_gradient
-from rlpipe.kernels.softmax_stats import RowStats, row_stats
+from rlpipe.kernels.primitives import LogitChange, split_temperature
+from rlpipe.kernels.softmax import RowStats, row_gradient, row_stats
 
 
 def selective_logprob(

@@ -9,8 +9,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.option import Freezable, option
-from rlpipe.configs.schema.rollout_config import RolloutConfig
-from rlpipe.configs.schema.scoring_config import ScoringConfig
+from rlpipe.configs.schema.rollout_config import RolloutConfig, ScoringConfig
 
 
 @dataclass(kw_only=True)

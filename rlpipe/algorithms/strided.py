@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlpipe.configs.schema.ebft_config import StridedConfig
+from rlpipe.configs.schema.algorithm_config import StridedConfig
 
 Ints = NDArray[np.int64]
 

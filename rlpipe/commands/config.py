@@ -30,8 +30,7 @@ def run_config(arguments: argparse.Namespace) -> None:
 
 def print_tree(arguments: argparse.Namespace) -> None:
     """Print the config, even if it is incomplete or contradictory, and then raise ``ConfigError`` if it is."""
-    from rlpipe.configs.compose import build_config, compose_tree, show_tree
-    from rlpipe.configs.validate import require_rewards
+    from rlpipe.configs.compose import build_config, compose_tree, require_rewards, show_tree
 
     tree = compose_tree(arguments.overrides, file=arguments.config)
     print(show_tree(tree), end="", flush=True)
@@ -40,7 +39,7 @@ def print_tree(arguments: argparse.Namespace) -> None:
 
 def document_options(prefixes: Sequence[str]) -> Iterator[str]:
     """Yield the default, type, range and description of every option under one of the prefixes, or of all options."""
-    from rlpipe.configs.option_list import describe_default, options
+    from rlpipe.configs.options import describe_default, options
 
     found = [option for option in options() if not prefixes or any(covers(prefix, option.name) for prefix in prefixes)]
     if not found:
@@ -56,7 +55,7 @@ def covers(prefix: str, name: str) -> bool:
 
 def document_groups(groups: Sequence[str]) -> Iterator[str]:
     """Yield the choices of the given config groups, or of all groups, with their descriptions."""
-    from rlpipe.configs.groups import describe_choice, list_groups
+    from rlpipe.configs.compose import describe_choice, list_groups
 
     for group in groups:
         if group not in list_groups():

@@ -83,11 +83,8 @@ def add_commands(commands: Commands) -> None:
 def run_preview(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
     from rlpipe.data.forward_logs import mask_notes
-    from rlpipe.data.open import open_source
-    from rlpipe.data.views.page import make_page
-    from rlpipe.data.views.places import find_row, first_rows
-    from rlpipe.data.views.row_view import show_rows
-    from rlpipe.data.views.terminal import print_rows
+    from rlpipe.data.prompts import open_source
+    from rlpipe.data.row_view import find_row, first_rows, make_page, print_rows, show_rows
 
     with mask_notes() as notes:
         source = open_source(config, tokenizer)
@@ -107,10 +104,10 @@ def run_preview(arguments: argparse.Namespace) -> None:
 
 def run_stats(arguments: argparse.Namespace) -> None:
     config, tokenizer = load(arguments)
-    from rlpipe.data.open import longest_row, open_source
     from rlpipe.data.packing import pack_step
-    from rlpipe.data.views.places import all_rows, first_rows
-    from rlpipe.data.views.statistics import MicroBatches, Packer, count_rows, describe
+    from rlpipe.data.prompts import longest_row, open_source
+    from rlpipe.data.row_view import all_rows, first_rows
+    from rlpipe.data.statistics import MicroBatches, Packer, count_rows, describe
 
     source = open_source(config, tokenizer)
     places = all_rows(source) if arguments.num is None else first_rows(source, arguments.num)
@@ -134,7 +131,7 @@ def run_stats(arguments: argparse.Namespace) -> None:
 def run_prepare(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share the cores
     config, tokenizer = load(arguments)
-    from rlpipe.data.cache.render_rows import prepare_rows
+    from rlpipe.data.render_rows import prepare_rows
     from rlpipe.hardware.cgroup import num_cores
 
     workers = arguments.workers or num_cores()

@@ -27,7 +27,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> None:
-    from rlpipe.learner.checkpoint.save_policy import export_checkpoint
+    from rlpipe.learner.checkpoints import export_checkpoint
 
     export_checkpoint(Path(arguments.checkpoint), Path(arguments.output), base=arguments.base)
     print(f"written to {arguments.output}")

@@ -70,7 +70,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     from rlpipe.replay.ledger.audit import audit, describe
     from rlpipe.replay.ledger.database import damage
-    from rlpipe.replay.ledger.location import find_ledger, reading
+    from rlpipe.replay.ledger.query import find_ledger, reading
 
     path = find_ledger(Path(arguments.run))
     if (problem := damage(path)) is not None:

@@ -18,7 +18,6 @@ import numpy as np
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.messages import content_text
 from rlpipe.errors import DataError, ModelError
-from rlpipe.replay.ledger.location import find_ledger, reading
 from rlpipe.replay.ledger.query import (
     Feed,
     GroupFilter,
@@ -26,12 +25,14 @@ from rlpipe.replay.ledger.query import (
     Row,
     StepRow,
     find_groups,
+    find_ledger,
     find_steps,
     has_ended,
+    reading,
     to_tree,
 )
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
-from rlpipe.tracking.table import (
+from rlpipe.tracking.view import (
     Column,
     one_line,
     print_table,

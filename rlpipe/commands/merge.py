@@ -36,7 +36,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_merge(arguments: argparse.Namespace) -> None:
-    from rlpipe.learner.merge.merging import MergeRequest, merge
+    from rlpipe.learner.merging import MergeRequest, merge
 
     request = MergeRequest(
         adapter=arguments.adapter,

@@ -81,9 +81,8 @@ def measure_machine() -> Device:
 
 
 def print_measurement(device: Device, *, as_json: bool) -> None:
-    from rlpipe.hardware.profile_store import path_of
-    from rlpipe.plan.device_section import device_section
-    from rlpipe.plan.section import to_text
+    from rlpipe.hardware.devices import path_of
+    from rlpipe.plan.sections import device_section, to_text
 
     section, path = device_section(device, [*device.matmul_flops]), path_of(device.name)
     if as_json:

@@ -64,9 +64,8 @@ def add_commands(commands: Commands) -> None:
 
 def run_simulate(arguments: argparse.Namespace) -> None:
     from rlpipe.configs.compose import load_config
-    from rlpipe.simulation.setup import read_setup
+    from rlpipe.simulation.setup import GivenTimes, read_setup, read_times
     from rlpipe.simulation.study import study
-    from rlpipe.simulation.times import GivenTimes, read_times
 
     run = Path(arguments.run) if arguments.run else None
     file = arguments.config

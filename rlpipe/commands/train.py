@@ -25,8 +25,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> None:
-    from rlpipe.configs.compose import load_config
-    from rlpipe.configs.validate import require_rewards
+    from rlpipe.configs.compose import load_config, require_rewards
 
     config = load_config(arguments.overrides, file=arguments.config)
     require_rewards(config)
@@ -47,8 +46,7 @@ def run_train(arguments: argparse.Namespace) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
-    from rlpipe.configs.compose import load_config
-    from rlpipe.configs.validate import require_rewards
+    from rlpipe.configs.compose import load_config, require_rewards
 
     config = load_config(arguments.overrides, file=arguments.config)
     require_rewards(config)

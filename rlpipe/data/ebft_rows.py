@@ -19,9 +19,8 @@ from rlpipe.data.render.formats import (
     conversation_columns,
     no_conversation,
 )
-from rlpipe.data.render.ground_truth import REMAINING_TURNS
-from rlpipe.data.render.messages import assistant_turns, no_assistant
-from rlpipe.data.render.reasoning import REASONING_KEY, with_thinking, without_thinking
+from rlpipe.data.render.messages import REASONING_KEY, assistant_turns, no_assistant, with_thinking, without_thinking
+from rlpipe.data.render.row_renderer import REMAINING_TURNS
 from rlpipe.data.row import Row, UnusableRow, require_columns
 from rlpipe.errors import DataError
 from rlpipe.types import ChatMessages

@@ -16,20 +16,17 @@ from numpy.typing import NDArray
 
 from rlpipe.configs.data_sources import MixedSource, all_sources
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.cache.cache_key import Rendering
-from rlpipe.data.cache.cached_rows import find_prepared
+from rlpipe.data.cached_rows import Rendering, find_prepared
 from rlpipe.data.row import AnyRows, CheckColumns, Row, RowLocation, Rows, SkipKind, UnusableRow
-from rlpipe.data.sources.mixed_rows import (
+from rlpipe.data.sources.open_rows import (
+    held_out_data,
     named_errors,
     open_held_out_source,
     open_source_rows,
     open_source_stream,
     with_own_images,
 )
-from rlpipe.data.sources.mixture import Mixture
-from rlpipe.data.sources.open_rows import held_out_data
-from rlpipe.data.sources.order import Order, PermutedOrder
-from rlpipe.data.sources.row_source import Part, Render, RowSource
+from rlpipe.data.sources.row_source import Mixture, Order, Part, PermutedOrder, Render, RowSource
 from rlpipe.data.sources.stream import BlockOrder, StreamRows
 from rlpipe.errors import DataError
 from rlpipe.types import Prompt

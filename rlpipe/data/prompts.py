@@ -1,23 +1,26 @@
-"""The sources of training prompts and SFT sequences, and the held-out rows that these never yield."""
+"""The prompts, or the sequences to train, that a run's config names."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlpipe.algorithms.strided import document_budget
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
-from rlpipe.data.cache.cache_key import Rendering
-from rlpipe.data.cache.cached_rows import PreparedRow, prompt_settings, sequence_settings
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
-from rlpipe.data.render.ground_truth import TruthRenderer
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
+from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.sources.row_source import RowSource
 from rlpipe.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 PromptSource = RowSource[Prompt]
 SequenceSource = RowSource[Rollout]
@@ -100,3 +103,71 @@ def open_sft_rows(
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data))
     split = Split(data, rendering, renderers_of, seed, tried=tried)
     return split.source(), split.render_held_out()
+
+
+def open_source(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | SequenceSource:
+    """Open the training rows to look at them, even if none is usable; raise ``DataError`` as ``open_prompts`` does."""
+    if config.algorithm.kind == "rl":
+        return open_run_prompts(config, config.model, tokenizer, tried=False)[0]
+    return open_run_sequences(
+        config.data,
+        config.model,
+        tokenizer,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        seed=config.seed,
+        tried=False,
+    )[0]
+
+
+def open_run_prompts(
+    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, tried: bool = True
+) -> tuple[PromptSource, list[Prompt]]:
+    """Open the prompts of an RL run with ``open_prompts``; ``model`` may be a prepared form of the config's model."""
+    return open_prompts(
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        ebft=compared(config.algorithm),
+        processor=processor_of(config.algorithm, model),
+        tried=tried,
+    )
+
+
+def open_run_sequences(
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    algorithm: AlgorithmConfig,
+    learner: LearnerConfig,
+    seed: int,
+    tried: bool = True,
+) -> tuple[SequenceSource, list[Rollout]]:
+    """Open the sequences of a run that trains on rows with ``open_sft_rows``."""
+    return open_sft_rows(
+        data,
+        tokenizer,
+        seed=seed,
+        max_tokens=longest_row(algorithm, learner),
+        processor=processor_of(algorithm, model),
+        tried=tried,
+    )
+
+
+def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:
+    """Return the processor for rows with images, or None if the algorithm takes no images."""
+    takes_images = algorithm.kind != "ebft_strided" and compared(algorithm) is None
+    return ImageProcessor(model) if takes_images else None
+
+
+def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:
+    """Return the number of tokens of the longest row that is trained on whole."""
+    if algorithm.kind != "ebft_strided":
+        return learner.max_tokens_per_microbatch
+    return document_budget(learner.max_tokens_per_microbatch, algorithm.ebft.strided, algorithm.group_size)
+
+
+def compared(algorithm: AlgorithmConfig) -> EbftConfig | None:
+    """Return the EBFT options if rewards compare completions with a ground truth, else None."""
+    return algorithm.ebft if algorithm.ebft.reward else None

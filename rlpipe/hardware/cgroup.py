@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use, as limited by the machine and by its control groups."""
+"""CPU cores and memory that this process may use, within its control group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+
+from rlpipe.configs.schema.learner_config import LearnerConfig
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -88,3 +90,18 @@ def _folders(groups: Path, own: Path, controller: str) -> Iterator[Path]:
             top = groups / controller
             folder = top / path.lstrip("/")
             yield from (place for place in (folder, *folder.parents) if place.is_relative_to(top))
+
+
+def num_threads(learner: LearnerConfig) -> int:
+    """Return the number of threads: as configured, or else the number of CPUs that Ray reserves.
+
+    A rank with a GPU whose weights are updated on the host takes at least its share of the machine's cores, which are
+    idle otherwise; the predicted time of that update assumes the same.
+    """
+    if learner.num_threads is not None:
+        return learner.num_threads
+    reserved = max(1, int(learner.num_cpus))
+    updates_on_host = learner.offload != "none" or (learner.strategy == "zero3" and learner.zero3.offload_optimizer)
+    if not learner.num_gpus or not updates_on_host:
+        return reserved
+    return max(reserved, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

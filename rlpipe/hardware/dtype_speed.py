@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.atomic_io import write_whole
+from rlpipe.hardware.devices import machines_folder, own_name
 from rlpipe.hardware.dtypes import NARROW, WIDE, DeviceTypes, cpu_name, cpu_switches, gpu_types, rocm_types
-from rlpipe.hardware.profile_store import machines_folder, own_name
 
 if TYPE_CHECKING:
     import torch

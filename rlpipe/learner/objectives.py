@@ -1,24 +1,178 @@
-"""The objectives of a training step on one rank: the policy-gradient loss of rollouts, and the likelihood of rows."""
+"""Losses of RL and supervised fine-tuning over micro batches, with the reference policy's log-probs.
+
+Shapes: N tokens of the micro batch, K loss tokens.
+
+Shapes: M tokens of a row, K targets, H hidden size.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from torch import Tensor, nn
 
-from rlpipe.algorithms.losses import LossOutput, policy_loss, sft_loss
+from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import empty_micro_batch, split_padded, with_blank
-from rlpipe.errors import ModelError
-from rlpipe.learner.inputs import LearnerInputs, prepare
-from rlpipe.learner.policy import Policy
-from rlpipe.learner.reference import Reference
-from rlpipe.learner.row_plan import AttentionLayout
+from rlpipe.errors import ConfigError, ModelError
+from rlpipe.learner.policy import Policy, load_scorer
+from rlpipe.learner.row_plan import AttentionLayout, Row
 from rlpipe.learner.strategies.sharding import Reduce
+from rlpipe.learner.workload import needs_reference
 from rlpipe.types import IntArray, MicroBatch, MiniBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerInputs:
+    """A micro batch on the device; ``old_logprobs`` and ``ref_logprobs`` are filled in where they are needed."""
+
+    row: Row
+    group_ids: IntArray  # of its sequences, on the host
+    sequence_ids: Tensor  # [K], numbered from 0 without gaps
+    advantages: Tensor  # [K]
+    sampling_logprobs: Tensor  # [K]
+    old_logprobs: Tensor | None = None  # [K]
+    ref_logprobs: Tensor | None = None  # [K]
+    is_truth: bool = False
+    """True for ground truths, whose likelihood is trained."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.row.targets)
+
+    def loss_inputs(
+        self, logprobs: Tensor, entropy: Tensor | None, mini_batch: MiniBatch, max_completion_tokens: int
+    ) -> LossInputs:
+        """Return the inputs of the losses, given the policy's current log-probs and entropies ``[K]``."""
+        return LossInputs(
+            logprobs=logprobs,
+            loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
+            sequence_ids=self.sequence_ids,
+            num_loss_tokens=mini_batch.num_loss_tokens,
+            num_sequences=mini_batch.num_sequences,
+            max_completion_tokens=max_completion_tokens,
+            advantages=self.advantages,
+            sampling_logprobs=self.sampling_logprobs,
+            old_logprobs=self.old_logprobs,
+            ref_logprobs=self.ref_logprobs,
+            entropy=entropy,
+        )
+
+
+def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
+    loss_tokens = np.flatnonzero(micro_batch.loss_mask)
+    sequences = np.searchsorted(micro_batch.sequence_starts, loss_tokens, side="right")
+
+    def pick(values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values[loss_tokens]).to(policy.device, non_blocking=True)
+
+    return LearnerInputs(
+        row=policy.plan(micro_batch),
+        group_ids=micro_batch.group_ids,
+        sequence_ids=torch.from_numpy(np.unique(sequences, return_inverse=True)[1]).to(policy.device),
+        advantages=pick(micro_batch.advantages),
+        sampling_logprobs=pick(micro_batch.logprobs),
+        ref_logprobs=None if micro_batch.ref_logprobs is None else pick(micro_batch.ref_logprobs),
+    )
+
+
+class Reference(Protocol):
+    def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
+        """Return the log-probs ``[K]`` of the row's targets, without gradient."""
+
+    def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
+        """Return the hidden states of all tokens at some depths, each ``[M, H]``, no gradient; 0 is the embedding."""
+
+    def end_step(self, num_steps_done: int) -> None:
+        """Update the reference if it is due; called after every step."""
+
+    def moving(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that training changes, by name; a checkpoint must hold them."""
+
+
+class AdapterOff:
+    """The policy's model with its LoRA adapter disabled, which takes no extra memory."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
+        with self._policy.adapter_off(), self._policy.inference():
+            return self._policy.scorer.logprobs(row, temperature, chunk_tokens)[0]
+
+    def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
+        with self._policy.adapter_off(), self._policy.inference():
+            return self._policy.scorer.depths(row, indices)
+
+    def end_step(self, num_steps_done: int) -> None:
+        pass
+
+    def moving(self) -> dict[str, nn.Parameter]:
+        return {}
+
+
+class FrozenCopy:
+    """A copy of the whole model, fixed or updated by an exponential average (as TRL's sync_ref_model).
+
+    Every ``sync_steps`` steps, reference = mixup · policy + (1 - mixup) · reference. The copy is loaded from
+    ``model.path`` and sharded over the ranks as the policy is.
+    """
+
+    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
+        self._policy = policy
+        self._config = config
+        self.scorer = load_scorer(policy.config, "cpu" if policy.sharding.loads_on_cpu else policy.device)
+        self.scorer.requires_grad_(False).eval()
+        policy.sharding.shard(self.scorer, trained=False)
+
+    @torch.no_grad()
+    def logprobs(self, row: Row, *, temperature: float, chunk_tokens: int) -> Tensor:
+        logprobs = self.scorer.logprobs(row, temperature, chunk_tokens)[0]
+        self._policy.sharding.end_inference(self.scorer)
+        return logprobs
+
+    @torch.no_grad()
+    def depths(self, row: Row, indices: Sequence[int]) -> list[Tensor]:
+        found = self.scorer.depths(row, indices)
+        self._policy.sharding.end_inference(self.scorer)
+        return found
+
+    @torch.no_grad()
+    def end_step(self, num_steps_done: int) -> None:
+        if not self._config.sync_steps or num_steps_done % self._config.sync_steps:
+            return
+        own = dict(self.scorer.model.named_parameters())
+        for name, parameter in self._policy.model.named_parameters():
+            self._policy.sharding.move(own[name], parameter, self._config.mixup)
+
+    def moving(self) -> dict[str, nn.Parameter]:
+        """Return nothing if the copy is fixed, because ``model.path`` holds it then."""
+        return dict(self.scorer.model.named_parameters()) if self._config.sync_steps else {}
+
+
+def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | None:
+    """Make the reference that the config needs, or None; raise ``ConfigError`` if ``sync_steps`` is set with LoRA."""
+    if not needs_reference(algorithm):
+        return None
+    if not isinstance(policy.model, PeftModel):
+        copy = FrozenCopy(policy, algorithm.reference)
+        if algorithm.kind == "ebft_strided":
+            copy.scorer.take_masks(policy.config.attention)
+        return copy
+    if algorithm.reference.sync_steps:
+        raise ConfigError(
+            "algorithm.reference.sync_steps moves the frozen copy of full training; "
+            "with a LoRA adapter the reference is the model below it: set it to 0"
+        )
+    return AdapterOff(policy)
 
 
 class Inputs(Protocol):

@@ -1,10 +1,12 @@
-"""A training step on one rank: forward and backward over its micro batches, exact clipping, and the optimizer."""
+"""One training step: gradients over micro batches, and the optimizer's update."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,10 +16,9 @@ from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
-from rlpipe.learner.objectives import Inputs, Objective, PolicyGradient, Supervised
-from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor
+from rlpipe.learner.objectives import Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.reference import make_reference
+from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.strided_objective import Strided
 from rlpipe.learner.workload import num_sequences
@@ -212,3 +213,22 @@ def _merge(sums: MetricSums | None, other: MetricSums | None) -> MetricSums | No
         return sums or other
     sums.merge(other)
     return sums
+
+
+WINDOW = 10
+
+
+class LossTarget:
+    """A target for the mean loss of the last ``WINDOW`` steps; without a target it is never reached."""
+
+    def __init__(self, target: float | None) -> None:
+        self._target = target
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    def reached(self, loss: float) -> bool:
+        """Add the next step's loss, and return whether the mean is below the target.
+
+        A loss that is not finite prevents this for ``WINDOW`` steps.
+        """
+        self._losses.append(loss)
+        return self._target is not None and len(self._losses) == WINDOW and fmean(self._losses) < self._target

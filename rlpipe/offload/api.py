@@ -1,34 +1,153 @@
-"""Offload of a model in one call, which traces it, searches for the fastest plan that fits, logs and applies it."""
+"""Chunked offload for any training loop: planning, wrapping a model, and its optimizer."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.hardware.calibration import own_device
+from rlpipe.data.render.processor import feature_token_id
+from rlpipe.errors import ConfigError
+from rlpipe.hardware.calibration import num_ranks, own_device
 from rlpipe.hardware.cgroup import free_host_bytes
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.rank0 import num_ranks
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
-from rlpipe.offload.planner.consensus import agree, ranks_of
-from rlpipe.offload.planner.cost import Knobs
+from rlpipe.offload.planner.cost import Capacity, Knobs
 from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
-from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES, Decision, decide, describe_small_update, given_decision
-from rlpipe.offload.planner.profile import Capacity
-from rlpipe.offload.planner.profiler import make_profile
-from rlpipe.offload.planner.rates import rates_of, roofline
-from rlpipe.offload.planner.sample_batches import representative_batch
+from rlpipe.offload.planner.planner import (
+    AMORTISING_SEQUENCES,
+    Decision,
+    agree,
+    decide,
+    describe_small_update,
+    given_decision,
+    ranks_of,
+)
+from rlpipe.offload.planner.profiler import make_profile, rates_of, roofline
 from rlpipe.offload.planner.trace import Trace
-from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free
+from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS
+from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free, chunk_state, load_chunk_state
 from rlpipe.offload.units import find_units, take_inventory
+from rlpipe.weights.dcp import moment_key, read_tensors, stored_shapes, weight_key, write_tensors
+
+COMPARED_UPDATE = 3
+
+
+class Comparison:
+    def __init__(self, decision: Decision, device: torch.device, *, resets_peak: bool = False) -> None:
+        """Prepare the comparison with ``decision``.
+
+        ``resets_peak`` resets the device's peak memory before the compared update, so that loading does not count; it
+        is torch's peak, of which the process has only one.
+        """
+        self._decision, self._device, self._resets_peak = decision, device, resets_peak
+        self._num_updates = 0
+
+    def updated(self, seconds: float, num_micro_batches: int, host_bytes: int) -> str | None:
+        """Count an update; after the third, return the comparison in one line if there is a prediction, otherwise None.
+
+        ``host_bytes`` are those that the offloaded model holds on the host.
+        """
+        self._num_updates += 1
+        on_gpu = self._device.type == "cuda"
+        if self._num_updates == COMPARED_UPDATE - 1 and self._resets_peak and on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._num_updates != COMPARED_UPDATE or self._decision.prediction is None:
+            return None
+        return self._decision.compare(
+            seconds,
+            num_micro_batches,
+            device_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
+            host_bytes=host_bytes,
+            process_bytes=psutil.Process().memory_info().rss,
+        )
+
+
+IMAGE_SIDE = 448
+"""Side of a typical image in pixels; models that take only one size have their own."""
+
+
+def representative_batch(model: nn.Module, num_tokens: int, *, num_rows: int = 1) -> dict[str, Tensor]:
+    """Return arguments of the model's ``forward`` for a loss, with ``num_tokens`` in every row.
+
+    The model's class decides on the kind before its config does: a classifier with an encoder and a decoder is a
+    classifier. Raises ``ValueError`` for an unknown class; the caller then needs a batch of its own.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    name, config = type(base).__name__, getattr(base, "config", None)
+    tokens = torch.zeros(num_rows, num_tokens, dtype=torch.long)
+    if "ForSequenceClassification" in name:
+        is_regression = getattr(config, "num_labels", 2) == 1
+        return {
+            "input_ids": tokens,
+            "labels": torch.zeros(num_rows, dtype=torch.float if is_regression else torch.long),
+        }
+    if "ForTokenClassification" in name or "ForMaskedLM" in name:
+        return {"input_ids": tokens, "labels": tokens}
+    if "ForQuestionAnswering" in name:
+        places = torch.zeros(num_rows, dtype=torch.long)
+        return {"input_ids": tokens, "start_positions": places, "end_positions": places}
+    if getattr(config, "vision_config", None) is not None and (
+        "ForConditionalGeneration" in name or "ForImage" in name
+    ):
+        return _with_image(base, config, tokens)
+    if getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": tokens, "labels": tokens}
+    if "ForCausalLM" in name or "LMHead" in name:
+        return {"input_ids": tokens, "labels": tokens}
+    raise ValueError(f"{name} is of no kind that a batch is known for: give one")
+
+
+def _with_image(model: Any, config: Any, tokens: Tensor) -> dict[str, Tensor]:
+    vision = config.vision_config
+    rows, length = tokens.shape
+    if hasattr(vision, "spatial_merge_size"):
+        pixels, count = _patches(vision, rows, length)
+    else:
+        pixels, count = _squares(config, vision, rows)
+    if count >= length:
+        raise ValueError(f"an image of {type(model).__name__} is {count} tokens: give rows of more than {length}")
+    image_token = feature_token_id(config)
+    assert image_token is not None, "a model with a vision tower has a token for its features"
+    tokens = torch.full_like(tokens, 1 if image_token != 1 else 2)
+    tokens[:, 1 : 1 + count] = image_token
+    batch = {"input_ids": tokens, "labels": tokens, **pixels}
+    accepted = inspect.signature(model.forward).parameters
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in accepted:
+            batch[name] = (tokens == image_token).long()
+    return batch
+
+
+def _patches(vision: Any, rows: int, length: int) -> tuple[dict[str, Tensor], int]:
+    """Return image inputs and tokens per image for models that merge patches in squares (Qwen); at most half a row."""
+    merge = vision.spatial_merge_size
+    side = max(1, min(IMAGE_SIDE // (vision.patch_size * merge), math.isqrt(length // 2)))
+    patches = side * merge
+    size = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 2) * vision.patch_size**2
+    pixels = torch.zeros(rows * patches**2, size)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, patches, patches]] * rows)}, side**2
+
+
+def _squares(config: Any, vision: Any, rows: int) -> tuple[dict[str, Tensor], int]:
+    """Return image inputs and tokens per image for models that take images of one size (Gemma 3, LLaVA)."""
+    pixels = torch.zeros(rows, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
+    count = getattr(config, "mm_tokens_per_image", None) or (vision.image_size // vision.patch_size) ** 2
+    return {"pixel_values": pixels}, count
+
 
 logger = logging.getLogger(__name__)
 SHARE_USED = 0.9
@@ -197,3 +316,106 @@ def _own_bytes(model: nn.Module) -> int:
     sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
     process = psutil.Process().memory_info()
     return min(sum(sizes.values()), process.rss - getattr(process, "shared", 0))
+
+
+class OffloadedAdamW:
+    """AdamW for an offloaded model, to use after one or several calls of ``loss.backward()``.
+
+    Gradients are summed over the ranks, so each loss must be a share of the whole batch's. Only matrices have weight
+    decay.
+    """
+
+    def __init__(self, offloaded: OffloadedModel, config: OptimizerConfig) -> None:
+        self._offloaded, self._config = offloaded, config
+        self._comparison = Comparison(offloaded.decision, offloaded.device) if offloaded.decision else None
+        named = dict(offloaded.model.named_parameters()).items()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        places = {name: offloaded.place_of(parameter) for name, parameter in trained.items()}
+        self._names = {place: name for name, place in places.items() if place is not None}
+        self._resident = {name: parameter for name, parameter in trained.items() if places[name] is None}
+        matrices = [parameter for parameter in self._resident.values() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self._resident.values() if parameter.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}],
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, *, max_norm: float | None = None, learning_rate: float | None = None) -> float:
+        """Update the weights, and return the gradients' global norm; if that is not finite, only drop the gradients.
+
+        All ranks must call it.
+        """
+        self._offloaded.check_open()
+        self._compare()
+        chunks, rate = self._offloaded.optimizer, self._config.lr if learning_rate is None else learning_rate
+        squared = chunks.squared_norm() + self._offloaded.resident_squared_norm()
+        norm = math.sqrt(float(self._offloaded.ranks.sum(squared)))
+        if not math.isfinite(norm):
+            self.zero_grad()
+            return norm
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        for parameter in self._resident.values():
+            if parameter.grad is not None and scale != 1:
+                parameter.grad.mul_(scale)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        chunks.apply(rate, scale)
+        self._adam.zero_grad()
+        return norm
+
+    def _compare(self) -> None:
+        seconds, num_micro_batches = self._offloaded.end_update()
+        if self._comparison is None:
+            return
+        if found := self._comparison.updated(seconds, num_micro_batches, self._offloaded.host_bytes):
+            logger.info("offload: %s", found)
+
+    def zero_grad(self) -> None:
+        self._offloaded.check_open()
+        self._offloaded.optimizer.drop()
+        self._adam.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights and their moments as a torch distributed checkpoint; all ranks must call it.
+
+        Any number of ranks can load it, however their chunks are arranged. Gradients that were not applied are not part
+        of it. Raises ``OSError`` if it can't be written.
+        """
+        self._offloaded.check_open()
+        resident = self._resident_state()
+        write_tensors(
+            folder, resident | chunk_state(self._offloaded, self._names), num_ranks=self._offloaded.ranks.num_ranks
+        )
+
+    def load(self, folder: Path) -> None:
+        """Load what ``save`` wrote of the same model, and drop gradients; all ranks must call it.
+
+        Raises ``ConfigError`` if other parameters were trained.
+        """
+        self.zero_grad()
+        stored = stored_shapes(folder)
+        weights = {weight_key(name) for name in (*self._resident, *self._names.values())}
+        if other := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
+            raise ConfigError(
+                f"{folder} trains other parameters than this model ({len(other)} differ, such as {other[0]})"
+            )
+        self._adam.state.clear()
+        for name, parameter in self._resident.items():
+            if moment_key(name, STEPS) in stored:
+                moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+                self._adam.state[parameter] = {STEPS: torch.zeros((), device=parameter.device), **moments}
+        read_tensors(folder, self._resident_state())
+        load_chunk_state(self._offloaded, self._names, stored, partial(read_tensors, folder))
+
+    def _resident_state(self) -> dict[str, Tensor]:
+        held = {weight_key(name): parameter.detach() for name, parameter in self._resident.items()}
+        return held | {
+            moment_key(name, key): moment
+            for name, parameter in self._resident.items()
+            for key, moment in self._adam.state.get(parameter, {}).items()
+        }

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_plan import EnginePlan
-from rlpipe.plan.learner_memory import LearnerMemory
-from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, Room
+from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, LearnerMemory, Room
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

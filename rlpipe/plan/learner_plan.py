@@ -1,22 +1,228 @@
-"""The plan of a config's learner: memory of a rank, time of a step, and proposed changes."""
+"""The plan of the learner, and the changes that make it fit or faster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from operator import attrgetter
+from typing import Any
 
 from transformers import PreTrainedConfig
 
+from rlpipe.configs.constraints import contradictions
 from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import RlpipeError
 from rlpipe.hardware.device import Device
+from rlpipe.hardware.devices import DEVICES
+from rlpipe.learner.strategies.chunked import GIB
+from rlpipe.learner.workload import sequence_tokens
+from rlpipe.offload.planner.cost import Knobs
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES
-from rlpipe.plan.engine_setup import EngineSetup
+from rlpipe.plan.engine_memory import EngineSetup
 from rlpipe.plan.learner_case import Drafts, LearnerCase
-from rlpipe.plan.learner_changes import LearnerChange, remedies
-from rlpipe.plan.learner_memory import LearnerMemory
-from rlpipe.plan.learner_room import Room
-from rlpipe.plan.learner_time import StepTime
-from rlpipe.plan.learner_work import Work
+from rlpipe.plan.learner_memory import LearnerMemory, Room
+from rlpipe.plan.learner_time import StepTime, Work
+
+RANKS = (2, 4, 8)
+"""Numbers of ranks that are proposed."""
+LIMITS = ("device_memory_gib", "host_memory_gib")
+MOST_DOUBLED = 4
+"""Most times that a machine's memory is doubled."""
+MOST_PAIRS = 3
+"""Most pairs of changes that are proposed if no single change is enough."""
+
+Options = Mapping[str, Any]
+"""Values by dotted option name, as on the command line."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LearnerChange:
+    """A config change, and its effect."""
+
+    change: str
+    seconds: float
+    """Seconds of a step with the change."""
+    device_bytes: int
+    """Device bytes of a rank with the change."""
+
+
+def remedies(case: LearnerCase) -> list[LearnerChange]:
+    """Return the smallest change of each kind with which the learner fits; if there are none, pairs of changes."""
+    return _alone(case) or list(islice(_pairs(case), MOST_PAIRS))
+
+
+def _alone(case: LearnerCase) -> list[LearnerChange]:
+    found = [change for kind in _kinds(case) if (change := _first_that_fits(case, kind)) is not None]
+    return [*found, *_other_ranks(case), *_more_host_memory(case), *_larger_device(case)]
+
+
+def _pairs(case: LearnerCase) -> Iterator[LearnerChange]:
+    """Yield pairs of changes with which the learner fits; not all, because planning one takes up to seconds.
+
+    Each pair has the change that saves most (chunked offload, or else more ranks) and the smallest sufficient change of
+    another kind; then come pairs with other hardware.
+    """
+    kinds = [options for kind in _kinds(case) if (options := [*kind])]
+    offload, ranks = _chunked(case.config), _more_ranks(case)
+    strongest = (offload or ranks)[-1:]
+    for kind in (*kinds, *([ranks] if offload and ranks else [])):
+        pairs: list[Options] = [
+            {**most, **options} for most in strongest for options in kind if not {*most} & {*options}
+        ]
+        if (change := _first_that_fits(case, pairs)) is not None:
+            yield change
+    for most in strongest:
+        yield from _with_hardware(case, most, _more_host_memory)
+    for kind in kinds:
+        if kind != offload:  # chunks would be traced again for every device
+            yield from _with_hardware(case, kind[-1], _larger_device)
+
+
+def _with_hardware(
+    case: LearnerCase, options: Options, larger: Callable[[LearnerCase], Iterator[LearnerChange]]
+) -> Iterator[LearnerChange]:
+    changed = _change(case, options)
+    if changed is not None:
+        for found in larger(changed[1]):
+            yield replace(found, change=f"{changed[0]} {found.change}")
+
+
+def with_options(config: Config, options: Options) -> Config:
+    """Return a copy of the config with other values of some options, by their dotted names."""
+    for name, value in options.items():
+        config = _with_option(config, name.split("."), value)
+    return config
+
+
+def _with_option(section: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    return replace(section, **{name: _with_option(getattr(section, name), rest, value) if rest else value})
+
+
+def read_option(config: Config, name: str) -> Any:
+    return attrgetter(name)(config)
+
+
+def _kinds(case: LearnerCase) -> Iterator[list[Options]]:
+    """Yield the options of each kind of change, ordered from the smallest change."""
+    config, learner = case.config, case.config.learner
+    is_whole = config.model.adapter.kind == "none"
+    if learner.offload == "chunked":
+        yield _unlimited(config)
+        yield [{"learner.chunked.state_dtype": "bfloat16"}] if is_whole else []
+    else:
+        yield [{"model.gradient_checkpointing": True}]
+        yield [{"learner.optimizer.name": "adamw_8bit"}]
+        yield _chunked(config)
+    if learner.strategy == "zero3":
+        yield [{"learner.zero3.offload_optimizer": True}]
+        yield [{"learner.zero3.offload_optimizer": True, "learner.zero3.offload_parameters": True}]
+    yield [{"learner.max_tokens_per_microbatch": tokens} for tokens in _shorter(config)]
+    if config.model.adapter.kind == "lora":
+        yield [{"model.adapter.kind": "qlora"}]
+    if is_whole:
+        yield [{"model.adapter.kind": "lora"}]
+
+
+def _chunked(config: Config) -> list[Options]:
+    """Return the options for chunked offload; empty if it is chosen already."""
+    if config.learner.offload == "chunked":
+        return []
+    offload = {"learner.offload": "chunked", "model.gradient_checkpointing": False}
+    is_whole = config.model.adapter.kind == "none"
+    return [offload, *([{**offload, "learner.chunked.state_dtype": "bfloat16"}] if is_whole else [])]
+
+
+def _unlimited(config: Config) -> list[Options]:
+    """Return options that remove the config's limits and knobs of chunks: each alone, then all of them."""
+    given = [f"learner.chunked.{name}" for name in (*LIMITS, *(entry.name for entry in fields(Knobs)))]
+    given = [name for name in given if read_option(config, name) is not None]
+    return [*({name: None} for name in given), dict.fromkeys(given)]
+
+
+def _more_ranks(case: LearnerCase) -> list[Options]:
+    """Return options with more ranks, each of which holds less."""
+    sharded = {"learner.strategy": "fsdp2"} if case.config.learner.strategy == "single" else {}
+    return [{**sharded, "learner.num_ranks": count} for count in RANKS if count > case.config.learner.num_ranks]
+
+
+def _other_ranks(case: LearnerCase) -> Iterator[LearnerChange]:
+    """Yield the first number of ranks that fits: more; or fewer, because the ranks of a machine share its memory."""
+    fewer = [{"learner.num_ranks": count} for count in range(case.config.learner.num_ranks - 1, 0, -1)]
+    for options in (*_more_ranks(case), *fewer):
+        changed = _change(case, options)
+        if changed is not None and _fits(changed[1]):
+            yield _describe(*changed)
+            return
+
+
+def _more_host_memory(case: LearnerCase) -> Iterator[LearnerChange]:
+    """Yield the least host memory that is enough, in doublings."""
+    device = case.device
+    for doubled in range(1, MOST_DOUBLED + 1):
+        larger = replace(device, host_memory_bytes=device.host_memory_bytes * 2**doubled)
+        changed = replace(case, drafts=replace(case.drafts, device=larger))
+        if _fits(changed):
+            yield _describe(f"--host-memory-gib {larger.host_memory_bytes / GIB:g}", changed)
+            return
+
+
+def _shorter(config: Config) -> Iterator[int]:
+    """Yield halves of the micro batch, as long as a sequence of full length fits in."""
+    tokens, least = config.learner.max_tokens_per_microbatch, sequence_tokens(config)
+    if config.algorithm.kind != "rl":  # rows may be as long as a micro batch: shorter ones would be cut
+        return
+    while tokens > least:
+        tokens = max(least, tokens // 2)
+        yield tokens
+
+
+def _first_that_fits(case: LearnerCase, kind: list[Options]) -> LearnerChange | None:
+    """Return the first change of a kind that fits; only tried if the last one, which takes least memory, fits."""
+    tried = [changed for options in kind if (changed := _change(case, options)) is not None]
+    if not tried or not _fits(tried[-1][1]):
+        return None
+    return _describe(*next(entry for entry in tried if _fits(entry[1])))
+
+
+def _change(case: LearnerCase, options: Options) -> tuple[str, LearnerCase] | None:
+    """Return the changed case with its text; None if nothing changes, or if the options contradict each other."""
+    options = {name: value for name, value in options.items() if read_option(case.config, name) != value}
+    config = with_options(case.config, options)
+    if not options or {*contradictions(config)} - {*contradictions(case.config)}:
+        return None
+    return " ".join(f"{name}={_text(value)}" for name, value in options.items()), replace(case, config=config)
+
+
+def _fits(case: LearnerCase) -> bool:
+    try:
+        return case.problem is None
+    except RlpipeError:
+        return False
+
+
+def _describe(text: str, case: LearnerCase) -> LearnerChange:
+    assert case.memory is not None, "what fits has a memory"
+    return LearnerChange(change=text, seconds=case.time.seconds, device_bytes=case.memory.device.total)
+
+
+def _larger_device(case: LearnerCase) -> Iterator[LearnerChange]:
+    """Yield the smallest device of the table that is large enough."""
+    if case.device.kind != "cuda":
+        return
+    larger = [device for device in DEVICES.values() if device.memory_bytes > 1.1 * case.device.memory_bytes]
+    for device in reversed(larger):
+        changed = replace(case, drafts=replace(case.drafts, device=device))
+        if _fits(changed):
+            yield _describe(f"--device {device.name}", changed)
+            return
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -1,20 +1,105 @@
-"""The learner's time for a step: computing, transfers and exchange, and which of these it waits for."""
+"""Time of a training step: what it computes, moves and exchanges; with chunks, too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.hardware.curve import Curve
-from rlpipe.hardware.device import Device
-from rlpipe.offload.planner.profile import Mode, Rates, StageProfile
-from rlpipe.offload.planner.rates import rates_of
-from rlpipe.plan.learner_memory import FLOAT32_BYTES, checkpoint_modes, gathered_units
-from rlpipe.plan.learner_outline import Outline
-from rlpipe.plan.learner_work import Work
+from rlpipe.hardware.device import Curve, Device
+from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
+from rlpipe.learner.strategies.chunked import chunk_sizes, fixed_knobs, precision_of
+from rlpipe.learner.workload import num_sequences, pack_full, reads_features, sequence_tokens
+from rlpipe.offload.api import choices_of
+from rlpipe.offload.layout import ChunkLayout, make_layout
+from rlpipe.offload.planner.cost import (
+    Capacity,
+    ChunkProfile,
+    Knobs,
+    Mode,
+    Profile,
+    Rates,
+    StageProfile,
+    arrange,
+    predict,
+    staging_bytes,
+    update_bytes,
+    working_bytes,
+)
+from rlpipe.offload.planner.planner import Decision, decide
+from rlpipe.offload.planner.profiler import make_profile, rates_of, resident_bytes
+from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.units import Inventory, take_inventory
+from rlpipe.plan.learner_memory import (
+    FLOAT32_BYTES,
+    DeviceBytes,
+    HostBytes,
+    LearnerMemory,
+    Outline,
+    checkpoint_modes,
+    gathered_units,
+    nf4_bytes,
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Work:
+    """Work of a rank, with all sequences at full length."""
+
+    num_sequences: int
+    """Sequences of a step, on all ranks."""
+    sequence_tokens: int
+    num_updates: int
+    """Updates of a step."""
+    updates_per_pass: int
+    """Updates per epoch over the step's sequences."""
+    num_micro_batches: int
+    """Micro batches of an update."""
+    num_logprob_passes: float
+    """Forward passes without gradient per micro batch, for the policy's log-probs at the step's start."""
+    num_reference_passes: int
+    """Forward passes of the reference per micro batch."""
+    row: Row
+    """Row of the micro batch with the most work."""
+
+    @property
+    def update_sequences(self) -> float:
+        """Sequences of an update, on all ranks."""
+        return self.num_sequences / self.updates_per_pass
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, on all ranks; each counts once, however often it is trained on."""
+        return self.num_sequences * self.sequence_tokens
+
+
+def read_work(config: Config, layout: AttentionLayout) -> Work:
+    """Pack a step as the run does; raise ``ConfigError`` for sequences that fit into no micro batch."""
+    algorithm, sequences = config.algorithm, num_sequences(config.algorithm)
+    num_micro_batches, fullest = pack_full(config)
+    updates_per_pass = min(algorithm.num_minibatches, sequences)
+    num_updates = updates_per_pass * algorithm.num_epochs_per_step
+    return Work(
+        num_sequences=sequences,
+        sequence_tokens=sequence_tokens(config),
+        num_updates=num_updates,
+        updates_per_pass=updates_per_pass,
+        num_micro_batches=num_micro_batches,
+        num_logprob_passes=(num_updates - 1) / num_updates if algorithm.kind == "rl" else 0,
+        num_reference_passes=_reference_passes(algorithm),
+        row=plan_row(fullest, layout=layout, device=torch.device("cpu")),
+    )
+
+
+def _reference_passes(algorithm: AlgorithmConfig) -> int:
+    """Return the reference passes: one for the KL, and one for features that the learner computes for EBFT."""
+    if algorithm.kind != "rl":
+        return 0
+    return int(algorithm.loss.beta > 0) + int(reads_features(algorithm))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -176,3 +261,166 @@ def _moved(outline: Outline, config: Config, rates: Rates) -> _Moved:
         sends_each_time=not is_fsdp or config.model.adapter.kind == "none",
         updates_on_host=updates_on_host,
     )
+
+
+FREE = Rates(
+    host_to_device=math.inf,
+    device_to_host=math.inf,
+    both=math.inf,
+    device_adam={"float32": math.inf},
+    host_adam={"float32": math.inf},
+    host_adding={"float32 to float32": math.inf},
+    device_bandwidth=math.inf,
+    host_bandwidth=math.inf,
+)
+"""Rates at which no transfer, update or sum takes time."""
+
+
+MOST_WAYS = 1_800_000
+"""Most candidates that a plan searches: divisions of the layers among modes, times numbers of persistent chunks."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Chunks:
+    """A model divided into chunks."""
+
+    outline: Outline
+    inventory: Inventory
+    layout: ChunkLayout
+    config: Config
+
+    def profile(self, trace: Trace, *, num_parts: int, num_micro_batches: int) -> Profile:
+        return make_profile(
+            self.outline.scorer,
+            self.inventory,
+            self.layout,
+            trace,
+            precision=precision_of(self.config.learner.chunked, self.outline.scorer.compute_dtype),
+            num_ranks=self.config.learner.num_ranks,
+            num_parts=num_parts,
+            num_micro_batches=num_micro_batches,
+        )
+
+
+def make_chunks(outline: Outline, config: Config) -> Chunks:
+    """Divide the model into chunks as the learner does; 4-bit weights count with their scales."""
+    inventory = take_inventory(outline.scorer, outline.units, compute_dtype=outline.scorer.compute_dtype)
+    inventory.tensors = [
+        replace(tensor, num_bytes=nf4_bytes(outline.nf4[tensor.name])) if tensor.name in outline.nf4 else tensor
+        for tensor in inventory.tensors
+    ]
+    layout = make_layout(inventory.tensors, sizes=chunk_sizes(config.learner.chunked))
+    return Chunks(outline=outline, inventory=inventory, layout=layout, config=config)
+
+
+def decide_chunks(
+    chunks: Chunks, trace: Trace, device: Device, capacity: Capacity, num_micro_batches: int
+) -> tuple[Decision, Profile]:
+    """Decide as the learner does when it starts, for full micro batches; return the decision with its profile.
+
+    Raises ``DoesNotFit``, and ``ValueError`` if no schedule has the fixed knobs.
+    """
+    learner = chunks.config.learner
+    profiles = {
+        num_parts: chunks.profile(trace, num_parts=num_parts, num_micro_batches=num_micro_batches)
+        for num_parts in choices_of(learner.chunked.sharing, learner.num_ranks)
+    }
+    decision = decide(
+        trace,
+        profiles,
+        num_units=len(chunks.outline.units),
+        rates=rates_of(device, num_ranks=learner.num_ranks),
+        capacity=capacity,
+        fixed=searched_knobs(chunks, profiles[max(profiles)]),
+    )
+    return decision, profiles[decision.num_parts]
+
+
+def searched_knobs(chunks: Chunks, profile: Profile) -> dict[str, int]:
+    """Return the knobs that are not searched, with their values.
+
+    These are the config's; if there are too many candidates, swapped and then offloaded layers are fixed at 0, too,
+    because they are rarely chosen.
+    """
+    fixed = fixed_knobs(chunks.config.learner.chunked)
+    for name in ("num_swapped", "num_offloaded"):
+        free = sum(knob not in fixed for knob in ("num_swapped", "num_checkpointed", "num_offloaded"))
+        if math.comb(len(profile.blocks) + free, free) * (len(profile.chunks) + 1) <= MOST_WAYS:
+            break
+        fixed.setdefault(name, 0)
+    return fixed
+
+
+def chunked_memory(
+    chunks: Chunks, profile: Profile, decision: Decision, rates: Rates, reference: Capacity | None
+) -> LearnerMemory:
+    """Return the predicted memory by part, including the frozen copy of the initial model."""
+    learner, knobs = chunks.config.learner, decision.knobs
+    modes = arrange(profile, knobs, rates)
+    persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
+    gradient = precision_of(learner.chunked, chunks.outline.scorer.compute_dtype).gradient.itemsize
+    model = chunks.outline.scorer
+    resident = resident_bytes(model, chunks.inventory)
+    small = sum(entry.nbytes for entry in chunks.inventory.resident.values() if entry.requires_grad)
+    device_gradients, device_states = _states(persistent, gradient)
+    host_gradients, host_states = _states(others, gradient)
+    return LearnerMemory(
+        device=DeviceBytes(
+            weights=sum(chunk.gathered_bytes for chunk in persistent) + resident - 3 * small,
+            gradients=device_gradients + small + profile.resident_bytes - resident,
+            optimizer=device_states + 2 * small,
+            activations=working_bytes(profile, knobs, modes),
+            slots=knobs.num_slots * profile.slot_bytes,
+            reference=reference.device_bytes if reference is not None else 0,
+        ),
+        host=HostBytes(
+            weights=sum(chunk.num_bytes for chunk in others),
+            gradients=host_gradients + staging_bytes(others),
+            optimizer=host_states + update_bytes(others),
+            activations=sum(
+                stage.swapped_bytes for stage, mode in zip(profile.stages, modes, strict=True) if mode is Mode.SWAP
+            ),
+            reference=reference.host_bytes // decision.num_parts if reference is not None else 0,
+            loading=0 if chunks.outline.is_mapped else chunks.outline.stored_bytes(),
+        ),
+    )
+
+
+def _states(chunks: Sequence[ChunkProfile], gradient_itemsize: int) -> tuple[int, int]:
+    """Return the bytes of summed gradients, and those of the optimizer's weights and moments."""
+    gradients = sum(chunk.num_trained for chunk in chunks) * gradient_itemsize
+    return gradients, sum(chunk.state_bytes for chunk in chunks) - gradients
+
+
+def chunked_time(profile: Profile, knobs: Knobs, rates: Rates, work: Work, reference: Capacity | None) -> StepTime:
+    """Return the time of a step; ``profile`` is that of ``work``'s row and micro batches."""
+    whole = predict(profile, knobs, rates)
+    still = replace(profile, stages=[replace(stage, forward_s=0.0, backward_s=0.0) for stage in profile.stages])
+    compute = predict(profile, knobs, FREE)
+    one_way = {name: getattr(rates, name) for name in ("host_to_device", "device_to_host", "both")}
+    transfer = predict(still, knobs, replace(FREE, **one_way))
+    exchange = predict(still, knobs, replace(FREE, link=rates.link))
+    adding = predict(still, knobs, replace(FREE, host_adding=rates.host_adding, host_bandwidth=rates.host_bandwidth))
+    updates, policy = work.num_updates, work.num_logprob_passes
+    passes = updates * work.num_micro_batches * work.num_reference_passes
+    frozen = _reference_pass(profile, reference, rates)
+    if reference is None:  # the policy without its adapter
+        policy, passes = policy + work.num_reference_passes, 0
+    return StepTime(
+        logprob_s=updates * policy * whole.forward_s + passes * frozen.seconds,
+        forward_s=updates * whole.forward_s,
+        backward_s=updates * whole.backward_s,
+        optimizer_s=updates * (whole.device_adam_s + whole.exposed_adam_s),
+        compute_s=updates * ((1 + policy) * compute.forward_s + compute.backward_s) + passes * frozen.compute_s,
+        transfer_s=float(updates * ((1 + policy) * transfer.forward_s + transfer.backward_s))
+        + passes * frozen.transfer_s,
+        exchange_s=updates * ((1 + policy) * exchange.forward_s + exchange.backward_s) + passes * frozen.exchange_s,
+        adding_s=updates * adding.backward_s,
+        device_adam_s=updates * whole.device_adam_s,
+        host_adam_s=updates * whole.host_adam_s,
+    )
+
+
+def _reference_pass(profile: Profile, reference: Capacity | None, rates: Rates) -> PassTime:
+    moved = 0 if reference is None else reference.host_bytes
+    return PassTime(compute_s=sum(stage.forward_s for stage in profile.stages), transfer_s=moved / rates.host_to_device)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from rlpipe.common.formatting import gib
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
-from rlpipe.learner.strategies.chunk_options import GIB
-from rlpipe.offload.planner.rates import DEVICES_PER_MACHINE
+from rlpipe.learner.strategies.chunked import GIB
+from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.plan.actors import ActorKind, Placed, fill, rank_kind
 from rlpipe.plan.learner_case import LearnerCase
-from rlpipe.plan.learner_changes import MOST_DOUBLED, with_options
+from rlpipe.plan.learner_plan import MOST_DOUBLED, with_options
 from rlpipe.plan.scorer_plan import ScorerPlan
 from rlpipe.scoring.pools import resolve_pools
 

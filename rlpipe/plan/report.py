@@ -9,27 +9,31 @@ from dataclasses import asdict, dataclass, replace
 from transformers import PreTrainedConfig
 
 from rlpipe.common.formatting import count
-from rlpipe.configs.constraints.constraints import check_model
+from rlpipe.configs.constraints import check_model
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.plan.actors import engine_kind, rank_kind
-from rlpipe.plan.device_section import device_section
 from rlpipe.plan.dtype_work import planned_dtype
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.engine_section import engine_section
 from rlpipe.plan.learner_case import Drafts, LearnerCase
 from rlpipe.plan.learner_plan import plan_case
-from rlpipe.plan.learner_section import learner_section, unplanned_section
-from rlpipe.plan.loop_section import loop_section, read_loop
 from rlpipe.plan.machine import plan_machine
-from rlpipe.plan.machine_section import machine_section
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.model_shape import describe_offline, read_shape
 from rlpipe.plan.scorer_plan import ScorerPlan, plan_scorers
-from rlpipe.plan.scorer_section import scorers_section
-from rlpipe.plan.section import Section, to_text
-from rlpipe.plan.shape import read_shape
+from rlpipe.plan.sections import (
+    Section,
+    device_section,
+    engine_section,
+    learner_section,
+    loop_section,
+    machine_section,
+    read_loop,
+    scorers_section,
+    to_text,
+    unplanned_section,
+)
 
 ASSUMPTION = "All prompts and completions are taken at full length. Shorter ones take less time."
 

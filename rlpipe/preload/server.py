@@ -57,8 +57,8 @@ STAGES = {
         parent="torch",
         modules=(
             "rlpipe.learner.step",
-            "rlpipe.learner.checkpoint.checkpoints",
-            "rlpipe.learner.checkpoint.save_policy",
+            "rlpipe.learner.checkpoints",
+            "rlpipe.learner.checkpoints",
             "rlpipe.learner.publish",
         ),
         ray_modules=("rlpipe.actors.learner",),

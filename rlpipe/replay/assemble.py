@@ -1,8 +1,9 @@
-"""Assembly of a step's groups into one packed batch per learner rank, and into the step's metrics."""
+"""Assembles scored groups into the batch of a step, with groups that are replayed from earlier steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -212,3 +213,31 @@ def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, f
         "staleness/max": float(np.max(staleness)),
         "staleness/mixed_ratio": float(np.mean(mixed)),
     }
+
+
+class KeptGroups:
+    """Cache of the newest ``limit`` groups with differing rewards; each is handed out once, the newest first."""
+
+    def __init__(self, *, limit: int, combine: str) -> None:
+        self._combine = combine
+        self._groups: deque[RolloutGroup] = deque(maxlen=limit)
+
+    @property
+    def ids(self) -> list[int]:
+        return [group.group_id for group in self._groups]
+
+    def keep(self, groups: Iterable[RolloutGroup]) -> None:
+        self._groups.extend(group for group in groups if has_signal(group, self._combine))
+
+    def fill_up(self, newest_first: Iterable[RolloutGroup]) -> None:
+        """Add groups with differing rewards as older ones, until the cache is full."""
+        for group in newest_first:
+            if len(self._groups) == self._groups.maxlen:
+                return
+            if has_signal(group, self._combine):
+                self._groups.appendleft(group)
+
+    def stand_in_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
+        wanted = sum(not has_signal(group, self._combine) for group in groups)
+        return [self._groups.pop() for _ in range(min(wanted, len(self._groups)))]

@@ -1,8 +1,14 @@
-"""The replay buffer, which holds scored groups and decides which of them a step trains."""
+"""The replay buffer: slots that bound staleness, admission of groups, and prompts to sample again.
+
+Groups that are in flight or wait to be trained never exceed ``(max_staleness + 1) * groups_per_step``. Together with
+the deadlines of ``rlpipe.replay.buffer``, this ensures that no group is trained more than ``max_staleness`` versions
+after the one that its sampling began with. With ``max_staleness=0``, a step's groups start only when the step before
+it is published, which is synchronous training.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from rlpipe.types import RolloutGroup
@@ -102,3 +108,79 @@ class ReplayBuffer:
         self._scored_ids[version].discard(group_id)
         if not self._num_admitted[version]:
             del self._num_admitted[version], self._scored_ids[version]
+
+
+class Admission:
+    """Counter of a run's groups from admission to training."""
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        num_steps: int,
+        first_step: int = 0,
+        num_waiting: int = 0,
+    ) -> None:
+        """Start at ``first_step``; ``num_waiting`` groups already have a place in it or a later step."""
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._num_steps = num_steps
+        self._version = first_step
+        self._admitted = first_step * groups_per_step + num_waiting
+
+    @property
+    def version(self) -> int:
+        """The policy version that every engine serves; version v has been trained for v steps."""
+        return self._version
+
+    @property
+    def capacity(self) -> int:
+        """Number of groups that may be admitted now."""
+        steps_open = min(self._version + self._max_staleness + 1, self._num_steps)
+        return max(steps_open * self._groups_per_step - self._admitted, 0)
+
+    def admit(self, num_groups: int) -> None:
+        """Count groups as started; raise ``ValueError`` beyond the capacity."""
+        if num_groups > self.capacity:
+            raise ValueError(f"{num_groups} groups were admitted where {self.capacity} may be")
+        self._admitted += num_groups
+
+    def discard(self, num_groups: int) -> None:
+        """Free the places of groups that will never be trained, so that others replace them."""
+        self._admitted -= num_groups
+
+    def publish(self, version: int) -> None:
+        """Set the version that all engines serve now, which opens the steps up to ``version + max_staleness``."""
+        self._version = max(self._version, version)
+
+    def extend(self, num_steps: int) -> None:
+        """Add ``num_steps`` steps after the last one."""
+        self._num_steps += num_steps
+
+
+class Rerolls:
+    """Queue whose prompts come back ``after_steps`` versions after sampling, at most ``per_step`` per version."""
+
+    def __init__(self, *, after_steps: int, per_step: int) -> None:
+        self._after_steps, self._per_step = after_steps, per_step
+        self._waiting: deque[Admitted] = deque()
+        self._version = self._taken = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, fruitless: Admitted) -> None:
+        self._waiting.append(fruitless)
+
+    def take(self, version: int, at_most: int) -> list[Admitted]:
+        """Remove and return up to ``at_most`` groups that are due at ``version``, the oldest first."""
+        if version != self._version:
+            self._version, self._taken = version, 0
+        due: list[Admitted] = []
+        while self._waiting and len(due) < at_most and self._taken < self._per_step:
+            if self._waiting[0].version + self._after_steps > version:
+                break
+            due.append(self._waiting.popleft())
+            self._taken += 1
+        return due

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import Passed
-from rlpipe.replay.assemble import assemble_step, has_signal
+from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.replay.assemble import KeptGroups, assemble_step, has_signal
 from rlpipe.replay.buffer import Admitted, ReplayBuffer
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState, Ledger, StepGroups
-from rlpipe.replay.replay_cache import KeptGroups
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.scorer import GroupScores, apply_scores
 from rlpipe.types import RolloutGroup, TrainBatch

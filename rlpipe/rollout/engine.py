@@ -1,14 +1,27 @@
-"""The protocol of rollout engines, and the choice of one for a config; imports neither torch nor vllm."""
+"""The protocol of a rollout engine, and how it builds groups of rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
+import numpy as np
+
 from rlpipe.configs.schema.rollout_config import RolloutConfig
+from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError
-from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
+from rlpipe.types import (
+    NO_VERSION,
+    Buckets,
+    EngineHealth,
+    GroupRequest,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    WeightsManifest,
+)
 
 DEFAULT_SEQUENCES = 256
 """Default limit on concurrent sequences of an engine, except for vLLM on a GPU."""
@@ -79,3 +92,89 @@ def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
 def num_threads(rollout: RolloutConfig) -> int:
     """Return the number of CPU threads of an engine."""
     return rollout.num_threads or max(1, int(rollout.num_cpus))
+
+
+_STATUS = {"stop": RolloutStatus.COMPLETED, "length": RolloutStatus.TRUNCATED}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Sample:
+    """One completion as an engine returns it, including the token that ended it."""
+
+    token_ids: Sequence[int]  # [C]
+    logprobs: Sequence[float]  # [C], of the distribution that each token was drawn from
+    policy_versions: Sequence[int]  # [C], the version that drew each token
+    finish_reason: str
+    """``stop`` (an end token or a stop string), ``length``, ``image`` (an image token), or the engine's own reason."""
+
+
+def build_rollout(request: GroupRequest, sample_index: int, sample: Sample) -> Rollout:
+    """Build a rollout from the prompt's tokens and the completion's, without tokenizing any of them again."""
+    num_prompt, num_drawn = len(request.prompt.token_ids), len(sample.token_ids)
+    token_ids = np.empty(num_prompt + num_drawn, dtype=np.int32)
+    token_ids[:num_prompt] = request.prompt.token_ids
+    token_ids[num_prompt:] = sample.token_ids
+    logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    logprobs[num_prompt:] = sample.logprobs
+    policy_versions = np.full(len(token_ids), NO_VERSION, dtype=np.int32)
+    policy_versions[num_prompt:] = sample.policy_versions
+    return Rollout(
+        group_id=request.group_id,
+        sample_index=sample_index,
+        prompt_id=request.prompt.prompt_id,
+        task=request.prompt.task,
+        token_ids=token_ids,
+        loss_mask=policy_versions != NO_VERSION,
+        logprobs=logprobs,
+        policy_versions=policy_versions,
+        status=_STATUS.get(sample.finish_reason, RolloutStatus.ABORTED),
+        finish_reason=sample.finish_reason,
+        images=request.prompt.images,
+    )
+
+
+def build_group(request: GroupRequest, samples: Sequence[Sample], generate_s: float) -> RolloutGroup:
+    """Build the group of a request whose samples are all finished."""
+    rollouts = [build_rollout(request, index, sample) for index, sample in enumerate(samples)]
+    return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=rollouts, generate_s=generate_s)
+
+
+def failed_group(request: GroupRequest, failure: str) -> RolloutGroup:
+    """Build the empty group of a request that the engine can't sample."""
+    return RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[], failure=failure)
+
+
+def too_long(length: int, limit: int) -> str:
+    """Return the failure message for a prompt of ``length`` tokens that does not fit."""
+    return f"the prompt is too long: its {length} tokens leave no room in {limit} (rollout.max_model_len)"
+
+
+def without_image(drawn: Sequence[int], image_id: int | None, finish_reason: str) -> str:
+    """Return the finish reason, or ``image`` if the last token is an image token, after which sampling must end."""
+    return "image" if drawn and drawn[-1] == image_id else finish_reason
+
+
+def sample_seed(seed: int, sample_index: int = 0) -> int:
+    """Derive a seed in [0, 2^62) from a request's seed; neighbouring requests share none (SplitMix64's mixing)."""
+    value = (seed * 0x9E3779B97F4A7C15 + (sample_index + 1) * 0xD1B54A32D192ED03) % 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (value ^ (value >> 31)) >> 2
+
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_RUNNING_VERSIONS = 3
+"""Most versions served at one time, when each sequence stays on the version it began with."""
+
+
+def slot_rank(rank: int) -> int:
+    """Return the smallest slot rank of vLLM that fits the adapter; raise ``ConfigError`` if there is none."""
+    fitting = [size for size in _RANKS if size >= rank]
+    if not fitting:
+        raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; at most {_RANKS[-1]}")
+    return fitting[0]
+
+
+def num_slots(weights: WeightsConfig) -> int:
+    """Return how many adapters are served side by side."""
+    return 1 if weights.on_update == "inflight" else _RUNNING_VERSIONS

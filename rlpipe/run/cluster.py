@@ -30,7 +30,7 @@ from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
 from rlpipe.hardware.dtype_speed import Products
 from rlpipe.preload import preloading
-from rlpipe.run.host_watch import leave_to_watch
+from rlpipe.run.monitor import leave_to_watch
 
 logger = logging.getLogger(__name__)
 

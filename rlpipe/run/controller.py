@@ -28,22 +28,18 @@ from rlpipe.actors.remote import answer
 from rlpipe.actors.weights import NotLoaded, Served
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import Passed
+from rlpipe.data.sources.row_source import Cursor, Passed
 from rlpipe.errors import EngineFailed, RunError
-from rlpipe.replay.admission import Admission
-from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.buffer import Admission, Admitted, Rerolls
 from rlpipe.replay.ledger.run_ledger import GroupState
-from rlpipe.replay.rerolls import Rerolls
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.replay.store import OpenAccounts, Outcome
 from rlpipe.run.cluster import shares_gpus
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
-from rlpipe.run.host_watch import watch_hosts
-from rlpipe.run.monitor import POLL_S, Follower
+from rlpipe.run.monitor import POLL_S, Follower, watch_hosts
 from rlpipe.run.reporting import Reporter
-from rlpipe.run.scoring_dispatch import GroupFlow, GroupIds
+from rlpipe.run.scoring_pools import GroupFlow, GroupIds
 from rlpipe.run.workers import Parts
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.phases import PHASES

@@ -17,8 +17,7 @@ from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.weights import NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
-from rlpipe.rollout.health import Fleet
-from rlpipe.rollout.router import Router
+from rlpipe.rollout.routing import Fleet, Router
 from rlpipe.types import GroupRequest
 
 POLL_S = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlpipe.configs.schema.data_config import HeldOutConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.replay.assemble import EBFT, reward_metrics
 from rlpipe.scoring.scorer import GroupScores, apply_scores
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup

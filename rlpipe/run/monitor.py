@@ -1,19 +1,221 @@
-"""Monitoring of the replay or dataset actor: passes its reports on, and stops a run that makes no progress."""
+"""Watches a run's hosts and actors, and reports which are silent or dead."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import ray
+from ray._private import ray_logging
+from ray._private.ray_constants import RAY_DEDUP_LOGS_SKIP_REGEX
 from ray.actor import ActorHandle
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
+from ray.exceptions import RpcError
 
 from rlpipe.actors.remote import answer
 from rlpipe.actors.step_server import News
 from rlpipe.configs.schema.root_config import ClusterConfig
-from rlpipe.errors import WaitTimeout
+from rlpipe.errors import HeadLost, WaitTimeout
 from rlpipe.replay.step_queue import StepReport
+
+PROBE_S = 1.0
+"""Interval between two connection attempts to a host, and the limit of each, in seconds."""
+LIST_S = 5.0
+"""Interval between two queries of Ray's hosts and actors, and the limit of each, in seconds."""
+SILENT_AFTER_S = 5.0
+"""Seconds without an answer after which a host is reported as silent."""
+HEAD_OPTION = "RAY_gcs_rpc_server_reconnect_timeout_s"
+HEAD_LIMIT_S = 60.0
+"""Ray's default of that option: seconds without the head after which Ray ends a process, without a message."""
+LEAVE_S = 5.0
+"""Seconds that a driver may take to leave a cluster that has lost its head, which it would usually wait for."""
+TITLES = {"RayTrainWorker": "learner rank", "ServeReplica": "replica"}
+"""Titles of a run's unnamed actors, by class name prefix; all other unnamed actors are Ray's own helpers."""
+
+RAYS_OWN = (
+    r"^Task [\s\S]* failed\. There are .* retries remaining",
+    r"^The node with node id: .* has been marked dead because the detector has missed too many heartbeats",
+)
+"""Patterns of Ray's own messages: those repeated many times while a host is silent, and that of a host's death."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Node of the cluster, as Ray lists it."""
+
+    address: str
+    port: int
+    """Port at which one of Ray's processes listens."""
+    is_head: bool = False
+
+
+@dataclass(slots=True)
+class _Contact:
+    host: Host
+    heard_at: float
+    runs: str = ""
+    since: float | None = None
+    """Time (``time.time``) of the last answer of a host that was reported as silent; None for other hosts."""
+
+
+class HostWatch:
+    """State of each host of a run, whose changes are reported to ``say``; ``clock`` counts seconds."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._contacts: dict[str, _Contact] = {}
+
+    @property
+    def hosts(self) -> dict[str, Host]:
+        """Hosts of the cluster, by Ray's node id."""
+        return {node: contact.host for node, contact in self._contacts.items()}
+
+    @property
+    def head_silent_s(self) -> float:
+        """Seconds since the head last answered."""
+        heads = [contact.heard_at for contact in self._contacts.values() if contact.host.is_head]
+        return self._clock() - max(heads) if heads else 0.0
+
+    def listed(self, hosts: Mapping[str, Host], actors: Mapping[str, Iterable[str]]) -> None:
+        """Update the living hosts and the run's actors on each, as listed by the head."""
+        for node in self._contacts.keys() - hosts.keys():
+            self._given_up(self._contacts.pop(node))
+        for node, host in hosts.items():
+            contact = self._contacts.setdefault(node, _Contact(host, self._clock()))
+            if self._silence(contact) < 2 * PROBE_S:  # the actors of a silent host may already be lost
+                contact.runs = describe_actors(actors.get(node, ()))
+
+    def heard(self, node: str) -> None:
+        contact = self._contacts.get(node)
+        if contact is None:
+            return
+        if contact.since is not None:
+            self._say(f"host {contact.host.address} answers again, after {self._silence(contact):.0f} s")
+        contact.heard_at, contact.since = self._clock(), None
+
+    def check(self) -> None:
+        """Report the hosts that have become silent, except those that run nothing of this run."""
+        for contact in self._contacts.values():
+            concerns = contact.runs or contact.host.is_head
+            if concerns and contact.since is None and self._silence(contact) >= SILENT_AFTER_S:
+                contact.since = time.time() - self._silence(contact)
+                self._say(f"{_name(contact)} has been silent since {_time_of_day(contact.since)}{_what_runs(contact)}")
+
+    def _silence(self, contact: _Contact) -> float:
+        return self._clock() - contact.heard_at
+
+    def _given_up(self, contact: _Contact) -> None:
+        if contact.runs:
+            silence = f", after {self._silence(contact):.0f} s of silence" if contact.since is not None else ""
+            self._say(f"{_name(contact)} is lost to Ray{silence}{_what_runs(contact)}, which now starts elsewhere")
+
+
+def _name(contact: _Contact) -> str:
+    return f"host {contact.host.address}" + (" (Ray's head)" if contact.host.is_head else "")
+
+
+def _time_of_day(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _what_runs(contact: _Contact) -> str:
+    return f"; it ran {contact.runs}" if contact.runs else ""
+
+
+def describe_actors(names: Iterable[str]) -> str:
+    """Return each name once with its count, such as ``replay, rollout-0, 2 x learner rank``."""
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
+
+
+def leave_to_watch() -> None:
+    """Hide Ray's own messages about an outage from the terminal; ``RAY_DEDUP_LOGS=0`` still shows them."""
+    lines = ray_logging.stdout_deduplicator
+    asked = [RAY_DEDUP_LOGS_SKIP_REGEX] if RAY_DEDUP_LOGS_SKIP_REGEX else []
+    lines.skip_re = re.compile("|".join([*asked, *RAYS_OWN]))
+
+
+def end_soon(error: HeadLost) -> None:
+    """End this process with the error after ``LEAVE_S``; leaving a lost cluster would hang or hide the error."""
+
+    def end() -> None:
+        print(f"rlpipe: error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+    timer = threading.Timer(LEAVE_S, end)
+    timer.daemon = True
+    timer.start()
+
+
+async def watch_hosts(say: Callable[[str], None]) -> None:
+    """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head."""
+    limit_s = 0.75 * float(os.environ.get(HEAD_OPTION, HEAD_LIMIT_S))
+    watch = HostWatch(say)
+    listing = asyncio.ensure_future(_list(watch))
+    try:
+        while True:
+            await asyncio.gather(asyncio.sleep(PROBE_S), *(_knock(watch, *entry) for entry in watch.hosts.items()))
+            watch.check()
+            if watch.head_silent_s >= limit_s:
+                raise HeadLost(
+                    f"Ray's head at {ray.get_runtime_context().gcs_address} has not answered for {limit_s:.0f} s "
+                    f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started "
+                    "again, the same command goes on from the newest checkpoint and the ledger"
+                )
+    finally:
+        listing.cancel()
+
+
+async def _list(watch: HostWatch) -> None:
+    """Query the head every ``LIST_S`` seconds; while it does not answer, its last answer stays valid."""
+    while True:
+        with suppress(RpcError, TimeoutError):
+            watch.listed(*await _ask_head())
+        await asyncio.sleep(LIST_S)
+
+
+async def _ask_head() -> tuple[dict[str, Host], dict[str, list[str]]]:
+    # The public calls may block for minutes.
+    head: Any = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
+    job = ray.get_runtime_context().get_job_id()
+    actors = await head.async_get_all_actor_info(
+        job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE", timeout=LIST_S
+    )
+    nodes, _ = await head.async_get_all_node_info(timeout=LIST_S)
+    head_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+    hosts = {
+        info.node_id.hex(): Host(
+            address=info.node_manager_address,
+            port=head_port if info.is_head_node else info.node_manager_port,
+            is_head=info.is_head_node,
+        )
+        for info in nodes.values()
+        if info.state == GcsNodeInfo.ALIVE
+    }
+    named: dict[str, list[str]] = {node: [] for node in hosts}
+    for actor in actors.values():
+        title = actor.name or next((text for start, text in TITLES.items() if actor.class_name.startswith(start)), "")
+        if title:
+            named.setdefault(actor.address.node_id.hex(), []).append(title)
+    return hosts, named
+
+
+async def _knock(watch: HostWatch, node: str, host: Host) -> None:
+    """Mark the host as heard if it accepts a connection; nothing is sent."""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host.address, host.port)
+        writer.close()
+        watch.heard(node)
+
 
 POLL_S = 10.0
 """Seconds after which a request for news is repeated; news itself arrives without delay."""

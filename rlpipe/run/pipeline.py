@@ -1,13 +1,16 @@
-"""Runs from end to end: start the processes, train or evaluate, and write the summary."""
+"""Runs a config from start to end: starts the parts, trains, and shuts down in good order."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,50 +23,47 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import get_answer
+from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.tree import to_tree
 from rlpipe.data.forward_logs import told
-from rlpipe.data.open import open_run_prompts
+from rlpipe.data.prompts import open_run_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.errors import ConfigError, EngineFailed, HeadLost, LedgerLost, RunError
-from rlpipe.learner.checkpoint.checkpoint_files import list_checkpoints
+from rlpipe.errors import ConfigError, EngineFailed, HeadLost, Interrupted, LedgerLost, RunError
+from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
+from rlpipe.models.adapter import without_learner
 from rlpipe.models.gguf import describe_gguf
 from rlpipe.preload import preloading
 from rlpipe.replay.store import OpenAccounts
-from rlpipe.rollout.adapter import without_learner
 from rlpipe.rollout.engine import resolve_engine
-from rlpipe.run import launch
+from rlpipe.run import workers
 from rlpipe.run.cluster import Need, connect, end_actors, placement_groups, release_placement_groups
 from rlpipe.run.controller import Controller, add_evaluated
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
-from rlpipe.run.host_watch import end_soon, watch_hosts
 from rlpipe.run.learner_group import end_learner, start_learner
-from rlpipe.run.monitor import Follower
-from rlpipe.run.precision import ask_cluster, settle_dtype
+from rlpipe.run.monitor import Follower, end_soon, watch_hosts
 from rlpipe.run.prepare import (
     ResumePoint,
     RewardLike,
     Run,
+    ask_cluster,
     check_context,
     check_reward_columns,
     find_resume_point,
     open_output,
     prepare_run,
     run_start,
+    settle_dtype,
 )
 from rlpipe.run.reporting import Reporter, cut_notice
-from rlpipe.run.scoring_dispatch import GroupFlow, GroupIds
-from rlpipe.run.signals import stop_on_signals
+from rlpipe.run.scoring_pools import GroupFlow, GroupIds
 from rlpipe.run.workers import Parts
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.tracking.completions import CompletionsLog
-from rlpipe.tracking.jsonl import num_steps_logged
+from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged
 from rlpipe.tracking.phases import PHASES, Start
 from rlpipe.tracking.plot import plot_losses, plot_rewards
-from rlpipe.tracking.progress import open_progress
-from rlpipe.tracking.summary import print_summary, summarize_metrics, write_summary
+from rlpipe.tracking.progress import open_progress, print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.trackers import open_trackers
 from rlpipe.types import Prompt
 
@@ -135,17 +135,17 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)
-    needs = [*launch.generation_needs(run), *launch.learner_needs(config)]
-    policy_needs = [*launch.engine_needs(config), *launch.learner_needs(config)]
+    needs = [*workers.generation_needs(run), *workers.learner_needs(config)]
+    policy_needs = [*workers.engine_needs(config), *workers.learner_needs(config)]
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
-        replay = launch.start_replay(run)
+        replay = workers.start_replay(run)
         accounts = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
         run, types = settle_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
-        parts = stack.enter_context(launch.open_parts(run, replay, cluster_is_own=is_own))
-        weights = launch.start_weights(config, parts.engines)
+        parts = stack.enter_context(workers.open_parts(run, replay, cluster_is_own=is_own))
+        weights = workers.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
         for message in (*notes, *accounts.messages, *types):
             reporter.message(message)
@@ -182,7 +182,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
 def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Train by supervised fine-tuning on the same learner group, without engines."""
     config = run.config
-    needs = launch.learner_needs(config)
+    needs = workers.learner_needs(config)
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
         run, types = settle_dtype(run, needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
@@ -190,7 +190,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
         for message in types:
             reporter.message(message)
         with PHASES.phase("reading the data"):
-            batches = launch.start_dataset(run, start)
+            batches = workers.start_dataset(run, start)
         setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:
@@ -238,11 +238,11 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
     if not held_out:
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
-    with _cluster(config, launch.generation_needs(run)) as is_own:
-        run, types = settle_dtype(run, launch.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
+    with _cluster(config, workers.generation_needs(run)) as is_own:
+        run, types = settle_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
         for message in types:
             print(message, file=sys.stderr)
-        with launch.open_parts(run, cluster_is_own=is_own) as parts:
+        with workers.open_parts(run, cluster_is_own=is_own) as parts:
             return _run(_evaluate_once(run, parts, held_out))
 
 
@@ -400,3 +400,37 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
         yield reporter
     finally:
         reporter.close()
+
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[None]:
+    """Call ``stop`` at the first signal within the block, and end the process at the second.
+
+    Needs a running event loop. In threads other than the main one, which can't receive signals, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    stopping: list[asyncio.Future[None]] = []
+
+    def receive(number: signal.Signals) -> None:
+        if stopping:
+            # Skip Python's shutdown, in which a thread that waits in Ray may crash; Ray ends the driver's processes.
+            print("rlpipe: interrupted", file=sys.stderr, flush=True)
+            os._exit(Interrupted.exit_code)
+        reason = Interrupted(f"stopped by {number.name}; the same command goes on from the checkpoint")
+        stopping.append(asyncio.ensure_future(stop(reason)))
+
+    earlier = {number: signal.getsignal(number) for number in STOPPING}
+    for number in STOPPING:
+        loop.add_signal_handler(number, receive, number)
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)

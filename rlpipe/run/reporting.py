@@ -9,7 +9,7 @@ from collections import Counter
 
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.tracking.completions import CompletionsLog
+from rlpipe.tracking.jsonl import CompletionsLog
 from rlpipe.tracking.phases import PHASES
 from rlpipe.tracking.progress import Progress
 from rlpipe.tracking.trackers import Tracker

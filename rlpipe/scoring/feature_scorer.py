@@ -1,22 +1,145 @@
-"""Scorer of EBFT, which compares the features of a group's completions with those of its ground truth."""
+"""EBFT's features: the frozen network, and the scorer that rewards completions by them.
+
+Shapes: S sequences, T tokens in the longest, D features.
+Source: Jelassi et al. 2026, "Energy-Based Fine-Tuning", arXiv:2603.12248.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlpipe.algorithms.features import FeatureScores, feature_rewards, score_features
-from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.algorithms.features import FeatureScores, feature_rewards, join_layers, layer_indices, pool, score_features
+from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.learner.policy import Policy
-from rlpipe.learner.reference import Reference
+from rlpipe.data.packing import padded_parts
+from rlpipe.learner.forward import TokenScorer, find_layers
+from rlpipe.learner.objectives import Reference
+from rlpipe.learner.policy import Policy, load_scorer
+from rlpipe.learner.row_plan import AttentionLayout, AttentionPlan, Row
 from rlpipe.learner.strategies.sharding import Reduce
-from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, open_feature_network
+from rlpipe.models.nf4 import settle_nf4
 from rlpipe.scoring.scorer import GroupScores
-from rlpipe.types import ALIGNMENT, DIVERSITY, RolloutGroup
+from rlpipe.types import ALIGNMENT, DIVERSITY, BoolArray, IntArray, Rollout, RolloutGroup
+
+Depths = Callable[[Row, Sequence[int]], list[Tensor]]
+"""Function that returns the hidden states of a row's tokens at the given depths, each ``[M, H]``."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FeatureSequence:
+    """Sequence that is turned into one feature vector."""
+
+    token_ids: IntArray  # [T]
+    completion_mask: BoolArray  # [T]
+
+    @staticmethod
+    def of(rollout: Rollout) -> FeatureSequence:
+        return FeatureSequence(token_ids=rollout.token_ids, completion_mask=rollout.loss_mask)
+
+
+FILLER = FeatureSequence(token_ids=np.zeros(1, np.int32), completion_mask=np.zeros(1, np.bool_))
+"""Dummy sequence that a rank reads while other ranks still have sequences."""
+
+
+def open_feature_network(
+    model: ModelConfig, config: FeatureConfig, device: torch.device, *, max_tokens: int
+) -> FeatureReader:
+    """Load a frozen copy of the initial policy, up to the deepest hidden states that are read and without lm_head."""
+    scorer = load_scorer(model, device, frozen=True).requires_grad_(False).eval()
+    if model.adapter.kind == "qlora":
+        settle_nf4(scorer, device)
+    reader = FeatureReader(
+        scorer.depths,
+        config,
+        num_layers=scorer.num_layers,
+        layout=scorer.layout,
+        device=device,
+        max_tokens=max_tokens,
+    )
+    drop_unread(scorer, max(layer_indices(config.layers, scorer.num_layers)))
+    return reader
+
+
+def drop_unread(scorer: TokenScorer, deepest: int) -> None:
+    """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states."""
+    scorer.causal_model.set_output_embeddings(nn.Identity())
+    layers = find_layers(scorer.causal_model)
+    if deepest < len(layers):
+        del layers[max(deepest, 1) :]
+        scorer.causal_model.config.get_text_config().num_hidden_layers = len(layers)
+
+
+class FeatureReader:
+    """Reader of sequences' features, in micro batches of at most ``max_tokens`` tokens, padding included.
+
+    If ranks share the model, ``most`` returns the largest number of micro batches of any rank; all ranks run as many.
+    """
+
+    def __init__(
+        self,
+        depths: Depths,
+        config: FeatureConfig,
+        *,
+        num_layers: int,
+        layout: AttentionLayout,
+        device: torch.device,
+        max_tokens: int,
+        most: Callable[[int], int] = lambda count: count,
+    ) -> None:
+        self._depths, self._config, self._most = depths, config, most
+        self._indices = layer_indices(config.layers, num_layers)
+        self._layout, self._device, self._max_tokens = layout, device, max_tokens
+
+    @torch.no_grad()
+    def read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
+        """Return the features ``[S, D]``, in float32 on the CPU, in the order of the sequences."""
+        found: list[Tensor | None] = [None] * len(sequences)
+        parts = padded_parts([len(sequence.token_ids) for sequence in sequences], self._max_tokens)
+        for _ in range(self._most(len(parts)) - len(parts)):
+            self._read([FILLER])
+        for members in parts:
+            for index, vector in zip(members, self._read([sequences[index] for index in members]), strict=True):
+                found[index] = vector
+        vectors = [vector for vector in found if vector is not None]
+        return torch.stack(vectors) if vectors else torch.zeros(0, 0)
+
+    def _read(self, sequences: Sequence[FeatureSequence]) -> Tensor:
+        longest = max(len(sequence.token_ids) for sequence in sequences)
+        token_ids = np.zeros((len(sequences), longest), np.int64)
+        mask, completion = np.zeros((2, *token_ids.shape), np.bool_)
+        for index, sequence in enumerate(sequences):
+            length = len(sequence.token_ids)
+            token_ids[index, :length] = sequence.token_ids
+            mask[index, :length] = True
+            completion[index, :length] = sequence.completion_mask
+        depths = self._depths(self._row(token_ids), self._indices)
+        states = [depth.float().unflatten(0, token_ids.shape) for depth in depths]
+        features = join_layers(states, normalize=self._config.normalize_layers)  # [S, T, D]
+        real, completed = (torch.from_numpy(array).to(self._device) for array in (mask, completion))
+        return pool(features, real, completed, self._config.pooling).cpu()
+
+    def _row(self, token_ids: np.ndarray) -> Row:
+        """Return a row of the padded sequences, one after the other."""
+        count, length = token_ids.shape
+        places = torch.arange(count * length, device=self._device)
+        none = places[:0]
+        return Row(
+            token_ids=torch.from_numpy(token_ids).flatten().to(self._device),
+            position_ids=torch.arange(length, device=self._device).repeat(count),
+            predictors=none,
+            loss_tokens=none,
+            targets=none,
+            attention=None
+            if self._layout is AttentionLayout.POSITIONS
+            else AttentionPlan(blocks=[places.view(count, length)], selected=places),
+        )
+
 
 Read = Callable[[Sequence[FeatureSequence]], Tensor]
 """Function that returns the features ``[S, D]`` of sequences."""

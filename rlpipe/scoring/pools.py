@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.algorithm_config import FeatureConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
 from rlpipe.types import ALIGNMENT, DIVERSITY
 
 SHARED_POOL = "scorer"

@@ -1,11 +1,13 @@
-"""Processes: starting Python on a module, listing processes through /proc, and ending whole trees of them."""
+"""Processes of this machine: their state, memory and descendants, and ending them."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -104,3 +106,137 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+TIMER_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+SIGNALS = (
+    *TIMER_SIGNALS,
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGPIPE,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+    signal.SIGXCPU,
+)
+"""Signals whose handlers programs replace."""
+
+
+class Leftovers:
+    """Snapshot of the process's state before a reward is called, which ``undo`` restores."""
+
+    def __init__(self) -> None:
+        self._on_main_thread = threading.current_thread() is threading.main_thread()
+        self._folder = working_directory()
+        self._timers = {timer: signal.getitimer(timer) for timer in TIMERS}
+        self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._started = clock_ticks()
+
+    def undo(self) -> None:
+        """Restore the snapshot; a reward's alarm that rings meanwhile has no effect, whatever its handler raises."""
+        while True:
+            try:
+                self._undo()
+                return
+            except BaseException:  # noqa: BLE001 - the handler is user code; timers are off by now, so it ends
+                continue
+
+    def _undo(self) -> None:
+        for timer in TIMERS:
+            signal.setitimer(timer, 0)
+        if self._on_main_thread:
+            for number, handler in self._handlers.items():
+                # Handlers that Python did not install are None, and can't be set from here.
+                if handler is not None and signal.getsignal(number) is not handler:
+                    if number in TIMER_SIGNALS:  # ignoring a signal discards pending ones, of any thread
+                        signal.signal(number, signal.SIG_IGN)
+                    signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
+        for timer, (left, interval) in self._timers.items():
+            if left > 0:  # set before the reward was called, and still running
+                signal.setitimer(timer, left, interval)
+        if self._folder is not None:
+            with suppress(OSError):
+                os.chdir(self._folder)
+
+    def end_children(self) -> None:
+        """End the processes that were started since the snapshot, and their descendants."""
+        ended: set[int] = set()
+
+        def find_new() -> set[int]:
+            processes = list_processes()
+            new = {pid for pid in descendants([os.getpid()], processes) if processes[pid].started >= self._started}
+            ended.update(new)
+            return new
+
+        end_processes(find_new)
+        for pid in ended:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def working_directory() -> str | None:
+    """Return the working directory, or None if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def clock_ticks() -> int:
+    """Return the clock ticks since the machine's boot, the unit of process starts in /proc; 0 outside Linux."""
+    if sys.platform != "linux":
+        return 0
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+GIB = 2**30
+MIN_FREE = 0.5
+"""Share of the limit that must be free again after a MemoryError; with less, the process is worn out."""
+
+
+def data_bytes() -> int:
+    """Return the bytes of private, writable memory of this process, which RLIMIT_DATA counts.
+
+    Shared memory, such as the object store, is left out; RLIMIT_AS would count it.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData")
+
+
+def lift_memory_limit() -> None:
+    """Remove the limit that this process has set or inherited."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+@dataclass(kw_only=True, frozen=True)
+class MemoryLimit:
+    """Memory that a process may take beyond what it has when the limit is set."""
+
+    option: str
+    """Config option that sets the limit."""
+    gb: float
+
+    def __str__(self) -> str:
+        return f"{self.option}={self.gb:g}"
+
+    def apply(self) -> int:
+        """Set the limit for this process and for each that it starts; return the bytes allowed, 0 outside Linux."""
+        if sys.platform != "linux":
+            return 0
+        allowed = data_bytes() + int(self.gb * GIB)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = allowed if hard == resource.RLIM_INFINITY else min(allowed, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        return soft
+
+    def is_worn_out(self, allowed: int) -> bool:
+        """Return whether the process holds so much memory that the next call would fail as well."""
+        return sys.platform == "linux" and allowed - data_bytes() < MIN_FREE * self.gb * GIB

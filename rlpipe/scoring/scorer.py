@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import RewardFailed
-from rlpipe.scoring.memory import MemoryLimit, lift_memory_limit
-from rlpipe.scoring.process_state import Leftovers
+from rlpipe.scoring.processes import Leftovers, MemoryLimit, lift_memory_limit
 from rlpipe.scoring.rewards import (
     Reward,
     RewardActor,

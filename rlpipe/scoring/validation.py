@@ -18,7 +18,7 @@ NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Types that can be iterated, but are no list of values."""
 MACHINERY = frozenset(
     str(Path(__file__).parent / name)
-    for name in ("validation.py", "process_state.py", "scorer.py", "sandbox/sandbox_child.py")
+    for name in ("validation.py", "processes.py", "scorer.py", "sandbox/sandbox_child.py")
 )
 """Files of rlpipe whose frames may lie between an exception and the user's own code."""
 

@@ -1,17 +1,129 @@
-"""Set-up of a simulation: the sizes of the parts, taken from a run's config, and the times that they need."""
+"""What is simulated: the run's settings, and the durations of its parts, measured or given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import math
+import sqlite3
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from pathlib import Path
+from urllib.parse import quote
 
+import numpy as np
+from numpy.random import Generator, SeedSequence, default_rng
+from numpy.typing import NDArray
+
+from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.model_config import serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, DataError, InputError
 from rlpipe.rollout.engine import default_sequences
 from rlpipe.scoring.pools import SHARED_POOL, resolve_pools
-from rlpipe.simulation.distributions import Distribution
+
+FORMS = "constant:S, uniform:A,B, exponential:MEAN, lognormal:MEAN,SIGMA or empirical:FILE"
+BLOCK = 1024
+
+Sampler = Callable[[Generator, int], NDArray[np.float64]]
+
+
+@dataclass(kw_only=True, frozen=True)
+class Distribution:
+    """Distribution of the seconds that something takes; never negative."""
+
+    text: str
+    sample: Sampler
+    mean: float
+    factor: float = 1.0
+    """Factor of its draws and its mean."""
+
+    def scaled(self, factor: float) -> Distribution:
+        return replace(self, factor=self.factor * factor)
+
+    def __str__(self) -> str:
+        scale = "" if self.factor == 1 else f" x {self.factor:.3g}"
+        return f"{self.text}{scale} (mean {self.mean * self.factor:.3g} s)"
+
+
+class Draws:
+    """Numbered draws from a distribution.
+
+    The n-th is the same in every simulation with this seed, in whatever order the draws are requested, so that
+    simulations of two set-ups differ by nothing but the set-up.
+    """
+
+    def __init__(self, distribution: Distribution, seed: SeedSequence) -> None:
+        self._distribution = distribution
+        self._generator = default_rng(seed)
+        self._drawn = array("d")
+
+    def __getitem__(self, number: int) -> float:
+        while number >= len(self._drawn):
+            block = self._distribution.sample(self._generator, BLOCK) * self._distribution.factor
+            self._drawn.frombytes(np.asarray(block, np.float64).tobytes())
+        return self._drawn[number]
+
+
+def parse_distribution(text: str, option: str) -> Distribution:
+    """Return the distribution that ``option`` was given as ``text``; raise ``InputError`` if it is none."""
+    kind, _, rest = text.partition(":")
+    if kind == "empirical" and rest:
+        return empirical(_read_seconds(Path(rest)), text)
+    numbers = _numbers(rest)
+    made = _from_numbers(kind, numbers) if numbers is not None else None
+    if made is None:
+        raise InputError(f"{option}: {text!r} is no distribution of seconds; write {FORMS}")
+    sample, mean = made
+    return Distribution(text=text, sample=sample, mean=mean)
+
+
+def empirical(seconds: Sequence[float], text: str) -> Distribution:
+    """Return the distribution of independent draws of the measured seconds, all with the same probability."""
+    values = np.array(seconds, np.float64)
+    return Distribution(text=text, sample=lambda generator, n: generator.choice(values, n), mean=float(values.mean()))
+
+
+def _from_numbers(kind: str, numbers: Sequence[float]) -> tuple[Sampler, float] | None:
+    """Return the sampler and the mean; None if the kind is unknown, or the numbers do not fit it."""
+    match kind, numbers:
+        case "constant", [seconds]:
+            return (lambda generator, n: np.full(n, seconds)), seconds
+        case "uniform", [low, high] if low <= high:
+            return (lambda generator, n: generator.uniform(low, high, n)), (low + high) / 2
+        case "exponential", [mean]:
+            return (lambda generator, n: generator.exponential(mean, n)), mean
+        case "lognormal", [mean, sigma] if mean > 0:
+            log_median = math.log(mean) - sigma**2 / 2
+            return (lambda generator, n: generator.lognormal(log_median, sigma, n)), mean
+    return None
+
+
+def _numbers(text: str) -> list[float] | None:
+    """Return the comma-separated finite numbers of at least 0; None if there is anything else."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+    return numbers if all(0 <= number < math.inf for number in numbers) else None
+
+
+def _read_seconds(path: Path) -> list[float]:
+    try:
+        lines = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: can't be read ({error}); empirical:FILE needs a text file of seconds") from None
+    seconds = [_numbers(line) for line in lines]
+    for line, numbers in zip(lines, seconds, strict=True):
+        if numbers is None or len(numbers) != 1:
+            raise DataError(f"{path}: {line!r} is not a number of seconds of at least 0; write one number a line")
+    if not lines:
+        raise DataError(f"{path}: holds no number; write one number of seconds a line")
+    return [number for numbers in seconds if numbers for number in numbers]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -87,3 +199,179 @@ def pool_sizes(config: Config) -> dict[str, int]:
     """Return the processes of each scoring pool; rewards that are only passed in Python count as one shared pool."""
     sizes = {name: pool.max_size for name, pool in resolve_pools(config).items()}
     return sizes or {SHARED_POOL: config.scoring.num_processes}
+
+
+Spans = NDArray[np.float64]  # [groups, 2]: from, until
+
+
+@dataclass(kw_only=True, frozen=True)
+class Measured:
+    """Measured seconds by part, in the order of groups and steps; empty if the run has measured nothing yet."""
+
+    on_engines: list[Spans]
+    """For each engine: when it received its groups, and when they were generated."""
+    score: list[float]
+    """Seconds of scoring each group, summed over the pools."""
+    train: list[float]
+    sync: list[float]
+
+
+def read_measured(run: Path) -> Measured:
+    """Read the ledger of ``run``, even during the run; raise ``DataError`` if there is none, or it can't be read."""
+    path = run / "ledger.sqlite"
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: --from takes the folder of a run")
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)) as connection:
+            generated = connection.execute(
+                "SELECT engine, generated_at - generate_s, generated_at FROM groups "
+                "WHERE generate_s IS NOT NULL AND generated_at IS NOT NULL ORDER BY group_id"
+            ).fetchall()
+            scored = connection.execute("SELECT score_s FROM groups WHERE score_s IS NOT NULL ORDER BY group_id")
+            score = [seconds for (seconds,) in scored]
+            steps = [json.loads(text) for (text,) in connection.execute("SELECT metrics FROM steps ORDER BY step")]
+    except (sqlite3.Error, ValueError) as error:
+        raise DataError(f"{path} can't be read: {error}") from None
+    by_engine: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for engine, received_at, generated_at in generated:
+        by_engine[engine].append((received_at, generated_at))
+    return Measured(
+        on_engines=[np.array(spans, np.float64) for spans in by_engine.values()],
+        score=score,
+        train=_column(steps, "time/train"),
+        sync=_column(steps, "time/sync"),
+    )
+
+
+def read_run_config(run: Path) -> Config | None:
+    """Return the config that a run was started with, or None if its folder holds none."""
+    path = run / "config.yaml"
+    return load_config(file=path, need_files=False) if path.is_file() else None
+
+
+def work_seconds(spans: Spans, *, groups_at_once: int, slowdown: float) -> list[float]:
+    """Return the seconds that groups of one engine would have taken alone: without waiting, and without the others."""
+    sampled = _without_wait(spans, groups_at_once)
+    begun, ended = np.sort(sampled[:, 0]), np.sort(sampled[:, 1])
+    edges = np.unique(sampled)
+    running = np.searchsorted(begun, edges, "right") - np.searchsorted(ended, edges, "right")
+    stretch = 1 + (slowdown - 1) * np.maximum(running - 1, 0) / max(groups_at_once - 1, 1)
+    work = np.concatenate([[0.0], np.cumsum(np.diff(edges) / stretch[:-1])])
+    seconds = np.interp(sampled[:, 1], edges, work) - np.interp(sampled[:, 0], edges, work)
+    return np.maximum(seconds, 0.0).tolist()
+
+
+def _without_wait(spans: Spans, groups_at_once: int) -> Spans:
+    """Return the spans without the wait: groups begin in the order of receipt, each as soon as a place is free."""
+    busy_until: list[float] = []
+    sampled = spans[np.argsort(spans[:, 0], kind="stable")].copy()
+    for span in sampled:
+        if len(busy_until) >= groups_at_once:
+            span[0] = min(max(span[0], heappop(busy_until)), span[1])
+        heappush(busy_until, span[1])
+    return sampled
+
+
+def _column(steps: Sequence[dict[str, float | None]], metric: str) -> list[float]:
+    return [value for step in steps if (value := step.get(metric)) is not None and value >= 0]
+
+
+NOTHING = "constant:0"
+
+
+@dataclass(kw_only=True, frozen=True)
+class GivenTimes:
+    """Times given on the command line."""
+
+    generate: str | None = None
+    score: Sequence[str] = ()
+    """Distributions for every pool, or with ``POOL=`` for one pool; of several, the last one counts."""
+    train: str | None = None
+    sync: str | None = None
+    run: Path | None = None
+    """Folder of a run, from whose ledger the times that are not given are read."""
+
+
+def read_times(config: Config, given: GivenTimes, *, slowdown: float) -> Times:
+    """Return the times of the parts of ``config``; raise ``InputError`` if one is neither given nor measured."""
+    times = _given_times(config, given) if given.run is None else _measured_times(config, given, given.run, slowdown)
+    if not times.generate.mean + times.train.mean:
+        raise InputError("generation and training take 0 seconds, so that no time passes; give --generate or --train")
+    return times
+
+
+def _measured_times(config: Config, given: GivenTimes, run: Path, slowdown: float) -> Times:
+    measured = read_measured(run)
+    source = read_run_config(run) or config
+    text = f"measured in {run}"
+    if given.sync is None and holds_groups(source) and source.replay.max_staleness > 0:
+        raise DataError(
+            f"--from {run}: its engines held their groups while they waited for weights, and its sync times hold "
+            "that wait; give --sync, the seconds of the transfer and the load alone"
+        )
+    places = groups_at_once(source.rollout, source.algorithm.group_size)
+    generate = [
+        seconds
+        for spans in measured.on_engines
+        for seconds in work_seconds(spans, groups_at_once=places, slowdown=slowdown)
+    ]
+    return Times(
+        generate=_choose(given.generate, "--generate", generate, text),
+        score=_measured_scores(config, source, given, measured, text),
+        train=_choose(given.train, "--train", measured.train, text, factor=_train_work(config) / _train_work(source)),
+        sync=_choose(given.sync, "--sync", measured.sync, text),
+    )
+
+
+def _given_times(config: Config, given: GivenTimes) -> Times:
+    return Times(
+        generate=_require(given.generate, "--generate"),
+        score=_given_scores(config, given, parse_distribution(NOTHING, "--score")),
+        train=_require(given.train, "--train"),
+        sync=parse_distribution(given.sync or NOTHING, "--sync"),
+    )
+
+
+def _require(text: str | None, option: str) -> Distribution:
+    if text is None:
+        raise InputError(f"{option} is required, such as {option} lognormal:2,0.5, or --from and a run's folder")
+    return parse_distribution(text, option)
+
+
+def _given_scores(config: Config, given: GivenTimes, default: Distribution) -> dict[str, Distribution]:
+    scores = dict.fromkeys(pool_sizes(config), default)
+    for text in given.score:
+        pool, equals, distribution = text.partition("=")
+        if not equals or ":" in pool:  # a path may hold "=" too
+            scores = dict.fromkeys(scores, parse_distribution(text, "--score"))
+        elif pool in scores:
+            scores[pool] = parse_distribution(distribution, "--score")
+        else:
+            raise InputError(f"--score {text}: there is no scoring pool {pool}; the pools are {', '.join(scores)}")
+    return scores
+
+
+def _measured_scores(
+    config: Config, source: Config, given: GivenTimes, measured: Measured, text: str
+) -> Mapping[str, Distribution]:
+    """Return the scoring times by pool; a ledger has only their sum, of which each pool takes an equal share here."""
+    if given.score and not measured.score:
+        return _given_scores(config, given, parse_distribution(NOTHING, "--score"))
+    default = _choose(None, "--score", measured.score, text, factor=1 / len(pool_sizes(source)))
+    return _given_scores(config, given, default)
+
+
+def _choose(
+    given: str | None, option: str, measured: Sequence[float], text: str, *, factor: float = 1.0
+) -> Distribution:
+    if given is not None:
+        return parse_distribution(given, option)
+    if not measured:
+        raise DataError(f"{option}: nothing is {text} yet; give {option}")
+    return empirical(measured, text).scaled(factor)
+
+
+def _train_work(config: Config) -> float:
+    """Return the rollouts of a step that each rank trains."""
+    algorithm = config.algorithm
+    return algorithm.groups_per_step * algorithm.group_size / config.learner.num_ranks

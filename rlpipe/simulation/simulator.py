@@ -12,20 +12,19 @@ from typing import cast
 import numpy as np
 from numpy.random import SeedSequence
 
-from rlpipe.replay.admission import Admission
-from rlpipe.replay.buffer import Admitted, ReplayBuffer
-from rlpipe.rollout.router import Router
-from rlpipe.simulation.clock import Clock, Level
-from rlpipe.simulation.distributions import Draws
+from rlpipe.replay.buffer import Admission, Admitted, ReplayBuffer
+from rlpipe.rollout.routing import Router
 from rlpipe.simulation.parts import (
+    Clock,
     EngineLevels,
+    Level,
     ScoringBatch,
     SimulatedEngine,
     SimulatedGroup,
     SimulatedPool,
     SimulatedWeights,
 )
-from rlpipe.simulation.setup import Setup
+from rlpipe.simulation.setup import Draws, Setup
 from rlpipe.types import GroupRequest, Prompt
 
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(0, np.int32), prompt="", task={})

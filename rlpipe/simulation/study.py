@@ -1,18 +1,136 @@
-"""Study of a set-up: its figures and the advice on changes, as text and as JSON."""
+"""Simulates a config under several settings, and says which one to choose."""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
 
 from rlpipe.errors import InputError
-from rlpipe.simulation.advice import Advice, advise
-from rlpipe.simulation.figures import Figures, measure
 from rlpipe.simulation.setup import Setup
-from rlpipe.simulation.simulator import GENERATE, PLACE, SCORE, TRAIN, WEIGHTS, simulate
+from rlpipe.simulation.simulator import GENERATE, PLACE, SCORE, TRAIN, WEIGHTS, History, simulate
+
+
+@dataclass(kw_only=True, frozen=True)
+class Figures:
+    """Figures over the steps after those that fill the pipeline; shares are of the time of all machines of a kind."""
+
+    num_steps: int
+    """Steps trained in all."""
+    simulated_s: float
+    counted_steps: int
+    steps_per_second: float
+    groups_per_second: float
+    rollouts_per_second: float
+    relative_error: float
+    """Standard error of the throughput, as a share of it; 0 if only one step was counted."""
+    engines_busy: float
+    places_in_use: float
+    scorers_busy: Mapping[str, float]
+    learner: Mapping[str, float]
+    """Shares of the time in which the learner trains, and in which it waits, by cause."""
+    staleness_mean: float
+    staleness_max: int
+    """Maximum over all steps."""
+    buffered_mean: float
+    buffered_max: int
+
+
+def measure(history: History) -> Figures:
+    """Return the figures of a simulation that trained at least one step."""
+    setup, first, last = history.setup, first_counted(history), history.num_steps
+    begin, end = history.marks[first], history.marks[last]
+    seconds = end.at_s - begin.at_s
+    rate = throughput(history, first, last)
+    return Figures(
+        num_steps=last,
+        simulated_s=history.ended_s,
+        counted_steps=last - first,
+        steps_per_second=rate,
+        groups_per_second=rate * setup.groups_per_step,
+        rollouts_per_second=rate * setup.groups_per_step * setup.group_size,
+        relative_error=_relative_error(history, first),
+        engines_busy=(end.busy_engines - begin.busy_engines) / seconds / setup.num_engines,
+        places_in_use=(end.running - begin.running) / seconds / setup.num_engines / setup.groups_per_engine,
+        scorers_busy={
+            name: (end.busy_scorers[name] - begin.busy_scorers.get(name, 0.0)) / seconds / size
+            for name, size in setup.pools.items()
+        },
+        learner={name: (end.learner[name] - begin.learner.get(name, 0.0)) / seconds for name in end.learner},
+        staleness_mean=(end.staleness - begin.staleness) / (last - first) / setup.groups_per_step,
+        staleness_max=history.max_staleness,
+        buffered_mean=(end.buffered - begin.buffered) / seconds,
+        buffered_max=history.max_buffered,
+    )
+
+
+def first_counted(history: History) -> int:
+    """Return the mark from which steps are counted: the pipeline is full, or half of the steps are trained."""
+    return min(history.setup.max_staleness + 1, history.num_steps // 2)
+
+
+def throughput(history: History, first: int, last: int) -> float:
+    """Return the steps per second between two marks."""
+    return (last - first) / (history.marks[last].at_s - history.marks[first].at_s)
+
+
+def _relative_error(history: History, first: int) -> float:
+    seconds = np.diff([mark.at_s for mark in history.marks[first:]])
+    return float(seconds.std(ddof=1) / seconds.mean() / math.sqrt(len(seconds))) if len(seconds) > 1 else 0.0
+
+
+MAX_GROUPS = 100_000
+"""Groups in each of the compared simulations."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Advice:
+    """Change of the set-up, and its effect."""
+
+    change: str
+    steps_per_second: float
+    gain: float
+    """Relative increase of the throughput by the change."""
+
+
+def advise(base: History, *, seed: int, add: int = 1) -> list[Advice]:
+    """Return the possible changes, the most helpful first; ``add`` machines of a kind are added at one time.
+
+    Each change is compared with the unchanged set-up over the same steps, those after the pipeline is full.
+    """
+    fill = base.setup.max_staleness + 2
+    last = min(base.num_steps, max(2 * fill, MAX_GROUPS // base.setup.groups_per_step))
+    first = min(fill, last // 2)
+    before = throughput(base, first, last)
+    found = []
+    for change, setup in changes(base.setup, add):
+        after = throughput(simulate(setup, seed=seed, limit_s=math.inf, max_steps=last), first, last)
+        found.append(Advice(change=change, steps_per_second=after, gain=after / before - 1))
+    return sorted(found, key=lambda advice: -advice.gain)
+
+
+def changes(setup: Setup, add: int) -> Iterator[tuple[str, Setup]]:
+    """Yield each change in words, with the changed set-up."""
+    more = "one more" if add == 1 else f"{add} more"
+    end = "" if add == 1 else "s"
+    times = setup.times
+    yield f"{more} engine{end}", replace(setup, num_engines=setup.num_engines + add)
+    for pool, size in setup.pools.items():
+        processes = f"process{'' if add == 1 else 'es'}"
+        yield f"{more} {processes} of {pool}", replace(setup, pools={**setup.pools, pool: size + add})
+    faster = times.train.scaled(setup.num_ranks / (setup.num_ranks + add))
+    yield (
+        f"{more} learner rank{end}",
+        replace(setup, num_ranks=setup.num_ranks + add, times=replace(times, train=faster)),
+    )
+    yield "one more version of staleness", replace(setup, max_staleness=setup.max_staleness + 1)
+    yield "half the sync time", replace(setup, times=replace(times, sync=times.sync.scaled(0.5)))
+
 
 WAITED_FOR = {GENERATE: "generation", SCORE: "scoring", PLACE: "a place on an engine", WEIGHTS: "weights to be served"}
 FEW_STEPS = 10

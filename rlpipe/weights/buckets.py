@@ -1,4 +1,4 @@
-"""Safetensors buckets of a policy version's tensors, and digests of the weights.
+"""Weights as buckets of bytes: filling, checking, reading and broadcasting them.
 
 The digest of a version is computed twice: by the sender from the tensors that it publishes, and by every engine from
 the tensors that it reads back out of the model it serves.
@@ -11,6 +11,9 @@ mixed to 64 bits and added up modulo 2^64, separately for every layer, and XXH3-
 or altered element, a wrong type, or two swapped layers change the digest. A permutation of elements within one layer
 does not, which is why the engines also compare fused parameters with the tensors they came from. Elements whose bits
 are all zero add nothing, so padding does not count. A tied tensor is published, and counted, once.
+
+Between GPUs, vLLM's NCCL transfer is used instead (``rlpipe.learner.nccl_broadcast``). In both cases a ``Transfer``
+gives both sides the address and the tensors to expect.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from rlpipe.errors import ModelError
-from rlpipe.types import Buckets, ByteArray, WeightsKind, WeightsManifest
+from rlpipe.types import Buckets, ByteArray, Transfer, WeightsKind, WeightsManifest
 
 MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
 """Adapter features that engines can't serve, but that merging the adapter supports."""
@@ -413,3 +419,36 @@ def _targets(adapter_config: Mapping[str, Any], modules: Iterable[str]) -> list[
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def listen(address: str) -> dist.TCPStore:
+    """Open the store on the learner that the other processes connect to."""
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+
+
+@dataclass(slots=True)
+class GlooGroup:
+    """A process group separate from torch's default one; the learner is rank 0."""
+
+    group: Any
+
+    @staticmethod
+    def join(transfer: Transfer, rank: int, timeout_s: float, store: dist.TCPStore | None = None) -> GlooGroup:
+        """Join the group of a transfer; the learner passes its own ``store``, which already listens."""
+        limit = timedelta(seconds=timeout_s)
+        if store is None:
+            store = dist.TCPStore(transfer.address, transfer.port, is_master=False, timeout=limit)
+        return GlooGroup(dist.ProcessGroupGloo(store, rank, transfer.num_processes, limit))
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in tensors:
+            self._broadcast(tensor.cpu().contiguous())
+
+    def receive(self, transfer: Transfer) -> Iterator[tuple[str, Tensor]]:
+        for outline in transfer.outlines:
+            tensor = torch.empty(outline.shape, dtype=getattr(torch, outline.dtype))
+            self._broadcast(tensor)
+            yield outline.name, tensor
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self.group.broadcast([tensor], dist.BroadcastOptions()).wait()

@@ -21,7 +21,7 @@ from kernel_cases import (
     randn,
 )
 
-from rlpipe.kernels import softmax_gradient, softmax_stats
+from rlpipe.kernels import softmax
 from rlpipe.kernels.logprob import linear_logprob
 from rlpipe.kernels.selective import selective_logprob
 
@@ -128,7 +128,7 @@ def test_other_numbers_of_tokens_need_no_other_kernel() -> None:
     compiled: list[int] = []
 
     def count() -> int:
-        kernels = (softmax_stats._stats_kernel, softmax_gradient._gradient_kernel)
+        kernels = (softmax._stats_kernel, softmax._gradient_kernel)
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
     for num_tokens in (64, 1, 2, 17, 333, 1024):

@@ -13,12 +13,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rlpipe.kernels import softmax_stats
-from rlpipe.kernels.row_access import IGNORED
+from rlpipe.kernels import softmax
+from rlpipe.kernels.primitives import IGNORED
 
 INTERPRETED = pytest.mark.skipif(
     # Triton's own functions are made when it is loaded, ours when they are.
-    {type(function).__name__ for function in (tl.max, softmax_stats._stats_kernel)} != {"InterpretedFunction"},
+    {type(function).__name__ for function in (tl.max, softmax._stats_kernel)} != {"InterpretedFunction"},
     reason="Triton was loaded before tests/unit chose its interpreter: run that folder by itself",
 )
 BOTH = pytest.mark.parametrize("use_triton", [False, pytest.param(True, marks=INTERPRETED)])

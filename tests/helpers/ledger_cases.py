@@ -8,11 +8,9 @@ from typing import Any
 from replay_cases import group, open_store, score
 
 from rlpipe.configs.schema.root_config import ReplayConfig
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import Passed
-from rlpipe.replay.buffer import Admitted
+from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.replay.buffer import Admitted, Rerolls
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
-from rlpipe.replay.rerolls import Rerolls
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.replay.store import Outcome, ReplayStore
 

@@ -25,15 +25,15 @@ from transformers import (
 )
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.learner.fused_lora import FusedLora, fuse_lora
-from rlpipe.learner.optimizer import make_optimizer
+from rlpipe.learner.adapter_layers import FusedLora, fuse_lora
+from rlpipe.learner.strategies.optimizer import make_optimizer
 from rlpipe.models.nf4 import nf4_config, settle_nf4
+from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.planner.cost import Mode, Rates
 from rlpipe.offload.planner.planner import Arrangement
-from rlpipe.offload.planner.profile import Mode, Rates
-from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.offload.planner.trace import TensorTracker
+from rlpipe.offload.runtime.activations import Done, InlineLane, Queues, StreamEvent, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel
-from rlpipe.offload.runtime.streams import Done, InlineLane, Queues, StreamEvent, Work
-from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 
 Loss = Callable[[nn.Module, int], Tensor]

@@ -15,8 +15,7 @@ import pytest
 from rlpipe import cli
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.data.open import open_run_prompts, open_run_sequences
-from rlpipe.data.prompts import PromptSource, SequenceSource
+from rlpipe.data.prompts import PromptSource, SequenceSource, open_run_prompts, open_run_sequences
 from rlpipe.data.render.tokenizer import load_tokenizer
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 IMPORTS = [
-    "rlpipe.learner.checkpoint.checkpoints",
-    "rlpipe.learner.checkpoint.save_policy",
+    "rlpipe.learner.checkpoints",
+    "rlpipe.learner.checkpoints",
     "rlpipe.learner.strategies.fsdp2",
     "rlpipe.learner.publish",
     "rlpipe.learner.step",

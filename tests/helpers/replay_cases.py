@@ -8,9 +8,9 @@ import numpy as np
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig
-from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.replay.buffer import Admitted
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rlpipe.algorithms.strided import StridedRow, plan_row
-from rlpipe.configs.schema.ebft_config import StridedConfig
+from rlpipe.configs.schema.algorithm_config import StridedConfig
 from rlpipe.kernels.strided_mask import StridedMask
-from rlpipe.learner.strided_pass import make_mask
+from rlpipe.learner.strided_objective import make_mask
 
 
 @dataclass(kw_only=True, frozen=True)

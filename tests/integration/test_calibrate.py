@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlpipe import cli
-from rlpipe.hardware.profile_store import load_stored, own_name, path_of, stored_names
+from rlpipe.hardware.devices import load_stored, own_name, path_of, stored_names
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="its GPU would be measured")]
 ON_CPU = ("experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "rollout.num_gpus=0", "learner.num_gpus=0")

@@ -20,10 +20,10 @@ from rlpipe.actors.replay import ReplayActor, ReplaySetup
 from rlpipe.actors.reward import ScoringActor
 from rlpipe.actors.rollout import RolloutActor
 from rlpipe.actors.weights import WeightsActor
+from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.data_config import HeldOutConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig
-from rlpipe.configs.tree import to_tree
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import WeightsMismatch
@@ -32,7 +32,7 @@ from rlpipe.replay.step_queue import StepReport
 from rlpipe.run.cluster import Need, start_actor
 from rlpipe.run.controller import Controller
 from rlpipe.run.evaluation import Evaluator
-from rlpipe.run.scorer_pool import ScorerPool
+from rlpipe.run.scoring_pools import ScorerPool
 from rlpipe.run.workers import Parts
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

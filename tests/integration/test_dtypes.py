@@ -11,7 +11,7 @@ from run_cases import run_options, supervised_options
 
 from rlpipe import cli
 from rlpipe.hardware.dtypes import DeviceTypes, cpu_name
-from rlpipe.learner.checkpoint.checkpoint_files import read_extra
+from rlpipe.learner.checkpoint_files import read_extra
 from rlpipe.run import pipeline
 
 pytestmark = pytest.mark.ray

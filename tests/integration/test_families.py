@@ -19,8 +19,8 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
-from rlpipe.learner.checkpoint.save_policy import export_policy
-from rlpipe.learner.merge.merging import MergeRequest, merge
+from rlpipe.learner.checkpoints import export_policy
+from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.row_plan import AttentionPlan, Row
 from rlpipe.models.loading import open_model

@@ -17,7 +17,7 @@ from run_cases import SIX_STEPS, read_adapter, run_options, trained_steps
 
 from rlpipe import cli
 from rlpipe.common.atomic_io import RESERVE
-from rlpipe.learner.checkpoint.checkpoint_files import RECORD, list_checkpoints
+from rlpipe.learner.checkpoint_files import RECORD, list_checkpoints
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 from rlpipe.tracking.jsonl import read_rows

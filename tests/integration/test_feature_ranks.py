@@ -12,8 +12,7 @@ import torch.distributed as dist
 from learner_cases import make_learner, make_model_config, make_rollouts, train_steps
 from rank_cases import Ranks
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy

@@ -10,10 +10,8 @@ from rank_cases import Ranks
 
 from rlpipe.errors import ModelError, RunError
 from rlpipe.hardware import calibration
-from rlpipe.hardware.calibration import own_device
-from rlpipe.hardware.link import TENSOR_BYTES
-from rlpipe.hardware.profile_store import load_stored, own_name
-from rlpipe.hardware.rank0 import ask_first
+from rlpipe.hardware.calibration import TENSOR_BYTES, ask_first, own_device
+from rlpipe.hardware.devices import load_stored, own_name
 
 CPU = torch.device("cpu")
 

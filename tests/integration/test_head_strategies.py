@@ -36,7 +36,7 @@ from transformers import (
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
-from rlpipe.learner.checkpoint.save_policy import export_policy
+from rlpipe.learner.checkpoints import export_policy
 from rlpipe.learner.publish import served_weights
 from rlpipe.models.tiny import make_tokenizer
 

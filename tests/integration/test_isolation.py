@@ -16,11 +16,11 @@ import pytest
 import ray
 from run_cases import make_config
 
-from rlpipe.actors.engine_handles import Engines
+from rlpipe.actors.reward import Engines
 from rlpipe.run.cluster import Reservation, end_actors
-from rlpipe.run.launch import pool_needs, start_pools
 from rlpipe.run.prepare import Run, prepare_run
-from rlpipe.run.scorer_pool import ScorerPool
+from rlpipe.run.scoring_pools import ScorerPool
+from rlpipe.run.workers import pool_needs, start_pools
 from rlpipe.scoring.pools import resolve_pools
 from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.sandbox.seccomp import unsupported

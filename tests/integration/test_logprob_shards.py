@@ -12,8 +12,7 @@ import torch.distributed as dist
 from kernel_cases import assert_near, make_head_inputs, objective, randn
 from rank_cases import Ranks
 
-from rlpipe.kernels.head_tiles import VocabularyShard
-from rlpipe.kernels.logprob import linear_logprob
+from rlpipe.kernels.logprob import VocabularyShard, linear_logprob
 
 CUTS = [0, 30, 31, 101]
 """Of the vocabulary: a rank each, of unlike sizes."""

@@ -11,7 +11,7 @@ from run_cases import largest_difference, make_config, read_adapter, trained_ste
 import rlpipe
 from rlpipe.replay.ledger.audit import audit
 from rlpipe.replay.ledger.database import NAME
-from rlpipe.replay.ledger.location import reading
+from rlpipe.replay.ledger.query import reading
 
 pytestmark = pytest.mark.ray
 

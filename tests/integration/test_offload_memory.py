@@ -29,16 +29,15 @@ from transformers import (
 )
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.layout import MIB, make_layout
-from rlpipe.offload.planner.cost import Knobs, arrange, predict, why_impossible
+from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, arrange, predict, why_impossible
 from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, trace_model
 from rlpipe.offload.planner.planner import Arrangement
-from rlpipe.offload.planner.profile import Capacity, Mode
 from rlpipe.offload.planner.profiler import make_profile, resident_bytes
-from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.offload.planner.trace import TensorTracker
+from rlpipe.offload.runtime.activations import InlineLane, Queues, StreamEvent, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
-from rlpipe.offload.runtime.streams import InlineLane, Queues, StreamEvent, Work
-from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import SCALES, find_units, take_inventory
 
 pytestmark = pytest.mark.slow

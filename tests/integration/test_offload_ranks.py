@@ -35,17 +35,15 @@ from rlpipe.learner.strategies import chunked
 from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.offload.api import offload
-from rlpipe.offload.planner.cost import Knobs, predict
+from rlpipe.offload.api import OffloadedAdamW, offload
+from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, predict
 from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import Decision
-from rlpipe.offload.planner.profile import Capacity, Mode
 from rlpipe.offload.planner.profiler import make_profile
-from rlpipe.offload.planner.tensor_tracker import TensorTracker
-from rlpipe.offload.runtime.chunk_ranks import Replicated, Sharded
+from rlpipe.offload.planner.trace import TensorTracker
+from rlpipe.offload.runtime.activations import InlineLane, Queues
+from rlpipe.offload.runtime.chunk import Replicated, Sharded
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
-from rlpipe.offload.runtime.streams import InlineLane, Queues
-from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 
 pytestmark = pytest.mark.covering(1)

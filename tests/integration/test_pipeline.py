@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import rlpipe
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.learner.merge.merging import MergeRequest, merge
+from rlpipe.learner.merging import MergeRequest, merge
 
 pytestmark = pytest.mark.ray
 

@@ -21,18 +21,17 @@ from torch import Tensor
 
 import rlpipe
 from rlpipe import cli
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
+from rlpipe.configs.options import to_tree
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
-from rlpipe.configs.tree import to_tree
 from rlpipe.data.packing import pack_step
-from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
+from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.offload.planner.profiler import resident_bytes
-from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.factory import open_engine
 from rlpipe.scoring.feature_scorer import learner_feature_scorer, make_feature_scorer

@@ -19,11 +19,10 @@ from rank_cases import Ranks
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
-from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
-from rlpipe.learner.checkpoint.save_policy import ADAPTER_FILE
+from rlpipe.learner.checkpoints import ADAPTER_FILE, CheckpointStore
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.offload.runtime.flat_part import FlatPart
+from rlpipe.offload.runtime.chunk_adam import FlatPart
 
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, HALF, MAX_NORM = 5, 3, 0.05

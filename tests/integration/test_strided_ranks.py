@@ -12,8 +12,13 @@ import torch.distributed as dist
 from learner_cases import assert_close, make_document, make_learner, parameters_of
 from rank_cases import Ranks
 
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig, StridedConfig
+from rlpipe.configs.schema.algorithm_config import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    EbftConfig,
+    LossConfig,
+    StridedConfig,
+)
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.learner.step import Learner

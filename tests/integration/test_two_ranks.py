@@ -15,8 +15,7 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, 
 from rlpipe.configs.schema.learner_config import ChunkedConfig, FsdpConfig, LearnerConfig, OptimizerConfig, Zero3Config
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import LearnerFailed
-from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
-from rlpipe.learner.checkpoint.save_policy import export_policy
+from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.publish import publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy

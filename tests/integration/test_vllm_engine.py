@@ -28,7 +28,7 @@ from engine_cases import (
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.learner.merge.merging import MergeRequest, merge
+from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import VLLM_GPU_SEQUENCES, Engine
 from rlpipe.rollout.factory import open_engine

@@ -12,7 +12,7 @@ from learner_cases import make_learner, parameters_of, train_steps
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
-from rlpipe.learner.checkpoint.save_policy import export_policy
+from rlpipe.learner.checkpoints import export_policy
 
 
 def main(policy: Path, strategy: str, output: Path) -> None:

@@ -23,7 +23,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss
-from rlpipe.configs.groups import config_folder
+from rlpipe.configs.compose import config_folder
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, CorrectionConfig, LossConfig
 
 CONFIGS = config_folder() / "algorithm"

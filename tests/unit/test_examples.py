@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from rlpipe.common.imports import import_object
-from rlpipe.configs.compose import load_config
-from rlpipe.configs.groups import list_groups
-from rlpipe.configs.validate import require_rewards
-from rlpipe.data.render.transforms import apply_transform
+from rlpipe.configs.compose import list_groups, load_config, require_rewards
+from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
 from rlpipe.models.tiny import make_tokenizer

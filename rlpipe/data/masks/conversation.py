@@ -1,30 +1,219 @@
-"""The rendering of a conversation to tokens and their loss mask."""
+"""Loss masks of conversations: which tokens of which turns are trained."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlpipe.configs.data_sources import ROLE_OPTION, RoleMarkers, read_role_boundaries
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.boundaries import Turn, find_turns
-from rlpipe.data.masks.generation import mark_generation
-from rlpipe.data.masks.loss_mask import LossMask
-from rlpipe.data.masks.media import media_token_ids
-from rlpipe.data.masks.probe import ASSISTANT, Probe
-from rlpipe.data.masks.resolve import resolve_mask, taken_for_assistant
+from rlpipe.data.masks.boundaries import LossMask, RoleBoundary, TrainedEnds, Turn, encode_markers, find_turns
+from rlpipe.data.masks.derivation import (
+    ASSISTANT,
+    DIALOGUE,
+    FAMILIES,
+    SYSTEM,
+    TOOL,
+    USER,
+    WORDS,
+    NotDerivable,
+    Probe,
+    derive_markers,
+)
 from rlpipe.data.render.images import count_images
 from rlpipe.data.render.messages import assistant_turns
 from rlpipe.data.render.processor import Encoded
-from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.render.template import ChatTemplate, Span
 from rlpipe.data.row import UnusableRow
-from rlpipe.types import BoolArray, ChatMessages
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.types import BoolArray, ChatMessages, IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+ATTRIBUTES = tuple(
+    f"{name}_token"
+    for name in (
+        *("image", "video", "audio", "image_break", "image_end", "vision_start", "vision_end", "fake_image"),
+        *("boi", "eoi", "boa", "eoa", "bov", "eov", "start_image", "end_image", "start_of_image", "end_of_image"),
+    )
+)
+"""Attributes under which tokenizers name media tokens; each may be missing."""
+KNOWN = (
+    *("<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image|>", "<|video|>", "<|audio|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+    *("<image>", "<video>", "<audio>", "<image_soft_token>", "<audio_soft_token>", "<start_of_image>"),
+    *("<end_of_image>", "<start_of_audio>", "<end_of_audio>", "<|image>", "<image|>", "<|audio>", "<audio|>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[AUDIO]", "[BEGIN_AUDIO]", "<fake_token_around_image>"),
+)
+"""Media tokens of tokenizers without such attributes: Qwen, Llama, Gemma, LLaVA, Pixtral, Voxtral, Idefics."""
+
+
+def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids of the media tokens that the tokenizer has."""
+    named = (getattr(tokenizer, name, None) for name in ATTRIBUTES)
+    vocabulary = tokenizer.get_vocab()
+    return tuple(sorted({vocabulary[str(token)] for token in (*named, *KNOWN) if str(token) in vocabulary}))
+
+
+def mark_generation(
+    template: ChatTemplate, messages: ChatMessages, images: Sequence[bytes], first_message: int
+) -> tuple[Encoded, BoolArray]:
+    """Return the conversation's T tokens, and a mask ``[T]`` of those the assistant writes from ``first_message`` on.
+
+    An end token right after a block counts, too. Raises ``UnusableRow`` if the template can't render these messages.
+    """
+    text, spans = template.generation_spans(messages)
+    num_turns = len(assistant_turns(messages))
+    num_earlier = len(assistant_turns(messages[:first_message]))
+    if num_earlier and len(spans) != num_turns:
+        raise DataError(
+            f"the chat template has {len(spans)} generation blocks for {num_turns} assistant turns, so those of the "
+            "prompt can't be told from those of the completion"
+        )
+    encoded = template.encode_with_offsets(text, images)
+    assert encoded.offsets is not None
+    mask = np.zeros(len(encoded.token_ids), np.bool_)
+    for span in spans[num_earlier:]:
+        mask |= _overlapping(encoded.offsets, span)
+    return encoded, _with_end_tokens(encoded.token_ids, mask, template.tokenizer.eos_token_id)
+
+
+def _overlapping(offsets: IntArray, span: Span) -> BoolArray:
+    """Return which tokens lie in the span; a token of no width (some tokenizers trim white space) lies at its end."""
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    return (ends > span[0]) & ((starts < span[1]) | ((starts == ends) & (ends <= span[1])))
+
+
+def _with_end_tokens(token_ids: IntArray, mask: BoolArray, end_token_id: int | None) -> BoolArray:
+    """Mark end tokens right after marked tokens, so that a turn's end is learned even if the block closes before it."""
+    if end_token_id is None:
+        return mask
+    follows = np.zeros_like(mask)
+    follows[1:] = mask[:-1]
+    return mask | (follows & (token_ids == end_token_id))
+
 
 logger = logging.getLogger(__name__)
+
+
+def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
+    """Choose the rules of the loss mask, and log them.
+
+    Raises ``ConfigError`` for impossible markers, and ``DataError`` if no markers of a trained role are found and
+    ``data.loss_mask`` does not ask for all tokens.
+    """
+    counts_all = data.train_on_inputs or data.loss_mask == "all"
+    source, boundaries = ("", []) if counts_all else find_boundaries(template, data)
+    roles = {boundary.role for boundary in boundaries}
+    for role in data.roles_to_train:
+        if not counts_all and role not in roles:
+            there = ", ".join(sorted(roles))
+            raise DataError(f"data.roles_to_train: no turns of {role!r} can be told ({source}); there are {there}")
+    tokenizer = template.tokenizer
+    mask = LossMask(
+        boundaries=boundaries,
+        roles=frozenset(data.roles_to_train),
+        ends=TrainedEnds(data.train_on_eos),
+        counts_all=counts_all,
+        media_ids=media_token_ids(tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        end_id=tokenizer.eos_token_id,
+    )
+    everything = "all tokens count, but padding and those of images, audio and videos"
+    logger.info("loss mask: %s", everything if counts_all else _describe(mask, source))
+    return mask
+
+
+def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list[RoleBoundary]]:
+    """Return the origin of the boundaries, and the boundaries; raise as ``resolve_mask`` does."""
+    if data.role_boundaries is not None:
+        if not data.role_boundaries:
+            raise DataError(
+                f"{ROLE_OPTION}: empty, so that no token would count; add entries, or set data.loss_mask=all"
+            )
+        given = encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
+        roles: dict[tuple[int, ...], str] = {}
+        for index, boundary in enumerate(given):
+            if (role := roles.setdefault(boundary.start, boundary.role)) != boundary.role:
+                raise ConfigError(f"{ROLE_OPTION}[{index}].start: has the same tokens as that of {role}")
+        return ROLE_OPTION, given
+    template.require()
+    probe = Probe(template)
+    for family, markers in FAMILIES.items():
+        with suppress(ConfigError):
+            if _are_known(markers, template) and are_found(own := encode_markers(markers, template.tokenizer), probe):
+                return f"built in for {family}", own
+    try:
+        derived = encode_markers(derive_markers(probe), template.tokenizer, "its markers")
+        if not are_found(derived, probe):
+            raise NotDerivable("the markers that it seems to have do not hold what they should")
+    except (NotDerivable, ConfigError) as problem:
+        raise DataError(
+            f"the chat template of {template.tokenizer.name_or_path!r} does not show where turns begin and end "
+            f"({problem}): set {ROLE_OPTION} to its markers, or data.loss_mask=all to train all tokens"
+        ) from None
+    return "derived from the chat template", derived
+
+
+def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
+    """Return whether the boundaries find exactly the user and assistant turns of a conversation."""
+    try:
+        turns = [(role, text) for role, text in probe.turns(boundaries, *DIALOGUE) if role in (USER, ASSISTANT)]
+    except UnusableRow:
+        return False
+    expected = list(zip(DIALOGUE, WORDS, strict=False))
+    return len(turns) == len(expected) and all(
+        role == own and text.endswith(word) and sum(text.count(any_word) for any_word in WORDS) == 1
+        for (role, text), (own, word) in zip(turns, expected, strict=True)
+    )
+
+
+def taken_for_assistant(boundaries: Sequence[RoleBoundary], probe: Probe) -> set[str]:
+    """Return other roles whose messages are taken for the assistant's, because the template writes them alike."""
+    renderings = {
+        SYSTEM: lambda: probe.turns(boundaries, SYSTEM, USER, ASSISTANT),
+        TOOL: lambda: probe.result_turns(boundaries),
+    }
+    found = set()
+    for role, render in renderings.items():
+        with suppress(UnusableRow):
+            answers = [text for own, text in render() if own == ASSISTANT]
+            word = WORDS[0 if role == SYSTEM else 1]
+            found |= {role} if any(word in text for text in answers) else set()
+    return found
+
+
+def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
+    """Return whether every end marker is one token, a quicker test than rendering the template."""
+    vocabulary = template.tokenizer.get_vocab()
+    return all(marker.end in vocabulary for marker in markers)
+
+
+def _describe(mask: LossMask, source: str) -> str:
+    markers = [_describe_boundary(boundary) for boundary in mask.boundaries]
+    endless = mask.roles - {boundary.role for boundary in mask.boundaries if boundary.include_end and boundary.end}
+    if endless:
+        markers.append(
+            f"no end is learned of turns of {', '.join(sorted(endless))}, which have no end marker of their own"
+        )
+    roles = ", ".join(sorted(mask.roles)) or "none"
+    return f"{source}; trained roles {roles}, end markers {mask.ends.value}; {'; '.join(markers)}"
+
+
+def _describe_boundary(boundary: RoleBoundary) -> str:
+    flags = f"{', with start' * boundary.include_start}{', without end' * (not boundary.include_end)}"
+    flags += ", also within turns" * boundary.interrupts
+    end = "the end" if boundary.end is None else f"{list(boundary.end)}"
+    return f"{boundary.role} {list(boundary.start)} to {end}{flags}"
 
 
 class ConversationMask:

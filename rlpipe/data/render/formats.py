@@ -1,15 +1,26 @@
-"""Conversion of rows written for other libraries into a conversation, or a prompt and a completion."""
+"""Formats of rows in datasets, and user functions that transform rows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast, overload
 
+import numpy as np
+
+from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.messages import assistant_turns, chat_messages, column_messages, no_assistant
-from rlpipe.data.row import Row, UnusableRow, require_columns
-from rlpipe.errors import DataError
+from rlpipe.data.row import AnyRows, Row, Rows, UnusableRow, require_columns
+from rlpipe.errors import DataError, InputError, RlpipeError
 from rlpipe.types import ChatMessages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 CONVERSATIONS = "conversations"
 """ShareGPT's column, which is read if ``data.messages_column`` is missing or null."""
@@ -139,3 +150,189 @@ def _alpaca_text(row: Row) -> str:
 
 def _without(row: Row, *columns: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in columns}
+
+
+logger = logging.getLogger(__name__)
+
+MapFunction = Callable[[dict[str, Any]], Any]
+
+ALL_COLUMNS = "__all__"
+OPTIONS = {"remove_columns", "batched"}
+
+
+class TransformConfig(dict[str, Any]):
+    """The ``cfg`` of a transform: the data config and ``transform_args``, by key or attribute, None if unset."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+class TransformedRows:
+    """Rows after a transform: a row's columns, less the removed ones, plus those that ``map_row`` returns.
+
+    ``remove`` names columns, or is ``"__all__"`` for all columns of the original row. A row on which ``map_row`` raises
+    is unusable.
+    """
+
+    def __init__(self, rows: AnyRows, map_row: MapFunction, remove: Collection[str] | str) -> None:
+        self.name = rows.name
+        self._rows = rows
+        self._map_row = map_row
+        self._remove = remove
+
+    def __len__(self) -> int:
+        assert isinstance(self._rows, Sized), "nobody asks how long a stream is"
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        return {**_kept(row, self._remove), **_call(self._map_row, dict(row), self.location(index))}
+
+    def location(self, index: int) -> str:
+        return self._rows.location(index)
+
+
+class ExpandedRows:
+    """Rows after a batched transform, which makes any number of rows from each; untouched columns are repeated.
+
+    ``map_batch`` is called with one row at a time, as a dict of lists of length 1. All rows are read once at the start,
+    to count the rows made from each; the number must be the same every time. A row on which ``map_batch`` raises stays
+    one unusable row. Raises ``DataError`` if no row is left.
+    """
+
+    def __init__(self, rows: Rows, map_batch: MapFunction, remove: Collection[str] | str) -> None:
+        self.name = rows.name
+        self._rows = rows
+        self._map_batch = map_batch
+        self._remove = remove
+        self._counts = np.array([self._count_at_start(source) for source in range(len(rows))], np.int64)
+        self._ends = np.cumsum(self._counts)
+        if not len(self):
+            raise DataError(f"{self.name}: data.transform made no row of any of its {len(rows)} rows")
+        if without := int(np.sum(self._counts == 0)):
+            logger.warning("%s: data.transform made no row of %d of its %d rows", self.name, without, len(rows))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        source, part = self._find(index)
+        row, location = self._rows[source], self._rows.location(source)
+        columns = self._expand(row, location)
+        count = _common_length(columns)
+        if count != self._counts[source]:
+            raise DataError(
+                f"{location}: data.transform made {count} rows of it, but {self._counts[source]} when the data was "
+                "opened; it must make as many each time"
+            )
+        return {**_kept(row, self._remove), **{name: values[part] for name, values in columns.items()}}
+
+    def location(self, index: int) -> str:
+        source, part = self._find(index)
+        location = self._rows.location(source)
+        count = self._counts[source]
+        return location if count == 1 else f"{location}, part {part + 1} of {count}"
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return the index of the original row, and the index among the rows made from it."""
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        return source, int(index - self._ends[source] + self._counts[source])
+
+    def _count_at_start(self, source: int) -> int:
+        try:
+            return _common_length(self._expand(self._rows[source], self._rows.location(source)))
+        except UnusableRow:
+            return 1
+
+    def _expand(self, row: Row, location: str) -> Mapping[str, Sequence[Any]]:
+        """Return the columns of all rows made from a row; raise ``DataError`` if they are not lists of one length."""
+        columns = _call(self._map_batch, {name: [value] for name, value in row.items()}, location)
+        for name, values in columns.items():
+            if not isinstance(values, list | tuple | np.ndarray):
+                found = type(values).__name__
+                raise DataError(f"{location}: data.transform is batched, but {name!r} is a {found} instead of a list")
+        if len({len(values) for values in columns.values()}) > 1:
+            lengths = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+            raise DataError(f"{location}: data.transform returned columns of different lengths: {lengths}")
+        return columns
+
+
+def _common_length(columns: Mapping[str, Sequence[Any]]) -> int:
+    return max((len(values) for values in columns.values()), default=0)
+
+
+def _kept(row: Row, remove: Collection[str] | str) -> dict[str, Any]:
+    removed = row.keys() if remove == ALL_COLUMNS else remove
+    return {name: value for name, value in row.items() if name not in removed}
+
+
+def _call(function: MapFunction, row: dict[str, Any], location: str) -> Mapping[str, Any]:
+    """Call a map function; raise ``UnusableRow`` if it raises any ``Exception`` other than rlpipe's own."""
+    try:
+        new = function(row)
+    except InputError as error:
+        raise DataError(f"{location}: {error}") from None
+    except (RlpipeError, UnusableRow):
+        raise
+    except Exception as error:
+        raise UnusableRow(f"data.transform raised {describe_error(error)}") from error
+    if not isinstance(new, Mapping):
+        raise DataError(f"{location}: data.transform returned {type(new).__name__} instead of a dict")
+    return new
+
+
+@overload
+def apply_transform(rows: Rows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Rows: ...
+
+
+@overload
+def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> AnyRows: ...
+
+
+def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> AnyRows:
+    """Return ``rows`` after ``data.transform``, or unchanged without one.
+
+    The transform is called as ``transform(cfg)`` and returns ``map_fn`` or ``(map_fn, {"remove_columns": [...]})``;
+    ``map_fn(row)`` returns the new row's columns and is given the ``tokenizer`` if it has a parameter of that name.
+    With ``"batched": True`` beside ``remove_columns``, it takes and returns lists of values (see ``ExpandedRows``).
+    Raises ``DataError`` if the transform can't be imported or returns anything else.
+    """
+    if data.transform is None:
+        return rows
+    transform = import_object(data.transform, what="data.transform", error=DataError)
+    settings = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+    try:
+        result = transform(TransformConfig(settings | data.transform_args))
+    except RlpipeError:
+        raise
+    except Exception as error:
+        raise DataError(f"data.transform {data.transform!r} raised {describe_error(error)}") from error
+    map_row, options = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not callable(map_row) or not isinstance(options, Mapping):
+        raise DataError(f"data.transform {data.transform!r} must return (map_fn, {{'remove_columns': [...]}})")
+    unknown = options.keys() - OPTIONS
+    if unknown:
+        known = " and ".join(sorted(OPTIONS, reverse=True))
+        raise DataError(f"data.transform {data.transform!r}: only {known} are known, not {', '.join(unknown)}")
+    if "tokenizer" in inspect.signature(map_row).parameters:
+        map_row = partial(map_row, tokenizer=tokenizer)
+    remove = _removed_columns(options.get("remove_columns"))
+    if not options.get("batched"):
+        return TransformedRows(rows, map_row, remove)
+    if not isinstance(rows, Sized):
+        raise DataError(
+            f"data.transform {data.transform!r} is batched, and counts at the start what it makes of all rows, which a "
+            "stream does not have: set data.streaming=false, or make the rows beforehand"
+        )
+    return ExpandedRows(cast(Rows, rows), map_row, remove)
+
+
+def _removed_columns(value: Any) -> Collection[str] | str:
+    if isinstance(value, str) and value != ALL_COLUMNS:
+        return [value]
+    return value or ()

@@ -1,11 +1,13 @@
-"""The chat messages of a column, with keys role and content or, as in ShareGPT, from and value."""
+"""Chat messages: validation, tools, and the assistant's reasoning."""
 
 from __future__ import annotations
 
+import json
+import re
 from difflib import get_close_matches
 from typing import Any
 
-from rlpipe.data.row import UnusableRow
+from rlpipe.data.row import Row, UnusableRow
 from rlpipe.types import ChatMessages
 
 SHAREGPT_ROLES = {
@@ -124,3 +126,85 @@ def _part(part: Any, name: str) -> dict[str, Any]:
     if known["type"] == "text" and not isinstance(known.get("text"), str):
         raise UnusableRow(f"{name}: its key 'text' is {known.get('text')!r:.80}, not a text")
     return known
+
+
+def row_tools(row: Row, column: str | None) -> list[Any] | None:
+    """Return the schemas in a column, a list or its JSON; None if the row does not set its tools.
+
+    An empty list, or an empty text, means a row without tools. Raises ``UnusableRow`` for anything else.
+    """
+    value = None if column is None else row.get(column)
+    try:
+        return _read(value)
+    except UnusableRow as problem:
+        hint = "set data.tools_column=null if it holds something else"
+        raise UnusableRow(f"column {column!r}{problem.reason}; {hint}") from None
+
+
+def _read(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        value = _parse(value)
+    elif value is not None:
+        value = without_nulls(value)
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise UnusableRow(f": expected a list of tools, or its JSON, found {type(value).__name__}")
+    return [_schema(tool, f", tool {number}") for number, tool in enumerate(value, start=1)]
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else []
+    except (ValueError, RecursionError) as error:
+        raise UnusableRow(f": not JSON ({error}): {text!r:.80}") from None
+
+
+def _schema(tool: Any, name: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise UnusableRow(f"{name}: a JSON schema with a name was expected, found {tool!r:.80}")
+    function = tool.get("function", tool)
+    if not isinstance(function, dict):
+        raise UnusableRow(f"{name}: its key 'function' is {function!r:.80}, not a schema")
+    if not isinstance(function.get("name"), str):
+        raise UnusableRow(f"{name}: its key 'name' is {function.get('name')!r:.80}, not a text")
+    return tool
+
+
+OPEN, CLOSE = "<think>", "</think>"
+SPAN = re.compile(f"{OPEN}.*?{CLOSE}", re.DOTALL)
+REASONING_KEY = "reasoning_content"
+"""The key of a message that holds its reasoning beside the content, without tags."""
+
+
+def with_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the turn with its reasoning as a span of the content; raise ``UnusableRow`` without a complete span."""
+    content, reasoning = _text_of(message, name), message.get(REASONING_KEY)
+    if reasoning and not SPAN.search(content):
+        content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
+    if not SPAN.search(content):
+        raise UnusableRow(f"{name} has no complete {OPEN}...{CLOSE} span")
+    return _with_content(message, content)
+
+
+def without_thinking(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the turn without its reasoning; raise ``UnusableRow`` if a span is not closed.
+
+    Text before a ``</think>`` whose span the chat template opens counts as reasoning, too.
+    """
+    content = _text_of(message, name)
+    rest = SPAN.sub("", content)
+    if OPEN in rest:
+        raise UnusableRow(f"{name} has a {OPEN} without {CLOSE}")
+    return _with_content(message, rest.rpartition(CLOSE)[2].strip() if CLOSE in content else content)
+
+
+def _with_content(message: dict[str, Any], content: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != REASONING_KEY} | {"content": content}
+
+
+def _text_of(message: dict[str, Any], name: str) -> str:
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        raise UnusableRow(f"the content of {name} is a {type(content).__name__}, not a text")
+    return content or ""

@@ -1,4 +1,4 @@
-"""Endless, resumable sources of rendered rows, from one source or a mix of several."""
+"""The rows of a run in order: shuffled epochs of one source, or a weighted mix of several."""
 
 from __future__ import annotations
 
@@ -7,12 +7,102 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlpipe.data.row import AnyRows, Row, RowLocation, SkipKind, SkippedRow, UnusableRow
-from rlpipe.data.sources.mixture import Mixture
-from rlpipe.data.sources.order import Cursor, Order
 from rlpipe.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cursor:
+    """A place in the order of rows: the position of the next row in an epoch. In a mix of sources, the epoch is 0."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+class Order(Protocol):
+    """An endless order of rows that depends on the place alone."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows per epoch; None while the number is not known."""
+
+    def row(self, cursor: Cursor) -> int | None:
+        """Return the index of the row at a place, or None right after the last row of an epoch.
+
+        Raises ``DataError`` for a place further on.
+        """
+
+    def behind(self, count: int) -> Cursor:
+        """Return the place of the row that follows the first ``count`` rows, counted over all epochs."""
+
+
+class PermutedOrder:
+    """The order of rows that can be read in any order; with ``shuffle``, each epoch permutes them anew by ``seeds``."""
+
+    def __init__(self, name: str, indices: NDArray[np.int64], *, seeds: Sequence[int], shuffle: bool) -> None:
+        self._name, self._indices = name, indices
+        self._seeds, self._shuffle = seeds, shuffle
+        self._epoch = -1
+        self._rows = indices
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._indices)
+
+    def row(self, cursor: Cursor) -> int | None:
+        if cursor.epoch < 0 or not 0 <= cursor.position <= self.num_rows:
+            raise DataError(f"{self._name} has {self.num_rows} rows for training, so {cursor} is not of this data")
+        if cursor.position == self.num_rows:
+            return None
+        if self._shuffle and cursor.epoch != self._epoch:
+            self._rows = np.random.default_rng([*self._seeds, 0, cursor.epoch]).permutation(self._indices)
+            self._epoch = cursor.epoch
+        return int(self._rows[cursor.position])
+
+    def behind(self, count: int) -> Cursor:
+        return Cursor(*divmod(count, self.num_rows))
+
+
+class Mixture:
+    """The assignment of the places of a mix to its sources.
+
+    Row k (from 0) of a source of weight w is due at time (k + 1/2) / w, and places take rows in the order of these
+    times; among rows due at the same time, the first source's comes first. So a source's rows among the first n are its
+    share of n, give or take one or two, and they are a function of n alone.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = list(weights)
+        self._position = 0
+        self._counts = [0] * len(self._weights)
+
+    def counts(self, position: int) -> list[int]:
+        """Return the number of rows of each source before a place."""
+        if not self._position <= position <= self._position + len(self._weights):
+            # All of these rows come before the place, since they come before an earlier one.
+            time = max(position - len(self._weights), 0) / sum(self._weights)
+            self._counts = [int(time * weight) for weight in self._weights]
+            self._position = sum(self._counts)
+        while self._position < position:
+            self._counts[self._next()] += 1
+            self._position += 1
+        return list(self._counts)
+
+    def draw(self, position: int) -> tuple[int, int]:
+        """Return the source of the row at a place, and the number of that source's rows before it."""
+        counts = self.counts(position)
+        source = self._next()
+        return source, counts[source]
+
+    def _next(self) -> int:
+        due = [(count + 0.5) / weight for count, weight in zip(self._counts, self._weights, strict=True)]
+        return due.index(min(due))
+
 
 logger = logging.getLogger(__name__)
 

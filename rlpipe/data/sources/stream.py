@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from rlpipe.data.row import CheckColumns, Row, UnusableRow, parse_object
-from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
 
 KEPT_BLOCKS = 2

@@ -1,38 +1,139 @@
-"""Chunked offload of the policy (rlpipe/offload), in chunks that move between host and device."""
+"""Strategy ``single`` and its ranks with chunked CPU offload."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
 from rlpipe.errors import ModelError
 from rlpipe.hardware.calibration import own_device
 from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import TokenScorer
-from rlpipe.learner.strategies.chunk_options import (
-    capacity,
-    chunk_sizes,
-    fixed_knobs,
-    longest_row,
-    precision_of,
-)
-from rlpipe.learner.strategies.chunked_updates import ChunkedUpdates
-from rlpipe.learner.strategies.rank_group import RankGroup
-from rlpipe.learner.strategies.sharding import Reduce, Updates
+from rlpipe.learner.row_plan import Row, plan_row
+from rlpipe.learner.strategies.optimizer import TorchUpdates
+from rlpipe.learner.strategies.sharding import RankGroup, Reduce, Updates
 from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.workload import Workload
-from rlpipe.offload.api import choices_of, is_given, plan
-from rlpipe.offload.comparison import Comparison
-from rlpipe.offload.planner.consensus import agree, ranks_of
-from rlpipe.offload.planner.planner import Decision
-from rlpipe.offload.planner.profile import Capacity
+from rlpipe.offload.api import Comparison, choices_of, free_memory, is_given, plan
+from rlpipe.offload.layout import CHUNK_SIZES, MIB
+from rlpipe.offload.planner.cost import Capacity, Knobs
+from rlpipe.offload.planner.planner import Decision, agree, ranks_of
 from rlpipe.offload.planner.trace import Trace
-from rlpipe.offload.runtime.flat_part import FlatPart
-from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, least_arrangement, least_memory
+from rlpipe.offload.runtime.chunk_adam import FlatPart
+from rlpipe.offload.runtime.runtime import (
+    OffloadedModel,
+    Precision,
+    chunk_state,
+    least_arrangement,
+    least_memory,
+    load_chunk_state,
+)
+from rlpipe.types import MicroBatch
 from rlpipe.weights.dcp import Read
+
+GIB = 2**30
+
+
+def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
+    """Return a row of one sequence that fills a micro batch; all tokens but the first are loss tokens."""
+    micro_batch = MicroBatch(
+        token_ids=np.zeros(num_tokens, np.int64),
+        position_ids=np.arange(num_tokens),
+        sequence_starts=np.array([0, num_tokens], np.int32),
+        loss_mask=np.arange(num_tokens) > 0,
+        logprobs=np.zeros(num_tokens, np.float32),
+        advantages=np.zeros(num_tokens, np.float32),
+        policy_versions=np.zeros(num_tokens, np.int32),
+        group_ids=np.zeros(1, np.int32),
+    )
+    return plan_row(micro_batch, layout=scorer.layout, device=torch.device("cpu"))
+
+
+def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
+    return Precision(
+        compute=compute_dtype,
+        state=getattr(torch, config.state_dtype),
+        gradient=getattr(torch, config.gradient_dtype),
+    )
+
+
+def chunk_sizes(config: ChunkedConfig) -> tuple[int, ...]:
+    """Return the chunk sizes to choose from, in bytes."""
+    return CHUNK_SIZES if config.chunk_mib is None else (int(config.chunk_mib * MIB),)
+
+
+def fixed_knobs(config: ChunkedConfig) -> dict[str, int]:
+    """Return the knobs that the config sets, which are not searched."""
+    given = {entry.name: getattr(config, entry.name) for entry in fields(Knobs)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def capacity(config: ChunkedConfig, device: torch.device, *, replaced: nn.Module) -> Capacity:
+    """Return a rank's memory limits: as configured, or a share of what is free once chunks replace the model."""
+    free = free_memory(device, replaced=replaced)
+    on_device, on_host = config.device_memory_gib, config.host_memory_gib
+    return Capacity(
+        device_bytes=free.device_bytes if on_device is None else int(on_device * GIB),
+        host_bytes=free.host_bytes if on_host is None else int(on_host * GIB),
+    )
+
+
+class ChunkedUpdates:
+    def __init__(
+        self,
+        offloaded: OffloadedModel,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        measured: Callable[[float, int], None],
+    ) -> None:
+        """Set up the updates; ``apply`` calls ``measured`` with the update's seconds and number of micro batches."""
+        self._measured = measured
+        self._offloaded, self._chunks = offloaded, offloaded.optimizer
+        places = {name: offloaded.place_of(parameter) for name, parameter in parameters.items()}
+        self._names = {place: name for name, place in places.items() if place is not None}
+        """Name of each parameter in chunks, by its chunk and its name there."""
+        resident = {name: parameters[name] for name, place in places.items() if place is None}
+        self._resident = TorchUpdates(resident, config, local=lambda tensor: tensor) if resident else None
+        self._learning_rate = config.lr
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
+        if self._resident is not None:
+            self._resident.set_learning_rate(learning_rate)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def squared_norm(self) -> Tensor:
+        return self._chunks.squared_norm() + self._offloaded.resident_squared_norm()
+
+    def apply(self, scale: float) -> None:
+        self._measured(*self._offloaded.end_update())
+        if self._resident is not None:
+            self._resident.apply(scale)
+        self._chunks.apply(self._learning_rate, scale)
+
+    def drop(self) -> None:
+        self._offloaded.end_update()
+        if self._resident is not None:
+            self._resident.drop()
+        self._chunks.drop()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and moments, without copies."""
+        resident = {} if self._resident is None else self._resident.state()
+        return resident | chunk_state(self._offloaded, self._names)
+
+    def load_state(self, stored: Mapping[str, torch.Size], read: Read) -> None:
+        if self._resident is not None:
+            self._resident.load_state(stored, read)
+        load_chunk_state(self._offloaded, self._names, stored, read)
 
 
 class Chunked:

@@ -1,4 +1,4 @@
-"""The interface to a policy's sharding and updates, for training steps, checkpoints and publishing."""
+"""Collective operations that a strategy provides to the learner, and the process group of its ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
@@ -87,3 +88,25 @@ class Sharding(Protocol):
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
+
+
+OPERATIONS = {Reduce.SUM: dist.ReduceOp.SUM, Reduce.MIN: dist.ReduceOp.MIN, Reduce.MAX: dist.ReduceOp.MAX}
+
+
+class RankGroup:
+    """A rank of the default process group, which Ray Train or torchrun has created."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert dist.is_initialized(), "there is no process group: start the ranks with Ray Train or torchrun"
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.loads_on_cpu = self.num_ranks > 1
+        self.notes: list[str] = []
+
+    def reduce(self, tensor: Tensor, operation: Reduce) -> Tensor:
+        reduced = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(reduced, OPERATIONS[operation])
+        return reduced
+
+    def barrier(self) -> None:
+        dist.barrier()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.learner.forward import TokenScorer
-from rlpipe.learner.strategies.optimizer_backend import TorchUpdates
+from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.learner.strategies.sharding import Reduce, Updates
 from rlpipe.weights.dcp import Read
 

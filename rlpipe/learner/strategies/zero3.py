@@ -22,12 +22,10 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig, Zero3Config
+from rlpipe.learner.adapter_layers import FusedLora
 from rlpipe.learner.forward import TokenScorer
-from rlpipe.learner.fused_lora import FusedLora
-from rlpipe.learner.optimizer import make_optimizer
-from rlpipe.learner.strategies.optimizer_state import MOMENTS, STEPS, read_moments, write_moments
-from rlpipe.learner.strategies.rank_group import RankGroup
-from rlpipe.learner.strategies.sharding import Updates
+from rlpipe.learner.strategies.optimizer import MOMENTS, STEPS, make_optimizer, read_moments, write_moments
+from rlpipe.learner.strategies.sharding import RankGroup, Updates
 from rlpipe.weights.dcp import Read, moment_key, weight_key
 
 

@@ -1,16 +1,19 @@
-"""The decision of how to train a model: chunks that stay on the device, modes of blocks, and sharing among ranks."""
+"""Chooses the plan of chunked offload, on all ranks alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from rlpipe.common.formatting import duration, gib
+from rlpipe.hardware.calibration import ask_first, num_ranks
 from rlpipe.offload.layout import ChunkLayout
-from rlpipe.offload.planner.cost import Knobs, Prediction, arrange, interleave, predict
-from rlpipe.offload.planner.profile import Capacity, Mode, Profile, Rates
+from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, Prediction, Profile, Rates, arrange, interleave, predict
 from rlpipe.offload.planner.search import Choice, DoesNotFit, search
 from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.runtime.chunk import Alone, ChunkRanks, Replicated, Sharded
 from rlpipe.offload.units import Unit
 
 AMORTISING_SEQUENCES = 4
@@ -179,3 +182,24 @@ def _describe_prediction(prediction: Prediction) -> str:
         f"predicted {gib(prediction.device_bytes)} on the device, {gib(prediction.host_bytes)} on the host, "
         f"{duration(prediction.seconds)} an update of {count} full micro batch{'es' if count > 1 else ''}"
     )
+
+
+def ranks_of(num_parts: int) -> ChunkRanks:
+    """Return the default process group's ranks, with every chunk cut into ``num_parts``: one, or one per rank."""
+    if num_ranks() == 1:
+        return Alone()
+    return Replicated() if num_parts == 1 else Sharded()
+
+
+def agree(free: Capacity, decide: Callable[[Capacity], Decision]) -> Decision:
+    """Return what ``decide`` returns on the first rank for the least memory that any rank has free.
+
+    All ranks must call it. What ``decide`` raises is raised on all of them, as in ``ask_first``.
+    """
+    if num_ranks() > 1:
+        every: list[Capacity] = [free] * num_ranks()
+        dist.all_gather_object(every, free)
+        free = Capacity(
+            device_bytes=min(one.device_bytes for one in every), host_bytes=min(one.host_bytes for one in every)
+        )
+    return ask_first(lambda: decide(free))

@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 
 from rlpipe.common.formatting import gib
 from rlpipe.offload.planner.cost import (
+    Capacity,
+    ChunkProfile,
     Knobs,
+    Mode,
     Prediction,
+    Profile,
+    Rates,
     checkpoints_per_swap,
     device_update_s,
     gather_s,
@@ -30,7 +35,6 @@ from rlpipe.offload.planner.cost import (
     transfer_s,
     why_impossible,
 )
-from rlpipe.offload.planner.profile import Capacity, ChunkProfile, Mode, Profile, Rates
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

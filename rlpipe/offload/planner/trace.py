@@ -1,4 +1,4 @@
-"""Trace of one forward and backward pass of a model, with the bytes and the work of each unit.
+"""Traces of a training pass: the operators of each unit, and the tensors that they keep.
 
 Fake tensors suffice: nothing is computed, and no memory is needed. What runs between units, such as the loss, forms
 stages, too. Tensors that flow from a stage to the next are counted with the one that takes them.
@@ -7,21 +7,109 @@ stages, too. Tensors that flow from a stage to the next are counted with the one
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from rlpipe.offload.planner.profile import StageProfile
-from rlpipe.offload.planner.tensor_tracker import Operator, TensorTracker
+from rlpipe.offload.planner.cost import StageProfile
 from rlpipe.offload.runtime.activations import find_saved
 from rlpipe.offload.runtime.unit_hooks import mark_inputs
 from rlpipe.offload.units import Unit
+
+Observe = Callable[["Operator"], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Operator:
+    """An operator that has run."""
+
+    name: str
+    flops: int
+    num_bytes: int
+    """Bytes read and written; 0 for views."""
+    dtype: torch.dtype
+
+
+class TensorTracker(TorchDispatchMode):
+    """Mode that counts the bytes of the tensors that operators make: ``live`` at the moment, and ``peak`` at most.
+
+    Tensors that existed before, such as weights, do not count. ``observe`` is called with every operator after it has
+    run.
+    """
+
+    def __init__(self, observe: Observe | None = None) -> None:
+        super().__init__()
+        self._observe = observe
+        self._known: set[int] = set()
+        self.live = 0
+        self.peak = 0
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Leave a tensor out of the count, such as one on the host."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            weakref.finalize(storage, self._known.discard, storage._cdata)
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was made within the mode."""
+        return tensor.untyped_storage()._cdata in self._known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in before]
+        for tensor in fresh:
+            self._count(tensor)
+        self.peak = max(self.peak, self.live)
+        if self._observe is not None:
+            self._observe(self._describe(func, args, kwargs, result, outputs, is_view=not fresh and not _writes(func)))
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += num_bytes
+        weakref.finalize(storage, self._drop, key, num_bytes)
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live -= num_bytes
+
+    def _describe(
+        self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, is_view: bool
+    ) -> Operator:
+        packet = func._overloadpacket
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+        touched = [] if is_view else [*_tensors((args, kwargs)), *outputs]
+        return Operator(
+            name=str(packet),
+            flops=flops,
+            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in touched),
+            dtype=outputs[0].dtype if outputs else torch.float32,
+        )
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _writes(func: Any) -> bool:
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+
 
 Seconds = Callable[[Operator], float]
 """Function that returns the seconds of an operator on some machine."""
@@ -226,3 +314,54 @@ class Trace:
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def choose_blocks(kinds: Sequence[Hashable]) -> dict[int, int]:
+    """Return for every block the index of a block of its kind that stands for it.
+
+    The first and the last block stand for themselves; other blocks have the first of their kind between these.
+    """
+    inner: dict[Hashable, int] = {}
+    for index, kind in enumerate(kinds[1:-1], 1):
+        inner.setdefault(kind, index)
+    ends = {0, len(kinds) - 1}
+    return {index: index if index in ends else inner[kind] for index, kind in enumerate(kinds)}
+
+
+def unfold(stages: Sequence[Stage], stands_for: Mapping[int, int]) -> list[Stage]:
+    """Return the stages of all blocks, in order, from those of the traced blocks.
+
+    ``stands_for`` maps each block's unit to the traced unit whose stage is like its own; the first and the last block
+    are among the traced ones. A block's group has its own stage and those up to the next block. The live bytes of a
+    stage grow by what the blocks inserted before it keep. Raises ``ValueError`` if a block was not traced exactly once.
+    """
+    traced = set(stands_for.values())
+    starts = [index for index, stage in enumerate(stages) if stage.unit in traced]
+    if sorted(stages[index].unit or 0 for index in starts) != sorted(traced):
+        raise ValueError("blocks are not traced once each")
+    groups = {
+        stages[start].unit: stages[start:end] for start, end in zip(starts, [*starts[1:], len(stages)], strict=True)
+    }
+    found = [*stages[: starts[0]]] if starts else [*stages]
+    for unit, model in stands_for.items():
+        group = groups[model]
+        moved = (found[-1].after if found else 0) - (stages[_before(stages, group)].after if found else 0)
+        found += [_moved(stage, moved, {model: unit}) for stage in group]
+    return found
+
+
+def _before(stages: Sequence[Stage], group: Sequence[Stage]) -> int:
+    return next(index for index, stage in enumerate(stages) if stage is group[0]) - 1
+
+
+def _moved(stage: Stage, num_bytes: int, units: Mapping[int, int]) -> Stage:
+    return replace(
+        stage,
+        unit=None if stage.unit is None else units.get(stage.unit, stage.unit),
+        reads={units.get(unit, unit) for unit in stage.reads},
+        before=stage.before + num_bytes,
+        after=stage.after + num_bytes,
+        forward_peak=stage.forward_peak + num_bytes,
+        backward_peak=stage.backward_peak + num_bytes,
+        entering=stage.entering + num_bytes,
+    )

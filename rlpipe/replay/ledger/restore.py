@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from rlpipe.common.atomic_io import why_not_writable, writing_path
-from rlpipe.configs.tree import changed_options
+from rlpipe.configs.options import changed_options
 from rlpipe.errors import ConfigError, LedgerError
 from rlpipe.replay.ledger.database import NAME, damage
 from rlpipe.replay.ledger.run_ledger import Ledger
@@ -25,7 +25,7 @@ class RunStart:
     """Point at which a run starts or resumes, as its ledger must match it."""
 
     config: Mapping[str, Any]
-    """The resolved config, as returned by ``rlpipe.configs.tree.to_tree``."""
+    """The resolved config, as returned by ``rlpipe.configs.options.to_tree``."""
     changes_allowed: bool = False
     step: int = 0
     checkpoint: Path | None = None

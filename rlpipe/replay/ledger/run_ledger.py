@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import Passed
+from rlpipe.data.sources.row_source import Cursor, Passed
 from rlpipe.errors import LedgerError
 from rlpipe.replay.buffer import Admitted
-from rlpipe.replay.ledger.database import Database
-from rlpipe.replay.ledger.serialization import pack_arrays, pack_record, unpack_group
+from rlpipe.replay.ledger.database import Database, pack_arrays, pack_record, unpack_group
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import RolloutGroup
 

@@ -17,8 +17,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.render.images import open_image
 from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
-from rlpipe.rollout.engine import num_threads
-from rlpipe.rollout.group_builder import Sample, build_group, failed_group, sample_seed, too_long, without_image
+from rlpipe.rollout.engine import Sample, build_group, failed_group, num_threads, sample_seed, too_long, without_image
 from rlpipe.rollout.vllm.vllm_options import describe_refusal, engine_args, sampling_args
 from rlpipe.rollout.vllm.vllm_transfer import meeting
 from rlpipe.types import (

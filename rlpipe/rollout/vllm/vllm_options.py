@@ -13,8 +13,7 @@ from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError
-from rlpipe.rollout.engine import DEFAULT_SEQUENCES
-from rlpipe.rollout.vllm.adapter_slots import num_slots, slot_rank
+from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_slots, slot_rank
 
 # vLLM reads these when it is imported.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -31,8 +30,7 @@ from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
 
-from rlpipe.rollout.vllm.vllm_nf4 import LOAD_FORMAT  # noqa: E402
-from rlpipe.rollout.vllm.vllm_transfer import backend  # noqa: E402
+from rlpipe.rollout.vllm.vllm_transfer import LOAD_FORMAT, backend  # noqa: E402
 
 _OWN_ENGINE_ARGS = {
     "model": "model.path",

@@ -1,25 +1,78 @@
-"""The engines' side of direct weight transfer from the learner: vLLM's NCCL transfer, and gloo between CPUs."""
+"""How weights reach a running vLLM engine: transfer backend, experts, and weights in 4 bit.
+
+New weights are collected until a layer has all of them, and vLLM then lays them out as when it loads a model. All
+other layers are written in place.
+
+vLLM's own NF4 uses less memory, but needs a GPU and other kernels; set
+``rollout.engine_args.quantization=bitsandbytes`` to use it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from torch import Tensor, nn
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlpipe.rollout.vllm.vllm_experts import begin_experts, end_experts
+from rlpipe.errors import ModelError
+from rlpipe.models.loading import outline_model
+from rlpipe.models.nf4 import nf4_parameters, nf4_round_trip
 from rlpipe.types import TensorOutline, Transfer
-from rlpipe.weights.broadcast import GlooGroup
+from rlpipe.weights.buckets import GlooGroup
+
+
+def begin_experts(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Prepare the experts for new weights; call ``end_experts`` once all weights are loaded."""
+    with set_current_vllm_config(vllm_config):
+        for layer in _experts(model):
+            initialize_layerwise_reload(layer)
+            if current_platform.is_cpu():
+                # With a kernel set, vLLM would keep the weights in the file's layout, which is right only on GPUs.
+                layer.quant_method.moe_kernel = None
+
+
+def end_experts(model: nn.Module, vllm_config: VllmConfig) -> None:
+    with set_current_vllm_config(vllm_config):
+        for layer in _experts(model):
+            finalize_layerwise_reload(layer, vllm_config.model_config)
+
+
+def _experts(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+
+
+LOAD_FORMAT = "rlpipe_nf4"
+
+
+@register_model_loader(LOAD_FORMAT)
+class Nf4Loader(DefaultModelLoader):
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="auto"))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
+        left = nf4_parameters(outline_model(model_config.hf_config, trust_remote_code=model_config.trust_remote_code))
+        for name, weight in super().get_all_weights(model_config, model):
+            quantized = name in left
+            left.discard(name)
+            yield name, nf4_round_trip(weight.to(model_config.dtype)) if quantized else weight
+        if left:
+            raise ModelError(
+                f"{type(model).__name__} has files that name weights in another way than transformers, such as "
+                f"{min(left)}: set rollout.engine=hf, or model.adapter.kind=lora"
+            )
+
 
 GLOO = "rlpipe_gloo"
 

@@ -22,11 +22,8 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-# Importing these registers them in every worker.
-import rlpipe.rollout.vllm.vllm_nf4
-import rlpipe.rollout.vllm.vllm_transfer  # noqa: F401
 from rlpipe.errors import ModelError, WeightsMismatch
-from rlpipe.rollout.vllm.vllm_experts import begin_experts, end_experts
+from rlpipe.rollout.vllm.vllm_transfer import begin_experts, end_experts
 from rlpipe.types import ByteArray
 from rlpipe.weights.buckets import (
     add_checksum,

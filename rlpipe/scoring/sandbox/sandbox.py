@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import run_module
 

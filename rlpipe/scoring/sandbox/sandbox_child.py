@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rlpipe.scoring.memory import MemoryLimit
+from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.rewards import ignore_extra
 from rlpipe.scoring.sandbox.seccomp import (
     PR_SET_DUMPABLE,

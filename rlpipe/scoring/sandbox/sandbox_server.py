@@ -17,10 +17,17 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import InputError
-from rlpipe.scoring.memory import GIB, MemoryLimit, lift_memory_limit
-from rlpipe.scoring.processes import PROC, descendants, end_processes, list_processes
+from rlpipe.scoring.processes import (
+    GIB,
+    PROC,
+    MemoryLimit,
+    descendants,
+    end_processes,
+    lift_memory_limit,
+    list_processes,
+)
 from rlpipe.scoring.rewards import load_reward
 from rlpipe.scoring.sandbox.sandbox_child import Limits, lock_in, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl, unsupported

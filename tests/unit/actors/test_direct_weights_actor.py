@@ -12,9 +12,8 @@ import weights_actor_cases
 from ray.exceptions import RayActorError
 from weights_actor_cases import next_answer, place_engines, served
 
-from rlpipe.actors.direct_weights import DirectWeightsActor
 from rlpipe.actors.remote import KILLED
-from rlpipe.actors.weights import Cause, NotLoaded, Served
+from rlpipe.actors.weights import Cause, DirectWeightsActor, NotLoaded, Served
 from rlpipe.errors import WeightsMismatch
 from rlpipe.types import TensorOutline, Transfer, WeightsKind, WeightsManifest
 

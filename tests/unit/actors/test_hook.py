@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayActorError
 
-from rlpipe.actors.hook import MAX_SHOWN, HookFeed
+from rlpipe.actors.replay import MAX_SHOWN, HookFeed
 from rlpipe.types import Prompt, RolloutGroup
 
 

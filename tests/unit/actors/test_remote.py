@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from rlpipe.actors.remote import answer
-from rlpipe.replay.notifier import Noticeboard
+from rlpipe.replay.step_queue import Noticeboard
 
 
 async def wait_for_answer(done: asyncio.Future[None]) -> None:

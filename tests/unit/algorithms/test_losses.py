@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.groups import config_folder
+from rlpipe.configs.compose import config_folder
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig
 
 ALGORITHMS = sorted((config_folder() / "algorithm").glob("*.yaml"))

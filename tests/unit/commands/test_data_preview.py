@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpipe import cli
-from rlpipe.data.views.pieces import split_row
+from rlpipe.data.row_view import split_row
 from rlpipe.models.tiny import make_tokenizer
 
 CHATML = FAMILIES["chatml"].tokenizer()

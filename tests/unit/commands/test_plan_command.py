@@ -11,12 +11,11 @@ import pytest
 from rlpipe import cli
 from rlpipe.commands.plan import print_measurement
 from rlpipe.configs.compose import load_config
-from rlpipe.hardware.curve import Curve, Link
-from rlpipe.hardware.devices import find_device
-from rlpipe.hardware.profile_store import path_of, stored_names
+from rlpipe.hardware.device import Curve, Link
+from rlpipe.hardware.devices import find_device, path_of, stored_names
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_plan import plan_learner
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.model_shape import describe_offline
 
 EXPERIMENT = "experiment=gsm8k_qwen3_8b_lora"
 RUN = ("plan", EXPERIMENT, "--device", "h100-80g")

@@ -11,10 +11,9 @@ import pytest
 from data_cases import refused, write_run
 
 from rlpipe import cli
+from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
-from rlpipe.data.render.ground_truth import TruthRenderer
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
+from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
 from rlpipe.data.row import RowLocation, UnusableRow
 from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
 

@@ -69,4 +69,4 @@ def test_python_files_are_found_behind_links(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "package" / "link").symlink_to("../beside")
     assert python_files(tmp_path / "package") == ["deep/own.py", "link/linked.py", "own.py"]
-    assert "configs/role_boundaries.py" in python_files(Path(rlpipe.__file__).parent)
+    assert "configs/data_sources.py" in python_files(Path(rlpipe.__file__).parent)

@@ -8,14 +8,12 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from rlpipe.configs import compose, groups
-from rlpipe.configs.compose import build_config, compose_tree, load_config
+from rlpipe.configs import compose
+from rlpipe.configs.compose import build_config, compose_tree, config_folder, describe_choice, list_groups, load_config
 from rlpipe.configs.data_sources import mixed_sources
-from rlpipe.configs.groups import config_folder, describe_choice, list_groups
-from rlpipe.configs.option_list import SYNONYMS, nearest_name, options
+from rlpipe.configs.options import SYNONYMS, changed_options, nearest_name, options, to_tree, to_yaml
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig
-from rlpipe.configs.tree import changed_options, to_tree, to_yaml
 from rlpipe.errors import ConfigError, DataError
 
 BASE = ("model.path=org/policy", "data=reasoning_gym", "data.task=basic_arithmetic")
@@ -40,7 +38,7 @@ def own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the config groups that a test may add files to."""
     folder = tmp_path / "groups"
     shutil.copytree(config_folder(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "experiment"))
-    monkeypatch.setattr(groups, "config_folder", lambda: folder)
+    monkeypatch.setattr(compose, "config_folder", lambda: folder)
     monkeypatch.setattr(compose, "config_folder", lambda: folder)
     return folder
 

@@ -11,8 +11,7 @@ from tokenizers import normalizers
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.conversation import ConversationMask
-from rlpipe.data.masks.resolve import resolve_mask
+from rlpipe.data.masks.conversation import ConversationMask, resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError, DataError

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from rlpipe.configs.compose import require_rewards, validate
 from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.model_config import WeightScaleRule
+from rlpipe.configs.schema.rollout_config import RewardConfig, ServeConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig, ServeConfig
-from rlpipe.configs.validate import require_rewards, validate
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
 
 MENDED = {"model.normalize_weight_scales": {"conv": WeightScaleRule(name_pattern="conv")}}

@@ -218,9 +218,9 @@ def test_a_model_s_own_code_is_looked_at_where_it_is_trusted(
 
 def test_all_of_rlpipe_s_code_is_looked_at(tmp_path: Path) -> None:
     shutil.copytree(Path(rlpipe.__file__).parent, tmp_path / "rlpipe")
-    command = [sys.executable, "-c", "from rlpipe.data.cache.cache_key import _own_code; print(_own_code())"]
+    command = [sys.executable, "-c", "from rlpipe.data.cached_rows import _own_code; print(_own_code())"]
     found = []
-    for changed in (None, "types.py", "configs/role_boundaries.py", "data/chat.py"):
+    for changed in (None, "types.py", "configs/data_sources.py", "data/chat.py"):
         if changed is not None:
             with (tmp_path / "rlpipe" / changed).open("a") as file:
                 file.write("# another line\n")

@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
 from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
-from rlpipe.data.render.transforms import apply_transform
+from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import Row, Rows, UnusableRow
 from rlpipe.data.sources.open_rows import open_rows
 from rlpipe.errors import DataError

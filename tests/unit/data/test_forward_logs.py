@@ -20,6 +20,6 @@ def test_lines_for_users_and_warnings_are_handed_on_while_rows_are_read() -> Non
 def test_warnings_can_be_left_to_the_log() -> None:
     heard: list[str] = []
     with told(heard.append, warnings=False):
-        logging.getLogger("rlpipe.data.cache.cached_rows").info("rows.jsonl: 3 prepared rows are read")
+        logging.getLogger("rlpipe.data.cached_rows").info("rows.jsonl: 3 prepared rows are read")
         logging.getLogger("rlpipe.data.sources.row_source").warning("a row is skipped")
     assert heard == ["rows.jsonl: 3 prepared rows are read"]

@@ -23,7 +23,7 @@ from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.row_plan import AttentionLayout
-from rlpipe.rollout.hf.hf_engine import HfEngine
+from rlpipe.rollout.hf_engine import HfEngine
 from rlpipe.types import GroupRequest, Rollout
 
 pytestmark = pytest.mark.covering(1)

@@ -18,8 +18,8 @@ from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
 from PIL import Image
 from transformers import AutoProcessor
 
+from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.render.images import open_image, read_image, take_images
@@ -30,7 +30,7 @@ from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError, ModelError
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
-from rlpipe.rollout.group_builder import without_image
+from rlpipe.rollout.engine import without_image
 from rlpipe.types import PlacedImage, Prompt
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)

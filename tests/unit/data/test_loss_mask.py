@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.plain_masks import plain_mask
-from rlpipe.data.masks.boundaries import RoleBoundary
-from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
+from rlpipe.data.masks.boundaries import LossMask, RoleBoundary, TrainedEnds
 
 USER, ASSISTANT, END, PAD, IMAGE = 1, 2, 9, 0, 7
 CHATML = LossMask(

@@ -8,8 +8,7 @@ from chat_families import piece_tokenizer, word_tokenizer
 from mask_cases import assert_marks, turns, with_tool
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.conversation import ConversationMask
-from rlpipe.data.masks.resolve import find_boundaries, resolve_mask
+from rlpipe.data.masks.conversation import ConversationMask, find_boundaries, resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError

@@ -10,8 +10,8 @@ from chat_families import FAMILIES
 from mask_cases import GEMMA_CALL, GEMMA_RESULT, TWO_TURNS, assert_marks, pieces, template_of, turns
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.loss_mask import LossMask
-from rlpipe.data.masks.resolve import resolve_mask
+from rlpipe.data.masks.boundaries import LossMask
+from rlpipe.data.masks.conversation import resolve_mask
 from rlpipe.data.row import UnusableRow
 
 EVERY = pytest.mark.parametrize("family", FAMILIES)

@@ -10,12 +10,10 @@ from chat_families import FAMILIES
 from mask_cases import GEMMA_CALL, GEMMA_RESULT, TWO_TURNS, assert_marks, template_of, turns, with_tool
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.conversation import ConversationMask
-from rlpipe.data.masks.derivation import derive_markers
-from rlpipe.data.masks.families import FAMILIES as BUILT_IN
-from rlpipe.data.masks.markers import encode_markers
-from rlpipe.data.masks.probe import Probe
-from rlpipe.data.masks.resolve import are_found, find_boundaries
+from rlpipe.data.masks.boundaries import encode_markers
+from rlpipe.data.masks.conversation import ConversationMask, are_found, find_boundaries
+from rlpipe.data.masks.derivation import FAMILIES as BUILT_IN
+from rlpipe.data.masks.derivation import Probe, derive_markers
 
 NAMES = {
     "chatml": "ChatML, Qwen",

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.loss_mask import LossMask, TrainedEnds
-from rlpipe.data.masks.resolve import resolve_mask
+from rlpipe.data.masks.boundaries import LossMask, TrainedEnds
+from rlpipe.data.masks.conversation import resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.models.tiny import make_tokenizer
 

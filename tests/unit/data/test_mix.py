@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
 from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
-from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import Prompt

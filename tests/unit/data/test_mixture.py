@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.data.sources.mixture import Mixture
+from rlpipe.data.sources.row_source import Mixture
 
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 

@@ -14,8 +14,7 @@ from datasets import Dataset, DatasetDict
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.row import SkipKind
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import MAX_LOGGED_SKIPS
+from rlpipe.data.sources.row_source import MAX_LOGGED_SKIPS, Cursor
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import Prompt, Rollout, RolloutStatus

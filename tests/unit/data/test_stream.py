@@ -13,13 +13,13 @@ from datasets import Dataset, DatasetDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.configs.schema.algorithm_config import EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
 from rlpipe.data.prompts import PromptSource, open_prompts, open_sft_rows
 from rlpipe.data.row import Row
 from rlpipe.data.sources import row_source
 from rlpipe.data.sources.open_rows import open_rows, open_stream
-from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.data.sources.stream import KEPT_BLOCKS, BlockOrder, StreamedRow, StreamRows
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.transforms import apply_transform
+from rlpipe.data.render.formats import apply_transform
 from rlpipe.data.row import Row, Rows, UnusableRow
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import make_tokenizer

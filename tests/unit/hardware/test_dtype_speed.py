@@ -11,9 +11,8 @@ from rlpipe.actors.node import node_types
 from rlpipe.configs.compose import load_config
 from rlpipe.hardware import calibration, dtype_speed, dtypes
 from rlpipe.hardware.device import Device
-from rlpipe.hardware.devices import DEVICES
+from rlpipe.hardware.devices import DEVICES, own_name
 from rlpipe.hardware.dtype_speed import Products, cpu_types, kept_rates, products, time_products
-from rlpipe.hardware.profile_store import own_name
 from rlpipe.models.known_configs import read_widths
 from rlpipe.plan.dtype_work import engine_products, learner_products, planned_dtype
 

@@ -8,24 +8,21 @@ import torch
 
 from rlpipe import cli
 from rlpipe.configs.compose import load_config
+from rlpipe.configs.options import changed_options, to_tree
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.rollout_config import RolloutConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig, RolloutConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig
-from rlpipe.configs.tree import changed_options, to_tree
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.hardware.dtypes import DeviceTypes, choose_dtype, gpu_types
 from rlpipe.models import loading
 from rlpipe.models.loading import with_dtype
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.report import make_report
-from rlpipe.plan.scorer_model import outline_scorer
-from rlpipe.plan.scorer_setup import read_scorer_setups
+from rlpipe.plan.scorer_model import outline_scorer, read_scorer_setups
 from rlpipe.run.cluster import Need
-from rlpipe.run.precision import nodes_for, settle_dtype
-from rlpipe.run.prepare import Run
+from rlpipe.run.prepare import Run, nodes_for, settle_dtype
 
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
 NEW = DeviceTypes(device="a new CPU", rates={"float32": 300e9, "bfloat16": 900e9})

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlpipe.hardware import grad_accumulation
-from rlpipe.hardware.grad_accumulation import add_up
+from rlpipe.hardware import host_memory
+from rlpipe.hardware.host_memory import add_up
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def test_blocks_add_up_to_what_torch_adds(
     total_dtype: torch.dtype, part_dtype: torch.dtype, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grad_accumulation, "BLOCK", 7)
+    monkeypatch.setattr(host_memory, "BLOCK", 7)
     total, part = torch.randn(45).to(total_dtype), torch.randn(45).to(part_dtype)
     expected = total.clone().copy_(part) if is_first else total.clone().add_(part)
     squared = add_up(total, part, is_first=is_first)
@@ -30,4 +30,4 @@ def test_of_nothing_the_squares_are_0() -> None:
 
 def test_what_differs_in_length_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        add_up(torch.zeros(2 * grad_accumulation.BLOCK), torch.zeros(grad_accumulation.BLOCK, dtype=torch.bfloat16))
+        add_up(torch.zeros(2 * host_memory.BLOCK), torch.zeros(host_memory.BLOCK, dtype=torch.bfloat16))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlpipe.hardware.curve import Curve, Link
+from rlpipe.hardware.device import Curve, Link
 
 CURVE = Curve(num_bytes=(1000.0, 2000.0, 10_000.0), seconds=(1.0, 1.5, 4.0))
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.curve import Curve, Link
-from rlpipe.hardware.devices import DEVICES, find_device
-from rlpipe.hardware.profile_store import load_stored, machines_folder, own_name, store, stored_names
+from rlpipe.hardware.device import Curve, Link
+from rlpipe.hardware.devices import DEVICES, find_device, load_stored, machines_folder, own_name, store, stored_names
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpipe.hardware.calibration import own_device
+from rlpipe.hardware.calibration import measure, own_device
 from rlpipe.hardware.cgroup import host_memory_bytes
-from rlpipe.hardware.curve import Link
-from rlpipe.hardware.device import ADDINGS, Device
-from rlpipe.hardware.measure import measure
-from rlpipe.hardware.profile_store import load_stored, machines_folder, own_name, path_of, store, stored_names
+from rlpipe.hardware.device import ADDINGS, Device, Link
+from rlpipe.hardware.devices import load_stored, machines_folder, own_name, path_of, store, stored_names
 from rlpipe.hardware.timing import rate
 
 CPU = torch.device("cpu")

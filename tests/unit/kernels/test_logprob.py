@@ -9,7 +9,7 @@ import torch
 from kernel_cases import BOTH, CHANGES, INTERPRETED, HeadInputs, assert_near, make_head_inputs, objective, randn
 
 from rlpipe.kernels.logprob import linear_logits, linear_logprob
-from rlpipe.kernels.row_access import IGNORED
+from rlpipe.kernels.primitives import IGNORED
 
 FROZEN = ("weight", "bias", "up")
 """What a head has of its own."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from rlpipe.kernels.lora import lora_linear
-from rlpipe.learner.fused_lora import FusedLora, fuse_lora
+from rlpipe.learner.adapter_layers import FusedLora, fuse_lora
 from rlpipe.models.nf4 import from_nf4, settle_nf4
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

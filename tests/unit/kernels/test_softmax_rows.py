@@ -24,9 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlpipe.kernels.logit_change import LogitChange
-from rlpipe.kernels.softmax_gradient import row_gradient
-from rlpipe.kernels.softmax_stats import RowStats, row_stats
+from rlpipe.kernels.primitives import LogitChange
+from rlpipe.kernels.softmax import RowStats, row_gradient, row_stats
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6, torch.float16: 3e-6}
 """Of the type of the logits, whose own rounding both sides have."""

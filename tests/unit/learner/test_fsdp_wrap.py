@@ -13,7 +13,7 @@ from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.policy import load_policy, load_scorer
-from rlpipe.learner.strategies.fsdp_wrap import find_units
+from rlpipe.learner.strategies.fsdp2 import find_fsdp_units
 from rlpipe.models.tiny import make_tiny_policy
 
 
@@ -25,7 +25,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> TokenScorer:
 
 def names(scorer: TokenScorer, **options: Any) -> list[str]:
     by_module = {module: name for name, module in scorer.named_modules()}
-    return [by_module[unit] for unit in find_units(scorer, scorer.causal_model, FsdpConfig(**options))]
+    return [by_module[unit] for unit in find_fsdp_units(scorer, scorer.causal_model, FsdpConfig(**options))]
 
 
 def test_blocks_are_the_models_layers(scorer: TokenScorer) -> None:

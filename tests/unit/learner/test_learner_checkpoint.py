@@ -19,21 +19,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.cli import main
+from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule
-from rlpipe.configs.tree import to_tree
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError
-from rlpipe.learner.checkpoint.checkpoint_files import (
+from rlpipe.learner.checkpoint_files import (
     latest,
     list_checkpoints,
     newest_of_run,
     read_extra,
     resolve_checkpoint,
 )
-from rlpipe.learner.checkpoint.checkpoints import CheckpointStore
-from rlpipe.learner.checkpoint.save_policy import export_policy
+from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.publish import named_weights, publish_weights
 from rlpipe.learner.step import Learner
 from rlpipe.models.tiny import make_tiny_policy
@@ -132,7 +131,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("rlpipe.learner.checkpoint.checkpoint_files.complete_folder", crash)
+        patched.setattr("rlpipe.learner.checkpoint_files.complete_folder", crash)
         with pytest.raises(KeyboardInterrupt):
             store.save(learner, step=2, extra={})
     assert latest(tmp_path) == first

@@ -7,13 +7,12 @@ import torch
 from family_cases import make_family
 from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig, ScheduleConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, LearnerFailed
-from rlpipe.learner.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.row_plan import Row
+from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import TrainBatch

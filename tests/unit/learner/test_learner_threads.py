@@ -3,8 +3,8 @@
 import pytest
 
 from rlpipe.configs.schema.learner_config import LearnerConfig, Zero3Config
-from rlpipe.learner import threads
-from rlpipe.learner.threads import num_threads
+from rlpipe.hardware import cgroup
+from rlpipe.hardware.cgroup import num_threads
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ def test_the_host_that_updates_has_its_share_of_the_machine(
     learner: LearnerConfig, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(threads, "num_cores", lambda: 16)
+    monkeypatch.setattr(cgroup, "num_cores", lambda: 16)
     assert num_threads(learner) == expected

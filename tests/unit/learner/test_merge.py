@@ -21,10 +21,9 @@ from transformers import (
 )
 
 from rlpipe.errors import ModelError, RunError
-from rlpipe.learner.checkpoint.save_policy import ADAPTER_FILE
-from rlpipe.learner.merge import merging
-from rlpipe.learner.merge.merging import MergeRequest, merge
-from rlpipe.learner.merge.model_files import write_file
+from rlpipe.learner import merging
+from rlpipe.learner.checkpoints import ADAPTER_FILE
+from rlpipe.learner.merging import MergeRequest, merge, write_file
 from rlpipe.models.tiny import make_tiny_policy
 
 LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpipe import cli
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
-from rlpipe.learner.checkpoint.save_policy import export_policy
-from rlpipe.learner.merge.merge_error import Gap
-from rlpipe.learner.merge.merging import MergeRequest, merge
-from rlpipe.models.adapter_metadata import FILE, TrainingRecord, read_record
+from rlpipe.learner.checkpoints import export_policy
+from rlpipe.learner.merging import Gap, MergeRequest, merge
+from rlpipe.models.adapter import FILE, TrainingRecord, read_record
 from rlpipe.models.nf4 import to_nf4_and_back
 from rlpipe.models.tiny import make_tiny_policy
 

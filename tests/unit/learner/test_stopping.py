@@ -2,7 +2,7 @@
 
 import math
 
-from rlpipe.learner.stopping import WINDOW, LossTarget
+from rlpipe.learner.step import WINDOW, LossTarget
 
 
 def steps_until_reached(target: LossTarget, losses: list[float]) -> int | None:

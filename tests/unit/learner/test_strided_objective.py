@@ -14,15 +14,20 @@ from learner_cases import make_document, make_model_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig, StridedConfig
+from rlpipe.configs.schema.algorithm_config import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    EbftConfig,
+    FeatureConfig,
+    LossConfig,
+    StridedConfig,
+)
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
+from rlpipe.learner.objectives import make_reference
 from rlpipe.learner.policy import Policy, load_policy
-from rlpipe.learner.reference import make_reference
 from rlpipe.learner.step import Learner
-from rlpipe.learner.strided_objective import Strided
-from rlpipe.learner.strided_pass import StridedInputs
+from rlpipe.learner.strided_objective import Strided, StridedInputs
 from rlpipe.types import MiniBatch, TrainBatch
 
 TEMPERATURE = 0.6

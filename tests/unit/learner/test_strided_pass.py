@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlpipe.algorithms.strided import StridedRow
-from rlpipe.configs.schema.ebft_config import StridedConfig
+from rlpipe.configs.schema.algorithm_config import StridedConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.policy import load_scorer
-from rlpipe.learner.strided_pass import StridedInputs, draw_blocks, plan_strided, score_blocks
+from rlpipe.learner.strided_objective import StridedInputs, draw_blocks, plan_strided, score_blocks
 from rlpipe.models.loading import open_model
 
 TEMPERATURE = 0.6

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.model_config import WeightScaleRule
 from rlpipe.errors import ModelError
-from rlpipe.learner.checkpoint.save_policy import export_policy
-from rlpipe.learner.merge.merging import MergeRequest, merge
-from rlpipe.learner.weight_scales import apply_factors, normalize_weight_scales
+from rlpipe.learner.adapter_layers import apply_factors, normalize_weight_scales
+from rlpipe.learner.checkpoints import export_policy
+from rlpipe.learner.merging import MergeRequest, merge
 from rlpipe.models.tiny import make_tiny_policy
 
 

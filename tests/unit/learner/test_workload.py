@@ -16,8 +16,7 @@ from rlpipe.hardware.calibration import own_device
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.workload import Workload, pack_full, read_workload
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.plan.learner_changes import with_options
-from rlpipe.plan.learner_plan import plan_learner
+from rlpipe.plan.learner_plan import plan_learner, with_options
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from rlpipe.errors import ModelError
 from rlpipe.learner.policy import find_source
 from rlpipe.models.gguf import convert, converted_folder, describe_gguf, model_folder
 from rlpipe.models.known_configs import read_widths
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.model_shape import describe_offline
 
 gguf = pytest.importorskip("gguf")
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.offload.runtime.flat_part import FlatPart, boxes_of
+from rlpipe.offload.runtime.chunk_adam import FlatPart, boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 

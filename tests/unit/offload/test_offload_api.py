@@ -42,13 +42,11 @@ from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.offload import api
-from rlpipe.offload.api import free_memory, offload
+from rlpipe.offload.api import OffloadedAdamW, free_memory, offload, representative_batch
+from rlpipe.offload.planner.cost import Capacity, Mode
 from rlpipe.offload.planner.planner import describe_small_update
-from rlpipe.offload.planner.profile import Capacity, Mode
-from rlpipe.offload.planner.sample_batches import representative_batch
 from rlpipe.offload.planner.search import DoesNotFit
 from rlpipe.offload.runtime.runtime import least_memory
-from rlpipe.offload.training import OffloadedAdamW
 
 pytestmark = pytest.mark.covering(1)
 

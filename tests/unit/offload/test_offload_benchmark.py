@@ -17,10 +17,10 @@ from benchmarks.offload_chunked import Roof, make_plan, moved_bytes, precision_o
 from benchmarks.offload_report import COLUMNS, line_of, summarize, write_report
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.offload.planner.rates import rates_of
+from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.planner.profiler import rates_of
+from rlpipe.offload.runtime.activations import InlineLane, Queues, StreamEvent, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel
-from rlpipe.offload.runtime.streams import InlineLane, Queues, StreamEvent, Work
-from rlpipe.offload.training import OffloadedAdamW
 
 CPU = torch.device("cpu")
 MACHINE = {"hardware": "NVIDIA H100 80GB HBM3", "kind": "cuda", "measured_at": "2026-11-22"}

@@ -8,9 +8,8 @@ from offload_cases import NarrowLane
 from torch import Tensor, nn
 
 from rlpipe.offload.layout import TensorInfo, make_layout
-from rlpipe.offload.runtime.chunk import ChunkMemory, Member
-from rlpipe.offload.runtime.chunk_ranks import Alone
-from rlpipe.offload.runtime.streams import InlineLane
+from rlpipe.offload.runtime.activations import InlineLane
+from rlpipe.offload.runtime.chunk import Alone, ChunkMemory, Member
 
 CPU = torch.device("cpu")
 LANE = InlineLane()

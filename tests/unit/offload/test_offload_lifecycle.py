@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.hardware import host
-from rlpipe.hardware.host import HostBuffer
+from rlpipe.hardware import host_memory
+from rlpipe.hardware.host_memory import HostBuffer
+from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.planner.cost import Mode
 from rlpipe.offload.planner.planner import Arrangement
-from rlpipe.offload.planner.profile import Mode
 from rlpipe.offload.runtime import chunk as chunk_module
 from rlpipe.offload.runtime import runtime
-from rlpipe.offload.runtime.chunk_ranks import Alone
+from rlpipe.offload.runtime.activations import InlineLane, Queues, StreamEvent, Work
+from rlpipe.offload.runtime.chunk import Alone
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
-from rlpipe.offload.runtime.streams import InlineLane, Queues, StreamEvent, Work
-from rlpipe.offload.training import OffloadedAdamW
 
 pytestmark = pytest.mark.covering(1)
 
@@ -338,8 +338,8 @@ def test_a_pass_whose_loss_is_dropped_leaves_nothing(mode: Mode) -> None:
 
 def test_a_buffer_that_is_never_closed_unlocks_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, waits = FakeCuda(), []
-    monkeypatch.setattr(host.torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(host.torch.cuda, "synchronize", lambda: waits.append(len(cuda.locked)))
+    monkeypatch.setattr(host_memory.torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(host_memory.torch.cuda, "synchronize", lambda: waits.append(len(cuda.locked)))
     buffer, closed = HostBuffer(64, pin=True), HostBuffer(64, pin=True)
     closed.close()
     closed.close()

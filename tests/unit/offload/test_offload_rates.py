@@ -12,14 +12,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.hardware.curve import Curve, Link
-from rlpipe.hardware.device import Device, adding
+from rlpipe.hardware.device import Curve, Device, Link, adding
 from rlpipe.hardware.devices import find_device
-from rlpipe.offload.planner.cost import Knobs, device_update_s, host_adding_s, host_update_s, predict, rate_of, reduce_s
+from rlpipe.offload.planner.cost import (
+    FREE_LINK,
+    ChunkProfile,
+    Knobs,
+    Mode,
+    Profile,
+    StageProfile,
+    device_update_s,
+    host_adding_s,
+    host_update_s,
+    predict,
+    rate_of,
+    reduce_s,
+)
 from rlpipe.offload.planner.fake_trace import trace_model
-from rlpipe.offload.planner.profile import FREE_LINK, ChunkProfile, Mode, Profile, StageProfile
-from rlpipe.offload.planner.profiler import make_profile
-from rlpipe.offload.planner.rates import rates_of
+from rlpipe.offload.planner.profiler import make_profile, rates_of
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import find_units
 

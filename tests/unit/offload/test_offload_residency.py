@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from offload_cases import LateLane
 
-from rlpipe.offload.runtime.residency import Residency
-from rlpipe.offload.runtime.streams import Done, InlineLane, Lane, StreamEvent, Work
+from rlpipe.offload.runtime.activations import Done, InlineLane, Lane, StreamEvent, Work
+from rlpipe.offload.runtime.unit_hooks import Residency
 
 
 class FakeChunk:

@@ -27,15 +27,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.learner.optimizer import make_optimizer
+from rlpipe.learner.strategies.optimizer import make_optimizer
+from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.planner.cost import Mode, Rates
 from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import Arrangement
-from rlpipe.offload.planner.profile import Mode, Rates
-from rlpipe.offload.planner.tensor_tracker import TensorTracker
-from rlpipe.offload.planner.trace import Trace
+from rlpipe.offload.planner.trace import TensorTracker, Trace
+from rlpipe.offload.runtime.activations import InlineLane, Queues
 from rlpipe.offload.runtime.runtime import OffloadedModel
-from rlpipe.offload.runtime.streams import InlineLane, Queues
-from rlpipe.offload.training import OffloadedAdamW
 from rlpipe.offload.units import find_units
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)

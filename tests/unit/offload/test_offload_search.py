@@ -9,9 +9,20 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rlpipe.hardware.curve import Curve, Link
-from rlpipe.offload.planner.cost import Knobs, Prediction, interleave, predict, why_impossible
-from rlpipe.offload.planner.profile import Capacity, ChunkProfile, Mode, Profile, Rates, StageProfile
+from rlpipe.hardware.device import Curve, Link
+from rlpipe.offload.planner.cost import (
+    Capacity,
+    ChunkProfile,
+    Knobs,
+    Mode,
+    Prediction,
+    Profile,
+    Rates,
+    StageProfile,
+    interleave,
+    predict,
+    why_impossible,
+)
 from rlpipe.offload.planner.search import DoesNotFit, search
 
 GB = 1e9

@@ -11,9 +11,9 @@ from torch import nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.errors import ConfigError
-from rlpipe.offload.planner.profile import Mode
+from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.planner.cost import Mode
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
-from rlpipe.offload.training import OffloadedAdamW
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 SIZES = [100 * 1024]

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.offload.planner.profile import Mode
+from rlpipe.offload.api import OffloadedAdamW
+from rlpipe.offload.planner.cost import Mode
+from rlpipe.offload.runtime.activations import InlineLane, Queues
 from rlpipe.offload.runtime.chunk_adam import ChunkAdam
 from rlpipe.offload.runtime.runtime import OffloadedModel
-from rlpipe.offload.runtime.streams import InlineLane, Queues
-from rlpipe.offload.training import OffloadedAdamW
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 

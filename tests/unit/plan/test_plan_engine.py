@@ -9,13 +9,11 @@ import pytest
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
-from rlpipe.hardware.curve import Curve, Link
-from rlpipe.hardware.device import ADDINGS, Device
+from rlpipe.hardware.device import ADDINGS, Curve, Device, Link
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.engine_memory import BESIDE_TORCH_BYTES, COLLECTIVE_BYTES
-from rlpipe.plan.engine_plan import EnginePlan, plan_engine
-from rlpipe.plan.engine_speed import HF_LAYER_S, VLLM_PASS_S
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.engine_plan import HF_LAYER_S, VLLM_PASS_S, EnginePlan, plan_engine
+from rlpipe.plan.model_shape import describe_offline
 
 ROUND = Device(
     name="round",

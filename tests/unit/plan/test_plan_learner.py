@@ -10,22 +10,16 @@ from rlpipe.common.formatting import gib
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.hardware.curve import Curve, Link
-from rlpipe.hardware.device import Device
+from rlpipe.hardware.device import Curve, Device, Link
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.offload.planner.rates import rates_of
+from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_case import Drafts, LearnerCase
-from rlpipe.plan.learner_changes import MOST_PAIRS, with_options
-from rlpipe.plan.learner_chunked import chunked_time
-from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
-from rlpipe.plan.learner_outline import nf4_bytes, outline_policy
-from rlpipe.plan.learner_plan import LearnerPlan, plan_case, plan_learner
-from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES, HOST_BYTES
-from rlpipe.plan.learner_time import plain_time
-from rlpipe.plan.learner_work import read_work
-from rlpipe.plan.loop_section import read_loop
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, HOST_BYTES, DeviceBytes, HostBytes, nf4_bytes, outline_policy
+from rlpipe.plan.learner_plan import MOST_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
+from rlpipe.plan.learner_time import chunked_time, plain_time, read_work
+from rlpipe.plan.model_shape import describe_offline
+from rlpipe.plan.sections import read_loop
 
 H100 = DEVICES["h100-80g"]
 BIG_HOST = replace(H100, host_memory_bytes=2**41)

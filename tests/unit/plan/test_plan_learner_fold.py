@@ -9,13 +9,12 @@ from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.strategies.chunk_options import longest_row
+from rlpipe.learner.strategies.chunked import longest_row
 from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
-from rlpipe.offload.planner.fold import choose_blocks, unfold
-from rlpipe.offload.planner.rates import roofline
-from rlpipe.offload.planner.trace import Stage, Trace
-from rlpipe.plan.learner_outline import Outline, outline_policy
-from rlpipe.plan.learner_trace import trace_policy
+from rlpipe.offload.planner.profiler import roofline
+from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold
+from rlpipe.plan.learner_case import trace_policy
+from rlpipe.plan.learner_memory import Outline, outline_policy
 
 SMALL = {
     "vocab_size": 997,

@@ -11,10 +11,10 @@ from rlpipe.plan.actors import ActorKind, engine_kind, rank_kind
 from rlpipe.plan.engine_memory import HOST_BYTES as ENGINE_BYTES
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_case import Drafts, LearnerCase
-from rlpipe.plan.learner_changes import with_options
-from rlpipe.plan.learner_room import CPU_HOST_BYTES, HOST_BYTES
+from rlpipe.plan.learner_memory import CPU_HOST_BYTES, HOST_BYTES
+from rlpipe.plan.learner_plan import with_options
 from rlpipe.plan.machine import REWARD_BYTES, RUN_BYTES, MachineCase, MachinePlan, plan_machine
-from rlpipe.plan.offline_models import describe_offline
+from rlpipe.plan.model_shape import describe_offline
 
 GIB = 2**30
 H100 = DEVICES["h100-80g"]

@@ -8,14 +8,12 @@ import pytest
 import yaml
 from transformers import DeepseekV3Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3NextConfig
 
-from rlpipe.configs.compose import load_config
-from rlpipe.configs.groups import list_groups
+from rlpipe.configs.compose import list_groups, load_config
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ModelError
-from rlpipe.plan import offline_models as module
-from rlpipe.plan.kv_cache import read_kv_cache
-from rlpipe.plan.offline_models import describe_offline, known_models
-from rlpipe.plan.shape import ModelShape, read_shape
+from rlpipe.plan import model_shape as module
+from rlpipe.plan.engine_memory import read_kv_cache
+from rlpipe.plan.model_shape import ModelShape, describe_offline, known_models, read_shape
 
 TOTALS = {
     "Qwen/Qwen3-0.6B": 596_049_920,

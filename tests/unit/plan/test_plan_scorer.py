@@ -17,17 +17,16 @@ from rlpipe.hardware.devices import DEVICES
 from rlpipe.learner.policy import load_scorer
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.offload.api import SHARE_USED
-from rlpipe.offload.planner.tensor_tracker import TensorTracker
+from rlpipe.offload.planner.trace import TensorTracker
 from rlpipe.plan.actors import ActorKind, fill
 from rlpipe.plan.engine_plan import plan_engine
+from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES
 from rlpipe.plan.learner_plan import plan_learner
-from rlpipe.plan.learner_room import BESIDE_TORCH_BYTES
-from rlpipe.plan.loop_section import Loop, read_loop
-from rlpipe.plan.offline_models import describe_offline
-from rlpipe.plan.scorer_model import outline_scorer
+from rlpipe.plan.model_shape import describe_offline
+from rlpipe.plan.scorer_model import outline_scorer, read_scorer_setups
 from rlpipe.plan.scorer_plan import ScorerPlan, UnplannedScorer, plan_scorers
-from rlpipe.plan.scorer_setup import read_scorer_setups
-from rlpipe.scoring.feature_network import FeatureSequence, open_feature_network
+from rlpipe.plan.sections import Loop, read_loop
+from rlpipe.scoring.feature_scorer import FeatureSequence, open_feature_network
 from rlpipe.scoring.reward_model import SequenceReward
 
 H100 = DEVICES["h100-80g"]

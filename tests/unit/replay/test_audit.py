@@ -8,13 +8,12 @@ import pytest
 from ledger_cases import NUM_ROWS, Run, config_tree
 from replay_cases import group
 
-from rlpipe.data.sources.order import Cursor
+from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
 from rlpipe.replay.buffer import Admitted
-from rlpipe.replay.ledger.audit import MAX_KEPT, Audit, audit
+from rlpipe.replay.ledger.audit import CHECKS, MAX_KEPT, Audit, audit
 from rlpipe.replay.ledger.database import NAME
-from rlpipe.replay.ledger.invariants import CHECKS
-from rlpipe.replay.ledger.location import reading
+from rlpipe.replay.ledger.query import reading
 from rlpipe.replay.ledger.run_ledger import COMPARED, Ledger, StepGroups
 
 CLAIMS = [check.claim for check in CHECKS]

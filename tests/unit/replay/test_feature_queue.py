@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpipe.replay.feature_queue import FeatureBoard
+from rlpipe.replay.step_queue import FeatureBoard
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import Prompt, RolloutGroup
 

@@ -17,16 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replay_cases import REWARD, group, open_store
 
 from rlpipe.configs.schema.root_config import ReplayConfig
-from rlpipe.data.sources.order import Cursor
-from rlpipe.replay.admission import Admission
-from rlpipe.replay.buffer import Admitted
+from rlpipe.data.sources.row_source import Cursor
+from rlpipe.replay.buffer import Admission, Admitted
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.replay.store import Outcome, ReplayStore
-from rlpipe.rollout.health import EngineState, Fleet
-from rlpipe.rollout.router import Router
+from rlpipe.rollout.routing import EngineState, Fleet, Router
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest
 

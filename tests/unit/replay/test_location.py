@@ -10,7 +10,7 @@ from ledger_cases import Run
 
 from rlpipe.errors import DataError
 from rlpipe.replay.ledger.database import NAME
-from rlpipe.replay.ledger.location import find_ledger, ledger_path, reading
+from rlpipe.replay.ledger.query import find_ledger, ledger_path, reading
 
 
 def test_a_run_a_checkpoint_and_a_file_are_found(tmp_path: Path) -> None:

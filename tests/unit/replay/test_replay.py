@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.replay.admission import Admission
-from rlpipe.replay.buffer import Admitted, ReplayBuffer
+from rlpipe.replay.buffer import Admission, Admitted, ReplayBuffer
 from rlpipe.types import Prompt, RolloutGroup
 
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="", task={})

@@ -2,7 +2,7 @@
 
 from replay_cases import admitted
 
-from rlpipe.replay.rerolls import Rerolls
+from rlpipe.replay.buffer import Rerolls
 
 
 def ids(rerolls: Rerolls, version: int, at_most: int = 9) -> list[int]:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from replay_cases import admit, admitted, bring, group, open_store
 
-from rlpipe.data.sources.order import Cursor
-from rlpipe.data.sources.row_source import Passed
+from rlpipe.data.sources.row_source import Cursor, Passed
 from rlpipe.errors import LedgerError
 from rlpipe.replay.ledger.database import NAME, damage
 from rlpipe.replay.ledger.run_ledger import COMPARED, GroupState, Ledger, StepGroups

@@ -7,8 +7,7 @@ from peft import LoraConfig
 
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, WeightScaleRule, serves_adapter
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.models.adapter_metadata import TrainingRecord
-from rlpipe.rollout.adapter import read_adapter_config, without_learner
+from rlpipe.models.adapter import TrainingRecord, read_adapter_config, without_learner
 
 
 def test_room_is_made_for_the_largest_rank(tmp_path: Path) -> None:

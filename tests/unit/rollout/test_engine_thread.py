@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlpipe.errors import EngineFailed, ModelError, WaitTimeout
+from rlpipe.rollout.engine import Sample, build_group
 from rlpipe.rollout.engine_thread import EngineThread
-from rlpipe.rollout.group_builder import Sample, build_group
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, Prompt, RolloutGroup, WeightsKind, WeightsManifest
 
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.array([1, 2], np.int32), prompt="x", task={})

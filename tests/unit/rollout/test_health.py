@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpipe.rollout.health import EngineState, Fleet
+from rlpipe.rollout.routing import EngineState, Fleet
 
 
 class Clock:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.rollout.router import Router
+from rlpipe.rollout.routing import Router
 from rlpipe.types import GroupRequest, Prompt
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlpipe.configs.schema.data_config import HeldOutConfig
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import GroupRequest, Prompt, Rollout, RolloutGroup

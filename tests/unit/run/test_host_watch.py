@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray._private import ray_logging
 
-from rlpipe.run.host_watch import SILENT_AFTER_S, Host, HostWatch, describe_actors, leave_to_watch
+from rlpipe.run.monitor import SILENT_AFTER_S, Host, HostWatch, describe_actors, leave_to_watch
 
 HOSTS = {
     "a": Host(address="10.0.0.1", port=6379, is_head=True),

@@ -2,11 +2,11 @@
 
 import pytest
 
+from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig
 from rlpipe.errors import ConfigError
 from rlpipe.run.cluster import Need, check_fit, shares_gpus
-from rlpipe.run.launch import memory_limit, pool_needs
+from rlpipe.run.workers import memory_limit, pool_needs
 from rlpipe.scoring.pools import resolve_pools
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.rollout import Receipt
-from rlpipe.run.scoring_dispatch import GroupFlow
+from rlpipe.run.scoring_pools import GroupFlow
 
 
 class Stations:

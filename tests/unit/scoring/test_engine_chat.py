@@ -12,7 +12,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.errors import ConfigError
 from rlpipe.models.tiny import make_tokenizer
-from rlpipe.rollout.group_builder import Sample, build_group, failed_group
+from rlpipe.rollout.engine import Sample, build_group, failed_group
 from rlpipe.scoring import engine_chat
 from rlpipe.scoring.engine_chat import EngineChat, EngineClient, EngineSilent
 from rlpipe.scoring.http import RequestFailed, UnusableAnswer

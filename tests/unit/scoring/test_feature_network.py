@@ -12,13 +12,13 @@ from feature_cases import unit
 from learner_cases import make_model_config
 from transformers import AutoModelForCausalLM
 
-from rlpipe.configs.schema.ebft_config import FeatureConfig
+from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.learner.objectives import AdapterOff
 from rlpipe.learner.policy import load_policy
-from rlpipe.learner.reference import AdapterOff
 from rlpipe.models.loading import open_model
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.scoring.feature_network import FeatureReader, FeatureSequence, open_feature_network
+from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence, open_feature_network
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 14, 3, 14, 6)

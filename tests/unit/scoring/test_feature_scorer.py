@@ -12,15 +12,13 @@ import torch
 from feature_cases import baseline_reference, score_reference, whiten_reference
 from torch import Tensor
 
-from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig
+from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, EbftConfig, FeatureConfig
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
-from rlpipe.data.render.ground_truth import TruthRenderer
+from rlpipe.data.render.row_renderer import TruthRenderer
 from rlpipe.data.row import UnusableRow
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.replay.assemble import reward_metrics, set_advantages
-from rlpipe.scoring.feature_network import FeatureSequence
-from rlpipe.scoring.feature_scorer import FeatureScorer
+from rlpipe.scoring.feature_scorer import FeatureScorer, FeatureSequence
 from rlpipe.scoring.pools import feature_configs
 from rlpipe.scoring.scorer import apply_scores
 from rlpipe.types import Prompt, Rollout, RolloutGroup

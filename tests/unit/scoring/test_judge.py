@@ -16,9 +16,8 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.errors import ConfigError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.scoring import http
-from rlpipe.scoring.answer_cache import AnswerCache
 from rlpipe.scoring.http import RequestFailed
-from rlpipe.scoring.judge import Judge, NumberJudge, PairwiseJudge, RubricJudge
+from rlpipe.scoring.judge import AnswerCache, Judge, NumberJudge, PairwiseJudge, RubricJudge
 from rlpipe.scoring.nemo_gym import NemoGym
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import Prompt, Rollout, RolloutGroup

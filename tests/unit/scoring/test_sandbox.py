@@ -14,7 +14,7 @@ from typing import Any
 import isolation_cases
 import pytest
 
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError
 from rlpipe.scoring.processes import descendants, list_processes
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed, read_answer

@@ -25,7 +25,7 @@ from trl.rewards import (
     think_format_reward,
 )
 
-from rlpipe.configs.schema.scoring_config import RewardConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import RewardFailed
 from rlpipe.scoring.processes import list_processes
 from rlpipe.scoring.rewards import Reward, RewardActor

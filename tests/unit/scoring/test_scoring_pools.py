@@ -3,10 +3,9 @@ in calls that do not grow too large."""
 
 import pytest
 
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
-from rlpipe.configs.schema.ebft_config import EbftConfig, FeatureConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, FeatureConfig
+from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig, ServeConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig, ScoringConfig, ServeConfig
 from rlpipe.scoring.pools import (
     MAX_GROUPS_PER_CALL,
     feature_configs,

@@ -19,7 +19,7 @@ SCORER = """
 import sys
 from test_scorer import CharacterTokenizer, RewardConfig, Scorer, make_group
 from rlpipe.scoring.process_reaper import start_keeper
-from rlpipe.scoring.memory import MemoryLimit
+from rlpipe.scoring.processes import MemoryLimit
 
 start_keeper()
 scorer = Scorer({"mine": RewardConfig(path=sys.argv[1] + ":behave")}, CharacterTokenizer())

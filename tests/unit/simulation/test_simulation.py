@@ -9,12 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.errors import InputError
-from rlpipe.simulation.advice import advise
-from rlpipe.simulation.distributions import parse_distribution
-from rlpipe.simulation.figures import Figures, measure
-from rlpipe.simulation.setup import Setup, Times
+from rlpipe.simulation.setup import Setup, Times, parse_distribution
 from rlpipe.simulation.simulator import TRAIN, WAITS, simulate
-from rlpipe.simulation.study import study
+from rlpipe.simulation.study import Figures, advise, measure, study
 
 SETUP = {
     "num_engines": 4,

@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 from numpy.random import SeedSequence
 
+from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.configs.schema.scoring_config import RewardConfig
 from rlpipe.errors import DataError, InputError
-from rlpipe.simulation.clock import Clock, Level
-from rlpipe.simulation.distributions import Distribution, Draws, parse_distribution
-from rlpipe.simulation.measured import work_seconds
-from rlpipe.simulation.parts import EngineLevels, SimulatedEngine, SimulatedGroup
-from rlpipe.simulation.setup import groups_at_once, read_setup
+from rlpipe.simulation.parts import Clock, EngineLevels, Level, SimulatedEngine, SimulatedGroup
+from rlpipe.simulation.setup import (
+    Distribution,
+    Draws,
+    GivenTimes,
+    groups_at_once,
+    parse_distribution,
+    read_setup,
+    read_times,
+    work_seconds,
+)
 from rlpipe.simulation.simulator import PROMPT
-from rlpipe.simulation.times import GivenTimes, read_times
 
 SCHEMA = """
 CREATE TABLE groups (

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from rlpipe.configs.schema.root_config import TrackingConfig
-from rlpipe.tracking.completions import printable
+from rlpipe.tracking.jsonl import printable
 from rlpipe.tracking.phases import Phases
 
 

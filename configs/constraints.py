@@ -1,0 +1,389 @@
+"""Checks for options that contradict each other; each problem is a one-line message with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+
+from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
+from rlpipe.configs.schema.rollout_config import RewardConfig, RolloutConfig, SamplingConfig, ScoringConfig
+from rlpipe.configs.schema.root_config import Config, ReplayConfig, TrackingConfig, WeightsConfig
+from rlpipe.configs.section_constraints import (
+    check_checkpointing,
+    check_learner,
+    check_masks,
+    check_optimizer,
+    check_replicas,
+    check_schedule,
+    check_step_size,
+    check_strided,
+    check_structured,
+    check_template,
+)
+from rlpipe.errors import ConfigError
+
+ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "rollout.max_model_len",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "enable_lora": "model.adapter.kind",
+}
+"""Engine arguments that have an option of their own, with that option."""
+
+SAMPLING_ARGUMENTS = {
+    **{entry.name: f"rollout.sampling.{entry.name}" for entry in fields(SamplingConfig) if entry.name != "extra"},
+    "n": "algorithm.group_size",
+    "seed": "seed",
+}
+"""Sampling arguments that have an option of their own, with that option."""
+
+
+def find_contradictions(config: Config) -> Iterator[ConfigError]:
+    for message in contradictions(config):
+        yield ConfigError(message)
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    yield from check_names(config)
+    yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
+    yield from check_processor(config.model)
+    yield from check_source(config.data)
+    yield from check_template(config.data)
+    yield from check_masks(config)
+    yield from check_held_out(config.data)
+    yield from check_learner(config.learner)
+    yield from check_checkpointing(config.model, config.learner)
+    yield from check_adapter(config)
+    yield from check_quantization(config)
+    yield from check_optimizer(config.learner.optimizer)
+    yield from check_schedule(config.learner, config.algorithm)
+    yield from check_step_size(config.algorithm, config.learner)
+    if config.algorithm.kind == "rl":
+        if config.algorithm.stop_loss is not None:
+            yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
+        yield from check_group_size(config.algorithm)
+        yield from check_loss(config.algorithm)
+        yield from check_correction(config.algorithm)
+        yield from check_replay(config)
+        yield from check_reference(config.algorithm, config.model)
+        yield from check_rollout(config.rollout)
+        yield from check_sampling(config.rollout)
+        yield from check_lengths(config)
+        yield from check_transport(config)
+        if config.algorithm.ebft.reward:
+            yield from check_structured(config.algorithm)
+    elif config.algorithm.kind == "ebft_strided":
+        yield from check_loss(config.algorithm)
+        yield from check_strided(config)
+    yield from check_updates(config.weights, config.replay)
+    yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward)
+    yield from check_tracking(config.tracking)
+
+
+def check_names(config: Config) -> Iterator[str]:
+    if not config.name.strip():
+        yield "name: empty; give the run a name"
+    if not config.output.strip():
+        yield "output: empty; give the run a folder, such as outputs/${name}"
+
+
+def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
+    adapter = model.adapter
+    if adapter.kind == "none" and adapter.path is not None:
+        yield "model.adapter.path: there is no adapter with model.adapter.kind=none; set kind=lora or path=null"
+    modules = adapter.target_modules
+    names = modules if isinstance(modules, list | tuple) else [modules]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        yield f"model.adapter.target_modules: {modules!r} is no name or list of them; set all-linear or [q_proj,v_proj]"
+    if model.dtype == "float16" and not on_gpu:
+        yield "model.dtype: float16 needs a GPU; set model.dtype=auto, float32 or bfloat16, or learner=single_gpu"
+    if model.attention == "flash_attention_2" and not on_gpu:
+        yield "model.attention: flash_attention_2 needs a GPU; set model.attention=sdpa, or learner=single_gpu"
+    if model.attention == "flash_attention_2" and model.dtype == "float32":
+        yield "model.attention: flash_attention_2 knows no float32; set model.dtype=bfloat16, or model.attention=sdpa"
+    if model.prepare is not None and ":" not in model.prepare:
+        yield f"model.prepare: {model.prepare!r} is not of the form module:function"
+
+
+def check_processor(model: ModelConfig) -> Iterator[str]:
+    for name in ("revision", "trust_remote_code"):
+        if name in model.processor_kwargs:
+            yield f"model.processor_kwargs.{name}: it can't be set here; set model.{name} instead"
+
+
+def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
+    """Yield contradictions of a data source; ``at`` is the name of the section that its options are in."""
+    source = f"{at}.source={data.source}"
+    if data.source == "mix" and at != "data":
+        yield f"{source}: a mix is no part of another; list its sources in data.sources"
+    elif data.source == "mix":
+        yield from check_mix(data)
+    elif data.sources:
+        yield f"data.sources: {source} reads no others; set data.source=mix, or data.sources={{}}"
+    if data.source in ("reasoning_gym", "mix"):
+        if data.path is not None:
+            yield f"{at}.path: {source} reads no path; set {at}.path=null, or another {at}.source"
+        if data.task is None and data.source != "mix":
+            yield f"{at}.task: {source} needs the name of a task, such as {at}.task=basic_arithmetic"
+    else:
+        if data.path is None:
+            needs = "a folder or hub id" if data.source == "datasets" else "a file"
+            yield f"{at}.path: {source} needs {needs}, as in {at}.path=..."
+        if data.task is not None or data.task_args:
+            yield f"{at}.task: {source} knows no tasks; set {at}.source=reasoning_gym, or remove task and task_args"
+    if data.source not in ("datasets", "mix") and data.name is not None:
+        yield f"{at}.name: {source} has no configurations; set {at}.name=null, or {at}.source=datasets"
+    if data.streaming and data.source == "reasoning_gym":
+        yield f"{at}.streaming: {source} makes its rows on the spot; set {at}.streaming=false"
+    if data.transform is not None and ":" not in data.transform:
+        yield f"{at}.transform: {data.transform!r} is not of the form module:function"
+    if data.transform is None and data.transform_args and data.source != "mix":
+        yield f"{at}.transform_args: there is no transform to receive them; set {at}.transform=module:function"
+
+
+def check_mix(data: DataConfig) -> Iterator[str]:
+    if not data.sources:
+        yield f"data.sources: data.source=mix needs at least one source, {EXAMPLE}"
+    if data.name is not None or data.task is not None:
+        yield "data.name, data.task: each source of a mix has its own; set data.sources.<name>.name or task"
+    for source in mixed_sources(data):
+        yield from check_source(source.data, at=f"data.sources.{source.name}")
+
+
+def check_held_out(data: DataConfig) -> Iterator[str]:
+    held_out = data.held_out
+    if held_out.every_steps > 0 and held_out.size == 0 and held_out.path is None and held_out.split is None:
+        yield (
+            f"data.held_out.every_steps: {held_out.every_steps}, but there are no held-out rows; "
+            "set data.held_out.size, data.held_out.path or data.held_out.split"
+        )
+    if held_out.size > 0 and held_out.path is not None:
+        yield "data.held_out.size: held-out rows come from data.held_out.path already; set one of the two"
+    if held_out.split is not None and (held_out.size > 0 or held_out.path is not None):
+        yield "data.held_out.split: held-out rows come from data.held_out.size or path already; set one of the three"
+    if held_out.split is not None and data.source != "datasets":
+        yield f"data.held_out.split: data.source={data.source} has no splits; set data.held_out.size or path instead"
+    if held_out.split is not None and held_out.split == data.split:
+        yield f"data.held_out.split: {held_out.split} is trained on (data.split); name another split"
+    streams = [f"data.sources.{source.name}" for source in mixed_sources(data) if source.data.streaming]
+    if data.streaming and data.source != "mix":
+        streams = ["data"]
+    if held_out.size > 0 and streams:
+        yield (
+            f"data.held_out.size: {streams[0]}.streaming=true does not know the rows at the start; set "
+            "data.held_out.path or split instead"
+        )
+    rows = data.task_args.get("size")
+    if isinstance(rows, int) and 0 < rows <= held_out.size:
+        yield f"data.held_out.size: {held_out.size} of data.task_args.size={rows} leaves no training row; set it lower"
+
+
+def check_adapter(config: Config) -> Iterator[str]:
+    adapter, learner = config.model.adapter, config.learner
+    if adapter.kind == "qlora" and find_spec("bitsandbytes") is None:
+        yield "model.adapter.kind: bitsandbytes is not installed; pip install 'rlpipe[qlora]', or set lora"
+    if adapter.kind == "qlora" and learner.strategy == "zero3" and learner.zero3.offload_parameters:
+        yield (
+            "learner.zero3.offload_parameters: an NF4 weight has its scales outside of the parameter, where ZeRO-3 "
+            "does not move them along; set false, or model.adapter.kind=lora"
+        )
+    if adapter.kind == "qlora" and adapter.use_dora and learner.strategy == "zero3":
+        yield (
+            "model.adapter.use_dora: PEFT copies NF4 layers in DoRA's forward pass, and ZeRO-3 does not know the "
+            "copies; set false, model.adapter.kind=lora, or learner.strategy=fsdp2"
+        )
+    for name in ("use_dora", "modules_to_save", "target_parameters", "merge"):
+        if getattr(adapter, name) and adapter.kind == "none":
+            yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"
+    if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model):
+        yield (
+            "model.adapter.merge: engines serve A and B of linear layers over the base as it is, and this adapter is "
+            "more; set null"
+        )
+    if config.model.normalize_weight_scales and adapter.kind == "qlora":
+        yield (
+            "model.normalize_weight_scales: the weights are in NF4 before they could be looked at; leave it out, or "
+            "set model.adapter.kind=lora"
+        )
+
+
+def check_quantization(config: Config) -> Iterator[str]:
+    if config.rollout.engine_args.get("quantization") and not serves_adapter(config.model):
+        yield (
+            "rollout.engine_args.quantization: engines are given whole models in model.dtype, which fit no quantized "
+            "ones; leave it out, or train an adapter that engines can serve"
+        )
+
+
+def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
+    advantage, size = algorithm.advantage, algorithm.group_size
+    pairs = algorithm.ebft.reward and advantage.name in ("rloo", "group_norm")
+    if size < 2 and advantage.name != "reinforce" and not pairs:
+        yield (
+            f"algorithm.group_size: {size}, but advantage {advantage.name} compares the rollouts of a group; set 2 or "
+            "more, or algorithm=reinforce"
+        )
+    elif size < 2 and algorithm.combine == "normalize_then_sum":
+        yield f"algorithm.group_size: {size}, but combine=normalize_then_sum normalises within a group; set 2 or more"
+    if advantage.name != "grpo" and advantage.scale != "group":
+        yield f"algorithm.advantage.scale: {advantage.scale} has no effect on {advantage.name}, only on grpo; set group"
+
+
+def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+    loss = algorithm.loss
+    if loss.level != "token" and loss.name != "clip":
+        yield f"algorithm.loss.level: {loss.level} needs algorithm.loss.name=clip; {loss.name} works by token"
+    if loss.name == "clip" and loss.clip_low >= 1:
+        yield f"algorithm.loss.clip_low: {loss.clip_low} leaves no lower bound; set it below 1"
+    if loss.clip_delta is not None and loss.name != "clip":
+        yield f"algorithm.loss.clip_delta: has no effect on the loss {loss.name}; set it to null"
+    elif loss.clip_delta is not None and loss.clip_delta < 1 + loss.clip_high:
+        yield f"algorithm.loss.clip_delta: {loss.clip_delta} is below 1 + clip_high; set {1 + loss.clip_high:g} or more"
+
+
+def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    name = "algorithm.correction.bias_corrected_kl"
+    if correction.bias_corrected_kl and algorithm.loss.beta == 0:
+        yield f"{name}: there is no KL to weigh; set algorithm.loss.beta above 0, or false here"
+    if correction.bias_corrected_kl and correction.mode == "none":
+        yield f"{name}: there are no weights with algorithm.correction.mode=none; set another mode, or false here"
+
+
+def check_replay(config: Config) -> Iterator[str]:
+    replay, advantage = config.replay, config.algorithm.advantage.name
+    if advantage == "reinforce" and replay.refill_attempts:
+        yield (
+            "replay.refill_attempts: with algorithm.advantage.name=reinforce a group whose rewards are all the same "
+            "teaches as any other; set it to 0, or another advantage"
+        )
+    if replay.reuse_groups and config.algorithm.correction.mode == "none":
+        yield (
+            "replay.reuse_groups: older policies drew what is trained again; set algorithm.correction.mode, "
+            "such as token_truncate, or 0 here"
+        )
+    cluster = config.cluster
+    if cluster.dead_after_s < cluster.suspect_after_s:
+        yield (
+            f"cluster.dead_after_s: {cluster.dead_after_s:g} is less than cluster.suspect_after_s="
+            f"{cluster.suspect_after_s:g}; set it to at least that"
+        )
+
+
+def check_reference(algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
+    if algorithm.reference.sync_steps == 0:
+        return
+    if algorithm.loss.beta == 0:
+        yield "algorithm.reference.sync_steps: nothing uses the reference; set algorithm.loss.beta above 0, or 0 here"
+    if model.adapter.kind != "none":
+        yield (
+            "algorithm.reference.sync_steps: a LoRA policy's reference is the base model, which does not move; "
+            "set 0, or model=full"
+        )
+
+
+def check_rollout(rollout: RolloutConfig) -> Iterator[str]:
+    size, gpus = rollout.tensor_parallel_size, rollout.num_gpus
+    if rollout.engine == "hf" and size > 1:
+        yield f"rollout.tensor_parallel_size: {size}, but only vllm splits a model; set rollout.engine=vllm, or 1"
+    if (size > 1 or gpus > 1) and gpus != size:
+        yield (
+            f"rollout.num_gpus: {gpus:g} GPUs for an engine with rollout.tensor_parallel_size={size}; "
+            "set both to the same"
+        )
+    for key in rollout.engine_args:
+        if key in ENGINE_ARGUMENTS:
+            yield f"rollout.engine_args.{key}: has an option of its own; set {ENGINE_ARGUMENTS[key]}"
+
+
+def check_sampling(rollout: RolloutConfig) -> Iterator[str]:
+    sampling = rollout.sampling
+    guides = {"guided_regex": sampling.guided_regex, "guided_json": sampling.guided_json}
+    used = [name for name, guide in guides.items() if guide is not None]
+    if used and rollout.engine == "hf":
+        yield f"rollout.sampling.{used[0]}: only vllm guides completions; set rollout.engine=vllm, or {used[0]}=null"
+    if len(used) > 1:
+        yield "rollout.sampling.guided_json: a completion follows one guide; set guided_regex=null or guided_json=null"
+    for key in sampling.extra:
+        if key in SAMPLING_ARGUMENTS:
+            yield f"rollout.sampling.extra.{key}: has an option of its own; set {SAMPLING_ARGUMENTS[key]}"
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    prompt, completion = config.data.max_prompt_tokens, config.rollout.sampling.max_tokens
+    parts = f"data.max_prompt_tokens={prompt} and rollout.sampling.max_tokens={completion}"
+    limit = config.rollout.max_model_len
+    if limit is not None and limit < prompt + completion:
+        yield f"rollout.max_model_len: {limit} is less than {parts} together; set {prompt + completion} or more"
+    limit = config.learner.max_tokens_per_microbatch
+    if limit < prompt + completion:
+        yield (
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {parts}; set "
+            f"{prompt + completion} or more"
+        )
+
+
+def check_transport(config: Config) -> Iterator[str]:
+    if config.weights.transport != "nccl":
+        return
+    if serves_adapter(config.model):
+        yield (
+            "weights.transport: nccl sends whole models, and an adapter is small; set object_store, "
+            "model.adapter.merge=true, or model=full"
+        )
+    if config.rollout.engine == "hf":
+        yield "weights.transport: nccl is vLLM's; set rollout.engine=vllm, or object_store"
+    if (config.learner.num_gpus > 0) != (config.rollout.num_gpus > 0):
+        yield "weights.transport: nccl needs GPUs on both sides, or on none; set object_store, or num_gpus of both"
+    if any(0 < num_gpus < 1 for num_gpus in (config.learner.num_gpus, config.rollout.num_gpus)):
+        yield "weights.transport: NCCL refuses two processes on one GPU; set object_store, or num_gpus=1"
+
+
+def check_updates(weights: WeightsConfig, replay: ReplayConfig) -> Iterator[str]:
+    if weights.on_update == "inflight" and replay.max_staleness == 0:
+        yield (
+            "weights.on_update: inflight has no effect with replay.max_staleness=0, where no rollout is in flight when "
+            "an update comes; set replay.max_staleness=1 or more, or wait"
+        )
+
+
+def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:
+    """Yield contradictions of the rewards; with ``others``, the run has rewards besides these."""
+    for name, reward in scoring.rewards.items():
+        if ":" not in reward.path:
+            yield (
+                f"scoring.rewards.{name}.path: {reward.path!r} names no function; write package.module:function or "
+                "file.py:function"
+            )
+        if reward.isolation == "sandbox" and reward.num_gpus > 0:
+            yield (
+                f"scoring.rewards.{name}.num_gpus: a sandboxed call can't use the GPU of its process; set 0, or "
+                "isolation=process"
+            )
+        yield from check_serving(name, reward)
+    if scoring.rewards and not others and all(reward.weight == 0 for reward in scoring.rewards.values()):
+        yield "scoring.rewards: every weight is 0, so nothing is rewarded; set a weight"
+
+
+def check_serving(name: str, reward: RewardConfig) -> Iterator[str]:
+    yield from check_replicas(f"scoring.rewards.{name}.serve", reward.serve)
+    if not reward.is_served:
+        return
+    if reward.isolation == "sandbox":
+        yield f"scoring.rewards.{name}.isolation: replicas have no sandbox; set process, or serve.replicas=0"
+    for option in ("num_processes", "memory_gb"):
+        if getattr(reward, option) is not None:
+            yield f"scoring.rewards.{name}.{option}: it is scored by serve.replicas; set null, or serve.replicas=0"
+
+
+def check_tracking(tracking: TrackingConfig) -> Iterator[str]:
+    if tracking.wandb and find_spec("wandb") is None:
+        yield "tracking.wandb: wandb is not installed; pip install 'rlpipe[wandb]', or set tracking.wandb=false"

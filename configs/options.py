@@ -1,0 +1,327 @@
+"""The options of a config: names, types and defaults, and trees of them as plain data."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.option import MISSING
+from rlpipe.configs.schema.root_config import Config
+
+SYNONYMS = {
+    "learning_rate": "learner.optimizer.lr",
+    "max_steps": "algorithm.num_steps",
+    "total_steps": "algorithm.num_steps",
+    "warmup_steps": "learner.schedule.warmup_steps",
+    "lr_scheduler_type": "learner.schedule.name",
+    "num_generations": "algorithm.group_size",
+    "n_samples_per_prompt": "algorithm.group_size",
+    "batch_size": "algorithm.groups_per_step",
+    "train_batch_size": "algorithm.groups_per_step",
+    "num_iterations": "algorithm.num_epochs_per_step",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "delta": "algorithm.loss.clip_delta",
+    "kl_coef": "algorithm.loss.beta",
+    "loss_type": "algorithm.loss.name",
+    "importance_sampling_level": "algorithm.loss.level",
+    "scale_rewards": "algorithm.advantage.scale",
+    "mask_truncated_completions": "algorithm.loss.mask_truncated",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_completion_length": "rollout.sampling.max_tokens",
+    "max_new_tokens": "rollout.sampling.max_tokens",
+    "model_name_or_path": "model.path",
+    "lora_r": "model.adapter.r",
+    "lora_alpha": "model.adapter.alpha",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "data.held_out.every_steps",
+    "output_dir": "output",
+    "train_on_input": "data.train_on_inputs",
+    "train_on_prompt": "data.train_on_inputs",
+    "mask_prompt": "data.roles_to_train",
+    "roles": "data.roles_to_train",
+    "assistant_only_loss": "data.roles_to_train",
+    "completion_only_loss": "data.roles_to_train",
+    "train_on_responses_only": "data.roles_to_train",
+    "train_on_eot": "data.train_on_eos",
+    "eot_tokens": "data.role_boundaries",
+    "instruction_template": "data.role_boundaries",
+    "response_template": "data.role_boundaries",
+    "template": "model.chat_template",
+    "chat_template_path": "model.chat_template",
+    "chat_template_jinja": "model.chat_template",
+    "custom_chat_template": "model.chat_template",
+    "tokenizer_chat_template": "model.chat_template",
+    "apply_chat_template": "data.chat",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "enable_thinking": "data.chat_template_kwargs",
+    "default_system": "data.system_prompt",
+    "default_system_message": "data.system_prompt",
+    "prompt_key": "data.prompt_column",
+    "input_key": "data.prompt_column",
+    "response_key": "data.completion_column",
+    "output_key": "data.completion_column",
+    "messages_key": "data.messages_column",
+    "field_messages": "data.messages_column",
+    "dataset_text_field": "data.text_column",
+    "reward_funcs": "scoring.rewards",
+    "async_level": "replay.max_staleness",
+    "in_flight_weight_updates": "weights.on_update",
+    "partial_rollout": "weights.on_update",
+}
+"""Other libraries' names of options, with rlpipe's names."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Option:
+    """One option; in a dictionary of sections, ``<name>`` stands for the name of the entry."""
+
+    name: str
+    """Dotted name from the root."""
+    hint: Any
+    default: Any
+    """Default value; ``MISSING`` if the option is required."""
+    metadata: Mapping[str, Any]
+
+    @property
+    def pattern(self) -> str:
+        """``fnmatch`` pattern of the names that the option covers."""
+        return self.name.replace("<name>", "*")
+
+    @property
+    def doc(self) -> str:
+        return str(self.metadata["doc"])
+
+    @property
+    def type(self) -> str:
+        return describe_type(self.hint)
+
+    @property
+    def allowed(self) -> str:
+        return describe_range(self.metadata)
+
+
+def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
+    """Yield every option of a section and of the sections in it, in the schema's order."""
+    hints = get_type_hints(section)
+    for entry in fields(section):
+        hint, name = hints[entry.name], prefix + entry.name
+        if is_section(hint):
+            yield from options(hint, f"{name}.")
+        elif (element := element_section(hint)) is not None:
+            yield from options(element, f"{name}.<name>.")
+        else:
+            default = entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
+            yield Option(name=name, hint=hint, default=default, metadata=entry.metadata)
+
+
+def is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def element_section(hint: Any) -> type | None:
+    """Return the section class of a dictionary's entries, as in ``dict[str, RewardConfig]``; None for other types."""
+    arguments = get_args(hint)
+    if get_origin(hint) is dict and is_section(arguments[1]):
+        return arguments[1]  # type: ignore[no-any-return]
+    return None
+
+
+def describe_type(hint: Any) -> str:
+    """Describe a type in words, as in "a list of numbers, or null"."""
+    if get_origin(hint) is UnionType:
+        return ", or ".join(describe_type(part) for part in get_args(hint))
+    if get_origin(hint) is list:
+        return "a list" if get_args(hint)[0] is Any else f"a list of {plural(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "a dictionary" if get_args(hint)[1] is Any else f"a dictionary of {plural(get_args(hint)[1])}"
+    words = {str: "a text", int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
+    return words.get(hint, "anything")
+
+
+def plural(hint: Any) -> str:
+    return describe_type(hint).split(maxsplit=1)[1] + "s"
+
+
+def describe_range(metadata: Mapping[str, Any]) -> str:
+    """Describe the choices, or the range, in words; empty if any value of the type is allowed."""
+    if metadata["choices"] is not None:
+        return f"one of {', '.join(metadata['choices'])}"
+    bounds = {"minimum": "at least", "above": "above", "maximum": "at most"}
+    limits = [f"{words} {metadata[bound]:g}" for bound, words in bounds.items() if metadata[bound] is not None]
+    return " and ".join(limits)
+
+
+def describe_default(option: Option) -> str:
+    if option.default == MISSING:
+        return "required"
+    words = {None: "null", True: "true", False: "false", "": "''"}
+    return words[option.default] if option.default in (None, "") or option.hint is bool else f"{option.default}"
+
+
+@cache
+def all_names() -> tuple[str, ...]:
+    """Return the dotted names of all options and of the sections that hold them."""
+    names: dict[str, None] = {}
+    for option in options():
+        parts = option.name.split(".")
+        names |= dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return tuple(names)
+
+
+def nearest_name(wrong: str) -> str | None:
+    """Return the option or section that ``wrong`` was most likely meant to be; None if nothing is similar.
+
+    In order of preference: another library's name for it, the same last word elsewhere, a similar last word in the
+    same section, a similar whole name.
+    """
+    parent, _, word = wrong.rpartition(".")
+    if word in SYNONYMS:
+        return SYNONYMS[word]
+    twins = [name for name in all_names() if name.rpartition(".")[2] == word]
+    siblings = {name: name.rpartition(".")[2] for name in all_names() if name.rpartition(".")[0] == parent}
+    similar = difflib.get_close_matches(word, list(siblings.values()), n=1, cutoff=0.6)
+    if twins:
+        return difflib.get_close_matches(wrong, twins, n=1, cutoff=0)[0]
+    if similar:
+        return f"{parent}.{similar[0]}" if parent else similar[0]
+    return next(iter(difflib.get_close_matches(wrong, all_names(), n=1, cutoff=0.6)), None)
+
+
+FREE_ON_RESUME = (
+    "name",
+    "output",
+    "resume",
+    "resume_changes",
+    "model.adapter.merge",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "model.reentrant_checkpointing",
+    "model.prepare",
+    "data.cache",
+    "data.held_out.every_steps",
+    "data.held_out.correct_at",
+    "data.held_out.correct_by",
+    "algorithm.ebft.features.weights",
+    "algorithm.ebft.features.micro_batch_tokens",
+    "algorithm.ebft.features.num_cpus",
+    "algorithm.ebft.features.num_gpus",
+    "algorithm.ebft.features.timeout_s",
+    "algorithm.ebft.features.serve",
+    "rollout.engine",
+    "rollout.num_engines",
+    "rollout.num_cpus",
+    "rollout.num_gpus",
+    "rollout.resources",
+    "rollout.num_threads",
+    "rollout.tensor_parallel_size",
+    "rollout.max_model_len",
+    "rollout.engine_args",
+    "scoring.num_processes",
+    "scoring.num_cpus",
+    "scoring.memory_gb",
+    "scoring.on_rollouts_scored",
+    "scoring.rewards.*.timeout_s",
+    "scoring.rewards.*.num_processes",
+    "scoring.rewards.*.num_cpus",
+    "scoring.rewards.*.num_gpus",
+    "scoring.rewards.*.isolation",
+    "scoring.rewards.*.memory_gb",
+    "scoring.rewards.*.serve",
+    "learner.strategy",
+    "learner.num_ranks",
+    "learner.num_cpus",
+    "learner.num_gpus",
+    "learner.resources",
+    "learner.num_threads",
+    "learner.max_tokens_per_microbatch",
+    "learner.logprob_chunk_tokens",
+    "learner.fsdp",
+    "learner.zero3",
+    "learner.max_bad_steps",
+    "learner.max_failures",
+    "learner.collective_timeout_s",
+    "replay.streaming",
+    "ledger",
+    "weights",
+    "checkpoint",
+    "tracking",
+    "cluster",
+)
+"""Options and whole sections that determine how a run is executed, but not what it trains."""
+DTYPE = "model.dtype"
+
+
+def to_tree(config: Config | ModelConfig) -> dict[str, Any]:
+    """Convert a config to nested dictionaries and lists of plain values, in the schema's order."""
+    tree = plain(asdict(config))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def model_of(tree: Mapping[str, Any]) -> ModelConfig:
+    """Read a ``ModelConfig`` from a tree of ``to_tree``; options that are newer than the tree get their defaults."""
+    return cast(ModelConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), tree)))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(child) for child in value]
+    return value
+
+
+def to_yaml(config: Config) -> str:
+    """Return the resolved config as YAML, which ``rlpipe train --config`` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
+
+
+def changed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """List the differences between two trees of ``to_tree`` that matter for training, as "option: old -> new".
+
+    Options that are newer than the old tree count as their defaults there. ``model.dtype=auto`` equals any other type.
+    """
+    before, after = dict(training_options(old)), dict(training_options(new))
+    defaults = {option.name: plain(option.default) for option in options()}
+    before = {name: defaults[name] for name in after if name not in before and name in defaults} | before
+    names = [*before, *(name for name in after if name not in before)]
+    return [
+        f"{name}: {show(before, name)} -> {show(after, name)}"
+        for name in names
+        if show(before, name) != show(after, name) and not (name == DTYPE and "auto" in (before[name], after[name]))
+    ]
+
+
+def show(settings: Mapping[str, Any], name: str) -> str:
+    return json.dumps(settings[name], sort_keys=True) if name in settings else "absent"
+
+
+def training_options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of the tree that a resumed run must not change, by dotted name.
+
+    A run may be made longer or shorter if its learning rate does not depend on its length.
+    """
+    constant = tree["learner"]["schedule"]["name"] == "constant"
+    free = (*FREE_ON_RESUME, "algorithm.num_steps") if constant else FREE_ON_RESUME
+    for name, value in leaves(tree):
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free):
+            yield name, value
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,283 @@
+"""A rendered row with its tokens and loss mask, shown in a terminal or as an HTML page.
+
+Shapes: T tokens of one row.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import count, groupby, takewhile
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from rlpipe.data.prompts import PromptSource, SequenceSource
+from rlpipe.data.render.images import image_size, thumbnail
+from rlpipe.data.row import UnusableRow
+from rlpipe.data.sources.row_source import Cursor, RowPlace
+from rlpipe.types import BoolArray, Images, IntArray, PlacedImage, Prompt, Rollout, RolloutStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def first_rows(source: PromptSource | SequenceSource, num_rows: int) -> Iterator[RowPlace]:
+    """Yield the first rows, at most ``num_rows``."""
+    found = (find_row(source, number) for number in range(num_rows))
+    yield from (place for place in takewhile(bool, found) if place is not None)
+
+
+def find_row(source: PromptSource | SequenceSource, number: int) -> RowPlace | None:
+    """Return the row of this number, from 0, or None after the last row; a mix has no last row."""
+    if source.is_mix:
+        return source.at(Cursor(position=number))
+    return RowPlace(0, number) if source.parts[0].has(number) else None
+
+
+def all_rows(source: PromptSource | SequenceSource) -> Iterator[RowPlace]:
+    """Yield every row once; for a mix, source by source."""
+    for index in range(len(source.parts)):
+        yield from (RowPlace(index, row) for row in takewhile(source.parts[index].has, count()))
+
+
+MAX_REPEATS = 8
+"""Longest run of equal special tokens, such as an image's, that is not joined to one piece."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""Decoding of bytes that are not yet a whole character."""
+CONTROLS = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡"}
+PICTURES = CONTROLS | {ord("\n"): "⏎\n", ord("\t"): "⇥"}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TextPiece:
+    token_ids: tuple[int, ...]
+    text: str
+    is_trained: bool
+    """Whether any of the tokens is trained on."""
+    is_special: bool
+    """Whether the piece is a token that was added to the vocabulary."""
+    repeats: int = 1
+    """Number of times that the text is repeated; for an image, its number of tokens."""
+    image: bytes | None = None
+    """Encoded image, if the tokens stand for one; the text then gives its size."""
+
+    @property
+    def visible(self) -> str:
+        """The text, with line breaks and other control characters made visible."""
+        return self.text.translate(PICTURES)
+
+
+def split_row(
+    token_ids: IntArray, trained: BoolArray, tokenizer: PreTrainedTokenizerBase, images: Images = ()
+) -> list[TextPiece]:
+    """Split ``token_ids`` ``[T]`` into pieces whose texts, joined, are the row's; ``trained`` is a mask ``[T]``.
+
+    All tokens of an image are one piece, whose text gives the image's size instead.
+    """
+    special = set(tokenizer.get_added_vocab().values())
+    ids = token_ids.tolist()
+
+    def decode(part: Sequence[int]) -> str:
+        return str(tokenizer.decode([*part], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    pictures = {image.place: _picture(image, ids) for image in images}
+    covered = {place for image in images for place in range(image.place, image.place + image.num_tokens)}
+    pieces = [
+        TextPiece(
+            token_ids=tuple(ids[start:stop]),
+            text=text,
+            is_trained=bool(trained[start:stop].any()),
+            is_special=stop - start == 1 and ids[start] in special,
+        )
+        if start not in pictures
+        else pictures[start]
+        for start, stop, text in _split(ids, special, decode)
+        if start not in covered or start in pictures
+    ]
+    return [*_join_repeats(pieces)]
+
+
+def _picture(image: PlacedImage, ids: Sequence[int]) -> TextPiece:
+    return TextPiece(
+        token_ids=tuple(ids[image.place : image.place + image.num_tokens]),
+        text=f"<image {image_size(image.content)}>",
+        is_trained=False,
+        is_special=True,
+        repeats=image.num_tokens,
+        image=image.content,
+    )
+
+
+def _split(
+    ids: Sequence[int], special: Collection[int], decode: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[int, int, str]]:
+    """Yield the first token, the one after the last, and the text of each piece.
+
+    Tokens are decoded together with those of the piece before, since some tokenizers drop a blank at the start of a
+    text.
+    """
+    before = start = 0
+    for stop in range(1, len(ids) + 1):
+        text = decode(ids[before:stop])[len(decode(ids[before:start])) :]
+        if text.endswith(UNFINISHED) and stop < len(ids) and ids[stop] not in special:
+            continue
+        yield start, stop, text
+        before, start = start, stop
+
+
+def _join_repeats(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
+    for piece, group in groupby(pieces):
+        equal = [*group]
+        if piece.image is None and piece.is_special and len(equal) > MAX_REPEATS:
+            yield replace(piece, repeats=len(equal))
+        else:
+            yield from equal
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ShownRow:
+    name: str
+    """The row's number and location."""
+    summary: str
+    """The row's token counts, or the reason why it is skipped."""
+    pieces: list[TextPiece]
+    """The row's text; empty for a skipped row."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.summary}"
+
+
+def show_rows(
+    source: PromptSource | SequenceSource, tokenizer: PreTrainedTokenizerBase, places: Iterable[RowPlace]
+) -> Iterator[ShownRow]:
+    """Yield the rows at these places, as the source renders them."""
+    for place in places:
+        part = source.parts[place.part]
+        of = f" of {part.name}" if part.name else ""
+        name = f"row {place.row}{of} ({part.rows.location(place.row)})"
+        try:
+            item = source.render(place)
+        except UnusableRow as problem:
+            yield ShownRow(name=name, summary=f"skipped, {problem.kind}: {problem.reason}", pieces=[])
+            continue
+        trained = np.zeros(len(item.token_ids), np.bool_) if isinstance(item, Prompt) else item.loss_mask
+        pieces = split_row(item.token_ids, trained, tokenizer, item.images)
+        yield ShownRow(name=name, summary=_summary(item), pieces=pieces)
+
+
+def _summary(item: Prompt | Rollout) -> str:
+    images = f", {len(item.images)} image{'s' if len(item.images) > 1 else ''}" if item.images else ""
+    if isinstance(item, Prompt):
+        return f"a prompt of {len(item.token_ids)} tokens{images}"
+    cut = ", a window of a longer text" if item.status is RolloutStatus.TRUNCATED else ""
+    return f"{item.num_loss_tokens} of {len(item.token_ids)} tokens trained{images}{cut}"
+
+
+BRACKETS = (("⟦", "⟧"), ("⟪", "⟫"), ("⦃", "⦄"), ("<<<", ">>>"))
+"""Pairs of brackets; the first pair that occurs in no row is used."""
+TRAINED, TITLE = "black on green", "bold"
+SPECIAL, SPECIAL_TRAINED = "cyan", "bold blue on green"
+STYLES = {(False, False): "", (False, True): SPECIAL, (True, False): TRAINED, (True, True): SPECIAL_TRAINED}
+"""Styles by whether a piece is trained on, and whether it is a special token."""
+
+
+def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) -> None:
+    """Print rows to standard output; ``trains`` is whether their tokens can be trained on."""
+    console = Console(highlight=False, soft_wrap=True)
+    has_colours = console.is_terminal and not console.no_color and console.color_system is not None
+    brackets = None if has_colours else _choose_brackets(rows)
+    for note in notes:
+        console.print(Text(note))
+    if not trains:
+        console.print(Text("these are prompts: nothing of them is trained, the policy writes what comes next"))
+    elif brackets is not None:
+        console.print(Text(f"trained tokens stand between {brackets[0]} and {brackets[1]}"))
+    else:
+        console.print(Text.assemble(("trained tokens", TRAINED), " and ", ("special tokens", SPECIAL)))
+    for row in rows:
+        console.print(Text(f"\n{row.title}", TITLE))
+        if row.pieces:
+            console.print(_colour(row.pieces) if brackets is None else Text(_bracket(row.pieces, brackets)))
+
+
+def _choose_brackets(rows: Sequence[ShownRow]) -> tuple[str, str]:
+    texts = [piece.text for row in rows for piece in row.pieces]
+    free = (pair for pair in BRACKETS if not any(mark in text for mark in pair for text in texts))
+    return next(free, BRACKETS[0])
+
+
+def _bracket(pieces: Sequence[TextPiece], brackets: tuple[str, str]) -> str:
+    texts = []
+    for trained, group in groupby(pieces, lambda piece: piece.is_trained):
+        text = "".join(map(_with_repeats, group))
+        texts.append(f"{brackets[0]}{text}{brackets[1]}" if trained else text)
+    return "".join(texts)
+
+
+def _colour(pieces: Sequence[TextPiece]) -> Text:
+    styled = groupby(pieces, lambda piece: STYLES[piece.is_trained, piece.is_special])
+    return Text.assemble(*(("".join(map(_with_repeats, group)), style) for style, group in styled))
+
+
+def _with_repeats(piece: TextPiece) -> str:
+    return piece.visible if piece.repeats == 1 else f"{piece.visible} ×{piece.repeats} "
+
+
+IMAGE_SIDE = 192
+"""Maximum height and width of a shown image, in pixels."""
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1b1b; --faint: #667; --line: #dde; --trained: #b6ecc0;
+  --special: #0b6e99; }
+@media (prefers-color-scheme: dark) { :root { --page: #16181c; --ink: #e6e6e6; --faint: #99a; --line: #334;
+  --trained: #1e5b30; --special: #6cc7ee; } }
+body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
+  max-width: 70rem; padding: 0 1rem; }
+h2 { border-top: 1px solid var(--line); font-size: 1rem; margin: 2rem 0 .5rem; padding-top: 1rem; }
+p { color: var(--faint); overflow-wrap: anywhere; }
+pre { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap; }
+.trained { background: var(--trained); }
+.special { color: var(--special); }
+pre img { display: block; margin: .3rem 0; }
+pre span:hover { outline: 1px solid var(--faint); }
+"""
+
+
+def make_page(title: str, rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) -> str:
+    """Return the HTML page of these rows; ``trains`` is whether their tokens can be trained on."""
+    legend = (
+        '<span class="trained">trained tokens</span>, <span class="special">special tokens</span>'
+        if trains
+        else "These are prompts: nothing of them is trained, the policy writes what comes next."
+    )
+    lines = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(note)}</p>" for note in notes),
+        f"<p>{legend}</p>",
+    ]
+    for row in rows:
+        lines.append(f"<h2>{escape(row.title)}</h2>")
+        if row.pieces:
+            lines.append(f"<pre>{''.join(map(_span, row.pieces))}</pre>")
+    return "\n".join([*lines, "</body></html>\n"])
+
+
+def _span(piece: TextPiece) -> str:
+    classes = [name for name, on in (("trained", piece.is_trained), ("special", piece.is_special)) if on]
+    name = f' class="{" ".join(classes)}"' if classes else ""
+    repeats = "" if piece.repeats == 1 else f" ×{piece.repeats} "
+    text = f"{escape(piece.visible)}{repeats}{'' if piece.image is None else _picture_element(piece.image)}"
+    return f'<span{name} title="{" ".join(map(str, piece.token_ids))}">{text}</span>'
+
+
+def _picture_element(image: bytes) -> str:
+    """Return the HTML of an image, encoded anew, so that the page holds nothing of the file but its pixels."""
+    png = b64encode(thumbnail(image, IMAGE_SIDE)).decode()
+    return f'<img alt="" src="data:image/png;base64,{png}">'

@@ -1,1 +1,0 @@
-"""Views of a run's rows for people: in the terminal, as an HTML page, and as statistics."""

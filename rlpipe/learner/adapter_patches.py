@@ -1,0 +1,320 @@
+"""Merges an adapter into the weights of a model in memory.
+
+The base is hollow (without values) and only the adapter has values, so that a model of any size fits. A patch puts the
+given weight into the adapted module, has PEFT merge it, and removes it again.
+
+A hollow twin of the model provides the modules to merge in. The base's tensors are gathered one at a time, each merged
+with the adapter's tensors for that parameter, so that no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, load_peft_weights
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from rlpipe.common.imports import describe_error
+from rlpipe.errors import ModelError
+from rlpipe.learner.adapter_layers import apply_factors, parameter_of
+from rlpipe.learner.strategies.sharding import Sharding
+from rlpipe.models.hf_weight_map import to_files, untied_state
+from rlpipe.models.loading import hollow, hollow_model
+from rlpipe.models.nf4 import from_nf4, nf4_layers, nf4_round_trip
+
+Patch = Callable[[Tensor], Tensor]
+"""Function from a parameter of the base, which it may change in place, to the merged parameter."""
+ADAPTER = "default"
+PREFIX = "base_model.model."
+"""Prefix of all tensor names in PEFT's files."""
+BASE_COPY = ".base_layer.weight"
+KEEPING_THE_BASE = {"gaussian", "eva", "orthogonal"}
+"""Values of ``init_lora_weights`` that leave the base unchanged."""
+
+
+def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
+    """Return the hollow model that a folder's config describes.
+
+    For a model of images and text, this is the text-only class if there is one, which rlpipe's learner trains. With
+    ``as_named``, it is the class that the config names, which other trainers put their adapters on.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("it is quantized; merge into the model that it was made from")
+        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        return hollow_model(config, named if as_named else None)
+    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
+        raise ModelError(f"the base {folder} can't be used: {describe_error(error)}") from None
+
+
+def tensor_names(adapter: Path) -> frozenset[str]:
+    """Return the names of the tensors in the adapter's file; raise ``ModelError`` if it is missing or unreadable."""
+    if not any((adapter / name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        raise ModelError(f"{adapter} holds no {SAFETENSORS_WEIGHTS_NAME}")  # PEFT would look for it on the hub
+    try:
+        return frozenset(load_peft_weights(str(adapter), device="cpu"))
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the adapter {adapter} can't be read: {describe_error(error)}") from None
+
+
+def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
+    """Return whether the model has every module that the adapter's tensor names refer to."""
+    modules = {f"{PREFIX}{name}" for name, _ in model.named_modules()}
+    return {name.partition(".lora_")[0] for name in tensors} <= modules
+
+
+def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]) -> tuple[PeftModel, dict[str, Patch]]:
+    """Put the adapter on ``model``; return it with a patch for each changed parameter, by its name in ``model``.
+
+    Raises ``ModelError``, with the names, if the adapter has unexpected tensors or lacks some, if it can't be merged
+    exactly, or if it changes a parameter that is tied to another.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    adapted = _put_on(model, adapter, tensors)
+    patches = {
+        f"{names[id(base)]}.{parameter}": patch
+        for module in adapted.modules()
+        for base, parameter, patch in patches_of(module)
+    }
+    if not patches:
+        raise ModelError(f"the adapter {adapter} changes nothing of {type(model).__name__}")
+    if tied := changed_tie(model, patches):
+        one, other = tied
+        raise ModelError(
+            f"the adapter {adapter} changes {one}, but the base ties it to {other}, and both would change: save the "
+            "base with tie_word_embeddings=false, and merge into that"
+        )
+    return adapted, patches
+
+
+def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> PeftModel:
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        check_mergeable(config)
+        if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in KEEPING_THE_BASE:
+            raise ValueError(
+                f"init_lora_weights={config.init_lora_weights} changed the base as well; save the adapter with PEFT's "
+                "path_initial_model_for_weight_conversion"
+            )
+        config.init_lora_weights = False
+        adapted = PeftModel(model, config, ADAPTER)
+        _make_room(adapted, tensors)
+        result = adapted.load_adapter(str(folder), ADAPTER, torch_device="cpu")
+    except (OSError, ValueError, LookupError, RuntimeError, TypeError) as error:
+        raise ModelError(f"the adapter {folder} does not fit the base: {describe_error(error)}") from None
+    for what, found in (
+        ("these tensors find no place in the base", result.unexpected_keys),
+        ("these tensors are missing", result.missing_keys),
+    ):
+        if found:
+            raise ModelError(f"the adapter {folder} does not fit the base: {what}: {', '.join(sorted(found))}")
+    return adapted
+
+
+def check_mergeable(config: PeftConfig) -> LoraConfig:
+    """Raise ``ValueError`` for an adapter that PEFT can't merge, or that a merge into the weights does not capture."""
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{config.peft_type} is not LoRA, and can't be merged")
+    if config.bias != "none":
+        raise ValueError(f"it trained biases of the base (bias={config.bias!r}), which are not merged")
+    for feature in ("use_qalora", "layer_replication", "alora_invocation_tokens"):
+        if getattr(config, feature, None):
+            raise ValueError(f"it uses {feature}, which can't be merged")
+    return config
+
+
+def _make_room(adapted: PeftModel, tensors: Collection[str]) -> None:
+    """Allocate memory for the base's embeddings that PEFT saves along with an adapter on them."""
+    for name in tensors:
+        if name.endswith(BASE_COPY):
+            layer = adapted.get_submodule(name.removesuffix(".weight"))
+            layer.weight = nn.Parameter(cast(Tensor, layer.weight).contiguous(), requires_grad=False)
+
+
+def patches_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Patch]]:
+    """Yield the base module, parameter name and patch for each parameter that the adapter module changes."""
+    if isinstance(module, ParamWrapper):
+        base = module.get_base_layer()
+        yield base, module.parameter_name, _merging(module, base, module.parameter_name)
+    elif isinstance(module, LoraLayer):
+        base = module.get_base_layer()
+        yield base, "weight", _merging(module, base, "weight")
+        if module.lora_bias[ADAPTER]:
+            yield base, "bias", _adding_bias(module)
+    elif isinstance(module, ModulesToSaveWrapper):
+        for name, saved in module.modules_to_save[ADAPTER].named_parameters():
+            yield module.original_module, name, _replacing(saved)
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        raise ModelError(f"{type(module).__name__} can't be merged: train without trainable_token_indices")
+
+
+def _merging(layer: LoraLayer, base: nn.Module, name: str) -> Patch:
+    own = cast(Tensor, getattr(base, name))
+    saved = own if own.is_contiguous() else None  # PEFT merges into the embeddings that came with the adapter
+
+    def patch(weight: Tensor) -> Tensor:
+        if saved is not None:
+            weight = saved.detach().to(weight.dtype, copy=True)
+        hollows = dict(base.named_parameters(recurse=False))
+        for other, parameter in hollows.items():  # PEFT merges weight and bias together
+            beside = weight.new_zeros(parameter.shape, dtype=parameter.dtype) if other == "bias" else parameter
+            values = weight if other == name else beside
+            setattr(base, other, nn.Parameter(values, requires_grad=False))
+        layer.merge()
+        merged = cast(Tensor, getattr(base, name)).data
+        layer.merged_adapters.clear()
+        for other, parameter in hollows.items():
+            setattr(base, other, parameter)
+        return merged
+
+    return patch
+
+
+def _adding_bias(layer: LoraLayer) -> Patch:
+    """Return a patch that adds LoRA's bias itself, because PEFT adds it only while merging the weight."""
+    return lambda bias: bias.add_(cast(Tensor, layer.lora_B[ADAPTER].bias).data * layer.scaling[ADAPTER])
+
+
+def _replacing(saved: Tensor) -> Patch:
+    return lambda weight: saved.detach().to(weight.dtype)
+
+
+def changed_tie(model: PreTrainedModel, changed: Collection[str]) -> tuple[str, str] | None:
+    """Return the first changed parameter that is tied to another, with that other one, or None."""
+    for one, other in (model.all_tied_weights_keys or {}).items():
+        if one in changed:
+            return one, other
+        if other in changed:
+            return other, one
+    return None
+
+
+def over_nf4(patches: Mapping[str, Patch], quantized: Collection[str]) -> dict[str, Patch]:
+    """Return the patches for a base whose ``quantized`` parameters are rounded to NF4 first."""
+
+    return _after(patches, dict.fromkeys(quantized, nf4_round_trip))
+
+
+def over_scaled(patches: Mapping[str, Patch], factors: Mapping[str, float]) -> dict[str, Patch]:
+    """Return the patches for a base whose parameters are multiplied by ``factors`` first."""
+
+    def scale(name: str) -> Patch:
+        return lambda weight: apply_factors(name, weight, factors)
+
+    return _after(patches, {name: scale(name) for name in set(map(parameter_of, factors))})
+
+
+def _after(patches: Mapping[str, Patch], first: Mapping[str, Patch]) -> dict[str, Patch]:
+    def both(one: Patch, other: Patch) -> Patch:
+        return lambda weight: other(one(weight))
+
+    return {**first, **{name: both(first[name], patch) if name in first else patch for name, patch in patches.items()}}
+
+
+BASE_PARTS = ("base_layer.", "original_module.")
+"""Prefixes under which an adapter module holds the base module that it wraps."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedParameter:
+    """A parameter of the base that the adapter changes."""
+
+    patch: Patch
+    parts: Mapping[str, nn.Parameter]
+    """Adapter parameters that change it, hollow in the twin, by their names in the policy."""
+
+    def merge(self, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return ``weight`` merged with the adapter's ``parts``; may change ``weight`` in place."""
+        for name, part in self.parts.items():
+            part.data = parts[name]
+        try:
+            return self.patch(weight)
+        finally:
+            self.empty()
+
+    def empty(self) -> None:
+        for part in self.parts.values():
+            part.data = hollow(part)
+
+
+class LiveMerge:
+    """The merged weights of a LoRA policy; all ranks must create it and exhaust ``tensors``."""
+
+    def __init__(self, model: PeftModel, sharding: Sharding) -> None:
+        self._model, self._sharding = model, sharding
+        self._base = cast(PreTrainedModel, model.get_base_model())
+        self._twin = hollow_model(self._base.config, type(self._base))
+        outlines = {id(tensor): (name, tensor.detach().to("meta")) for name, tensor in untied_state(self._twin).items()}
+        modules = {id(module): name for name, module in self._twin.named_modules()}
+        try:
+            config = check_mergeable(model.peft_config[ADAPTER])
+        except ValueError as error:
+            raise ModelError(f"model.adapter.merge: engines can't be given this adapter: {error}") from None
+        with torch.random.fork_rng(devices=[]):  # the values it draws are not used
+            adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
+        self._outlines = {
+            live: outlines[id(tensor)]
+            for live, tensor in adapted.state_dict(keep_vars=True).items()
+            if id(tensor) in outlines
+        }
+        """Name and meta tensor in the plain model of each tensor of the base, by its name in the policy."""
+        self._places = {
+            f"{modules[id(base)]}.{parameter}": MergedParameter(patch, _parts(prefix, module, parameter))
+            for prefix, module in adapted.named_modules()
+            for base, parameter, patch in patches_of(module)
+        }
+        for place in self._places.values():
+            place.empty()
+        if tied := changed_tie(self._twin, self._places):
+            raise ModelError(
+                f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
+                "apart: leave it out of model.adapter, or take a model with tie_word_embeddings=false"
+            )
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Return the names and shapes of the whole model's tensors, without the adapter, on the meta device."""
+        return dict(self._outlines[live] for live in untied_state(self._model) if live in self._outlines)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the merged model's files, in the dtype of the base, on rank 0; nothing on other ranks.
+
+        One parameter is gathered and merged at a time. Peak memory is that parameter, one copy of it, and the float32
+        delta that PEFT computes.
+        """
+        layers, trained = nf4_layers(self._model), dict(self._model.named_parameters())
+        for live, tensor in untied_state(self._model).items():
+            if live not in self._outlines:
+                continue
+            name, _ = self._outlines[live]
+            place = self._places.get(name)
+            weight = self._sharding.full(tensor).detach()
+            parts = {part: self._sharding.full(trained[part]).detach() for part in place.parts} if place else {}
+            if self._sharding.rank != 0:
+                continue
+            if live in layers:
+                weight = from_nf4(weight, layers[live])
+            if place is not None:
+                if weight.data_ptr() == self._sharding.local(tensor).data_ptr():
+                    weight = weight.clone()
+                weight = place.merge(weight, parts)
+            yield from to_files(self._base, name, weight).items()
+
+
+def _parts(prefix: str, module: nn.Module, parameter: str) -> dict[str, nn.Parameter]:
+    own = {name: part for name, part in module.named_parameters() if not name.startswith(BASE_PARTS)}
+    if isinstance(module, ModulesToSaveWrapper):
+        saved = f"modules_to_save.{ADAPTER}.{parameter}"
+        own = {saved: own[saved]}
+    return {f"{prefix}.{name}": part for name, part in own.items()}

@@ -1,0 +1,250 @@
+"""Writes and reads checkpoints of the learner, and saves the trained policy.
+
+Every tensor has a unique name, so that shards written by some ranks can be read by others:
+``policy.<parameter>``, ``optimizer.<parameter>.<moment>``, ``reference.<parameter>``, ``random.<device>.<rank>``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlpipe.common.atomic_io import begin_folder, check_room, whole_folder, writing_path
+from rlpipe.configs.options import model_of
+from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.model_config import mends_weights
+from rlpipe.data.render.processor import export_processor
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.errors import ConfigError, ModelError, RunError
+from rlpipe.learner.checkpoint_files import Checkpoint, complete_checkpoint, prune, read_extra, read_record, remove_rest
+from rlpipe.learner.policy import Policy, load_policy, outline_policy
+from rlpipe.learner.publish import named_weights
+from rlpipe.learner.step import Learner
+from rlpipe.learner.strategies.sharding import Reduce, Sharding
+from rlpipe.models.adapter import TrainingRecord
+from rlpipe.weights.dcp import read_tensors, stored_shapes, weight_key, write_tensors
+
+POLICY, REFERENCE = weight_key(""), "reference."
+FLOAT32_BYTES = 4
+NUM_MOMENTS = 2
+"""Moments per parameter that AdamW keeps."""
+
+
+def state_bytes(learner: Learner) -> int:
+    """Return the bytes that all ranks together write once moments exist; small tensors are not counted."""
+    copies = 1 + NUM_MOMENTS + bool(_moving(learner))
+    return FLOAT32_BYTES * copies * learner.policy.num_trained
+
+
+def write_state(learner: Learner, folder: Path) -> None:
+    """Write the learner's state; all ranks must call it.
+
+    Raises ``OSError`` if it can't be written.
+    """
+    sharding = learner.policy.sharding
+    reference = {f"{REFERENCE}{name}": tensor for name, tensor in sharding.state(_moving(learner)).items()}
+    tensors = learner.updates.state() | reference | _random_states(learner)
+    write_tensors(folder, tensors, num_ranks=sharding.num_ranks)
+
+
+def read_state(learner: Learner, folder: Path) -> None:
+    """Load the learner's state; all ranks must call it.
+
+    Raises ``ConfigError`` if the checkpoint's trained parameters are not those of the learner.
+    """
+    stored, moving = stored_shapes(folder), _moving(learner)
+    expected = {weight_key(name) for name in learner.policy.trainable_parameters()}
+    _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
+    learner.updates.load_state(stored, partial(read_tensors, folder))
+    learner.policy.sharding.load_state(moving, partial(read_tensors, folder, prefix=REFERENCE))
+    random = {name: state for name, state in _random_states(learner).items() if name in stored}
+    read_tensors(folder, random)
+    _set_random_states(random)
+
+
+def read_policy(policy: Policy, folder: Path) -> None:
+    """Load only the trained parameters, for a policy that is not trained further.
+
+    Raises ``ModelError`` if the checkpoint's trained parameters are not those of the policy.
+    """
+    parameters = policy.trainable_parameters()
+    shapes = {weight_key(name): policy.sharding.shape(parameter) for name, parameter in parameters.items()}
+    stored = {name: shape for name, shape in stored_shapes(folder).items() if name.startswith(POLICY)}
+    if stored != shapes:
+        different = sorted(name for name in stored | shapes if stored.get(name) != shapes.get(name))
+        raise ModelError(
+            f"{folder} trains other parameters than {policy.config.path} has ({len(different)} differ, such as "
+            f"{different[0]}): give the model that was trained"
+        )
+    policy.sharding.load_state(parameters, partial(read_tensors, folder, prefix=POLICY))
+
+
+def _moving(learner: Learner) -> dict[str, nn.Parameter]:
+    """Return the parameters of a reference that is updated in training, by name; empty if there is none."""
+    return {} if learner.reference is None else learner.reference.moving()
+
+
+def _check_names(stored: Collection[str], expected: Collection[str], folder: Path) -> None:
+    different = sorted({name for name in stored if name.startswith((POLICY, REFERENCE))} ^ set(expected))
+    if different:
+        raise ConfigError(
+            f"{folder} trains other parameters than this config ({len(different)} differ, such as {different[0]}): "
+            "set model.adapter as it was, or resume=never"
+        )
+
+
+def _random_states(learner: Learner) -> dict[str, Tensor]:
+    rank = learner.policy.sharding.rank
+    states = {f"random.cpu.{rank}": torch.get_rng_state()}
+    if learner.policy.device.type == "cuda":
+        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state(learner.policy.device)
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor]) -> None:
+    for name, state in states.items():
+        if name.startswith("random.cpu."):
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state)
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def export_policy(policy: Policy, folder: Path) -> None:
+    """Write the adapter or the whole model, and the tokenizer, in the format of ``from_pretrained`` and vLLM.
+
+    All ranks must call it; rank 0 writes, and raises ``RunError`` if it can't.
+    """
+    writes = policy.sharding.rank == 0
+    # An adapter is small and stays in float32; a whole model is written in its compute dtype.
+    dtype = torch.float32 if isinstance(policy.model, PeftModel) else policy.scorer.compute_dtype
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_weights(policy):
+        if writes:
+            tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+    if writes:
+        try:
+            with whole_folder(folder) as temporary:
+                _write(policy, tensors, temporary)
+                if policy.has_vision:
+                    export_processor(policy.config, temporary)
+                load_tokenizer(policy.config).save_pretrained(temporary)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"the policy can't be written to {folder}: {error}; the same command writes it once there is room"
+            ) from error
+    policy.sharding.barrier()
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None) -> None:
+    """Export the policy of a checkpoint, on the CPU; ``base`` replaces the run's ``model.path``.
+
+    Raises ``InputError`` if the checkpoint is incomplete or does not fit the base, or if ``folder`` exists.
+    """
+    if folder.exists():
+        raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
+    model = model_of(read_extra(checkpoint).extra["model"])
+    model = replace(model, path=base or model.path, attention="eager")  # every class has eager, and nothing is run
+    if model.adapter.kind == "none" or mends_weights(model):
+        policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
+    else:  # an adapter needs no base weights
+        policy = outline_policy(model)
+    read_policy(policy, checkpoint)
+    export_policy(policy, folder)
+
+
+def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+    if isinstance(policy.model, PeftModel):
+        adapter = replace(policy.model.peft_config["default"], inference_mode=True)
+        adapter.save_pretrained(str(folder))
+        record = TrainingRecord(
+            base_precision="nf4" if policy.config.adapter.kind == "qlora" else "full",
+            weight_scales={drift.name: drift.factor for drift in policy.scorer.drifts if drift.factor != 1},
+        )
+        record.write(folder)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
+        return
+    model = policy.scorer.causal_model
+    model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
+    # transformers records the dtype of the parameters it sees, which is that of training.
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+Add = Callable[[Path], Mapping[str, Any]]
+
+
+class CheckpointStore:
+    """Checkpoints in a folder that all ranks can access; every rank must make the same ``save`` and ``load`` calls."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def save(self, learner: Learner, *, step: int, extra: Mapping[str, Any], add: Add | None = None) -> Path:
+        """Write the checkpoint ``step_<step>`` and remove all but the newest ``keep``; ``extra`` must be JSON values.
+
+        ``add`` is called on rank 0 with the folder being written; what it returns is added to ``extra``. Raises
+        ``OSError`` if the checkpoint can't be written; the earlier checkpoints then remain complete.
+        """
+        sharding = learner.policy.sharding
+        target = self._folder / f"step_{step:06d}"
+        temporary = writing_path(target)
+        bad_steps = {"num_bad_steps": learner.num_bad_steps, "bad_steps_in_row": learner.bad_steps_in_row}
+
+        def complete() -> None:
+            own = {**extra, **(add(temporary) if add is not None else {})}
+            complete_checkpoint(temporary, target, {"step": step, **bad_steps, "extra": own})
+
+        def begin() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            remove_rest(self._folder)
+            check_room(self._folder, state_bytes(learner))
+            begin_folder(target)
+
+        _on_first_rank(sharding, begin)
+        try:
+            write_state(learner, temporary)
+            _on_first_rank(sharding, complete)
+        except OSError:
+            if sharding.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if sharding.rank == 0:
+            prune(self._folder, self._keep)
+        return target
+
+    def load(self, path: Path, learner: Learner) -> Checkpoint:
+        """Restore the learner's state; raise ``ConfigError`` if the checkpoint does not fit the learner."""
+        record = read_record(path)
+        read_state(learner, path)
+        learner.num_steps_done = record["step"]
+        learner.num_bad_steps = record["num_bad_steps"]
+        learner.bad_steps_in_row = record["bad_steps_in_row"]
+        return Checkpoint(record["step"], record["extra"])
+
+
+def _on_first_rank(sharding: Sharding, action: Callable[[], Any]) -> None:
+    """Run ``action`` on rank 0 while the other ranks wait; an ``OSError`` there is raised on all ranks."""
+    failure: OSError | None = None
+    if sharding.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = error
+    if sharding.reduce(torch.tensor(float(failure is not None)), Reduce.MAX):
+        raise failure or OSError("rank 0 can't write the checkpoint")

@@ -1,1 +1,0 @@
-"""Merging a LoRA adapter into its base model: in files (``rlpipe merge``), and in memory during training."""

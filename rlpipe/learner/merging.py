@@ -1,0 +1,443 @@
+"""Merges an adapter into the files of its base model, one file at a time.
+
+Shapes: B texts, T tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from huggingface_hub import snapshot_download
+from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.errors import DataError, ModelError, RunError
+from rlpipe.kernels.primitives import IGNORED
+from rlpipe.learner.adapter_patches import (
+    Patch,
+    hollow_base,
+    is_made_for,
+    load_adapter,
+    over_nf4,
+    over_scaled,
+    tensor_names,
+)
+from rlpipe.learner.forward import Head
+from rlpipe.learner.policy import find_source
+from rlpipe.models.adapter import read_record
+from rlpipe.models.hf_weight_map import WeightGroup, plan_units
+from rlpipe.models.nf4 import nf4_parameters
+
+METADATA = {"format": "pt"}
+"""Metadata without which transformers refuses a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The safetensors files of a folder, in order of name, each with the names of its tensors."""
+
+    folder: Path
+    by_file: Mapping[str, tuple[str, ...]]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read the named tensors, each into its own memory; names that no file has are skipped."""
+        wanted, found = frozenset(names), dict[str, Tensor]()
+        for file, inside in self.by_file.items():
+            here = [name for name in inside if name in wanted]
+            if here:
+                with safe_open(self.folder / file, "pt", backend="pread") as tensors:
+                    found |= {name: tensors.get_tensor(name) for name in here}
+        return found
+
+    def outlines(self) -> dict[str, Tensor]:
+        """Return all tensors as float32 meta tensors: shapes without values."""
+        found = {}
+        for file, names in self.by_file.items():
+            with safe_open(self.folder / file, "pt") as tensors:
+                for name in names:
+                    found[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+        return found
+
+
+def open_files(folder: Path) -> ModelFiles:
+    """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    try:
+        if index.exists():
+            files: dict[str, list[str]] = {}
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                files.setdefault(file, []).append(name)
+        elif (folder / SAFE_WEIGHTS_NAME).exists():
+            files = {SAFE_WEIGHTS_NAME: []}
+        else:
+            raise ModelError(f"{folder} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}")
+        for file, names in files.items():
+            with safe_open(folder / file, "pt") as tensors:
+                inside = tensors.keys()
+            if missing := set(names) - set(inside):
+                raise ModelError(f"{folder / file} lacks {min(missing)}, which {index} promises")
+            files[file] = list(inside)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{folder} can't be read as a model's files: {error}") from None
+    return ModelFiles(folder, {file: tuple(names) for file, names in sorted(files.items())})
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, which gets its name only once it is complete."""
+    temporary = writing_path(path)
+    save_file(dict(tensors), temporary, metadata=METADATA)
+    temporary.replace(path)
+
+
+def data_bytes(path: Path) -> int:
+    """Return the bytes of all tensors in a safetensors file."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+class Streamed:
+    """A hollow model whose modules load their weights from files; create it before an adapter is put on the model."""
+
+    def __init__(self, model: PreTrainedModel, files: ModelFiles, units: Sequence[WeightGroup]) -> None:
+        self._files = files
+        self._names = {module: name for name, module in model.named_modules() if _own(module)}
+        outlines = files.outlines()
+        self._units = {
+            parameter: unit
+            for unit in units
+            for parameter in unit.to_parameters({name: outlines[name] for name in unit.sources})
+        }
+        self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys or {})
+
+    @contextmanager
+    def running(self, patches: Mapping[str, Patch]) -> Iterator[None]:
+        """Make calls of the model load the patched weights, inside the context."""
+        handles: list[Any] = []
+        for module in self._names:
+            hollow = _own(module)
+            handles += [
+                module.register_forward_pre_hook(lambda module, _: self._fill(module, patches)),
+                module.register_forward_hook(lambda module, *_, hollow=hollow: _set(module, hollow), always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def filled(self, module: nn.Module, patches: Mapping[str, Patch]) -> Iterator[None]:
+        """Load one module's patched weights without calling it, inside the context; it may be an adapter's wrapper."""
+        module = module if module in self._names else module.get_base_layer()  # type: ignore[operator]
+        hollow = _own(module)
+        self._fill(module, patches)
+        try:
+            yield
+        finally:
+            _set(module, hollow)
+
+    def _fill(self, module: nn.Module, patches: Mapping[str, Patch]) -> None:
+        _set(module, {name: self._read(f"{self._names[module]}.{name}", patches) for name in _own(module)})
+
+    def _read(self, name: str, patches: Mapping[str, Patch]) -> Tensor:
+        name = name if name in self._units else self._tied[name]
+        unit = self._units[name]
+        weight = unit.to_parameters(self._files.read(unit.sources))[name]
+        return patches[name](weight) if name in patches else weight
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _set(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        if is_parametrized(module, name):  # PEFT adapts expert weights by a parametrization
+            module.parametrizations[name].original = parameter  # type: ignore[index,union-attr]
+        else:
+            setattr(module, name, parameter)
+
+
+CHUNK_TOKENS = 128
+"""Number of tokens whose logits are in memory at once."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Texts:
+    """Texts to compare log-probs on, padded at the end."""
+
+    token_ids: Tensor  # [B, T]
+    lengths: Tensor  # [B]
+
+    @property
+    def targets(self) -> Tensor:
+        """The next token of each token ``[B, T]``, ``IGNORED`` where there is none."""
+        last = torch.arange(self.token_ids.shape[1]) >= self.lengths[:, None] - 1
+        return self.token_ids.roll(-1, 1).masked_fill(last, IGNORED)
+
+
+def fill_up(texts: Sequence[Sequence[int]]) -> Texts:
+    rows = [torch.tensor(text) for text in texts]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return Texts(token_ids=padded, lengths=torch.tensor([len(row) for row in rows]))
+
+
+class Gap:
+    """The error of merges against the unmerged adapter; ``live`` patches the files' weights to the adapter's base."""
+
+    def __init__(
+        self, model: PreTrainedModel, adapted: PeftModel, weights: Streamed, live: Mapping[str, Patch]
+    ) -> None:
+        self._model, self._adapted, self._weights, self._live = model, adapted, weights, live
+
+    def sample(self, *, num: int, num_tokens: int, start: int, seed: int = 0) -> Texts:
+        """Sample texts from the unmerged adapter on its base, each starting with the token ``start``."""
+        with torch.random.fork_rng(), self._weights.running(self._live):
+            torch.manual_seed(seed)
+            begun = torch.full((num, 1), start)
+            drawn = self._adapted.generate(input_ids=begun, max_new_tokens=num_tokens, do_sample=True)
+        ends = self._model.generation_config.eos_token_id
+        after_end = torch.isin(drawn, torch.tensor(ends if ends is not None else [])).cumsum(1) > 0
+        lengths = (~after_end[:, 1:]).sum(1) + 2  # with the start token and the end token
+        return Texts(token_ids=drawn, lengths=lengths.clamp(max=drawn.shape[1]))
+
+    def measure(self, texts: Texts, merges: Mapping[str, Mapping[str, Patch]]) -> dict[str, float]:
+        """Return the mean absolute difference of log-probs, in nats, for each merge."""
+        live = self._logprobs(texts, self._live, adapter=True)
+        counted = texts.targets != IGNORED
+        return {
+            name: float((self._logprobs(texts, patches, adapter=False) - live)[counted].abs().mean())
+            for name, patches in merges.items()
+        }
+
+    def _logprobs(self, texts: Texts, patches: Mapping[str, Patch], *, adapter: bool) -> Tensor:
+        """Return the log-probs of the targets ``[B, T]``."""
+        dtype = self._model.dtype
+        with (
+            nullcontext() if adapter else self._adapted.disable_adapter(),
+            self._weights.running(patches),
+            torch.no_grad(),
+        ):
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                hidden = self._model.base_model(input_ids=texts.token_ids, use_cache=False).last_hidden_state
+            with self._weights.filled(self._model.get_output_embeddings(), patches):
+                logprobs, _ = Head.read(self._model, dtype).logprobs(
+                    hidden.flatten(0, 1), texts.targets.flatten(), chunk_tokens=CHUNK_TOKENS, with_entropy=False
+                )
+        return logprobs.view_as(texts.token_ids)
+
+
+PLAN = "merge.json"
+"""File in an unfinished output folder that describes the merge, so that only the same merge continues it."""
+MAX_TEXTS, MAX_TEXT_TOKENS = 64, 512
+"""Limits on the texts read from a file to measure on."""
+DRAWN_TEXTS, DRAWN_TOKENS = 32, 24
+"""Number of texts sampled to measure on, and tokens of each; every token costs a pass over the files."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+"""Tokenizer files, which the adapter's folder may hold as it was trained with them; they replace the base's."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class MergeRequest:
+    """The adapter and base to merge, and the precision of the base to merge in."""
+
+    adapter: str
+    """Folder or hub id of a PEFT adapter."""
+    output: Path
+    base: str | None = None
+    """Folder or hub id of the base; None: the one that the adapter's config names."""
+    base_precision: str | None = None
+    """``full`` or ``nf4``; None: the one whose merge is closer to the adapter on the base that it was trained on."""
+    trained_on: str | None = None
+    """Precision of the base in training; None: as the adapter's folder records it, or ``full``."""
+    text: Path | None = None
+    """File of texts to measure on, one per line; None: texts are sampled from the adapter."""
+
+
+def merge(request: MergeRequest) -> Iterator[str]:
+    """Write the merged model in the format of ``from_pretrained`` and ``vllm serve``; yield progress messages.
+
+    Files that an interrupted merge wrote are kept. Raises ``InputError`` if the inputs do not fit together or can't be
+    merged exactly, and ``RunError`` if the output can't be written.
+    """
+    if request.output.exists():
+        raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
+    adapter = _find_folder(request.adapter, "adapter")
+    base = _find_folder(request.base or named_base(adapter), "--base")
+    files, model, tensors = open_files(base), hollow_base(base), tensor_names(adapter)
+    if not is_made_for(model, tensors) and is_made_for(other := hollow_base(base, as_named=True), tensors):
+        model = other
+    units = plan_units(model, [name for names in files.by_file.values() for name in names])
+    quantized, weights = nf4_parameters(model), Streamed(model, files, units)
+    record = read_record(adapter)
+    adapted, patches = load_adapter(model, adapter, tensors)
+    patches = over_scaled(patches, record.weight_scales)
+    merges = {"full": patches, "nf4": over_nf4(patches, quantized)}
+    trained_on = request.trained_on or record.base_precision
+    chosen = request.base_precision or trained_on
+    if request.text is not None and trained_on != "nf4":
+        raise ModelError("--text: the adapter was trained on the base as it is, and nothing is measured: leave it out")
+    if trained_on == "nf4":
+        gap = Gap(model, adapted, weights, live=over_nf4({}, quantized))
+        texts = _read_texts(request.text, base) if request.text is not None else _draw_texts(gap, base)
+        gaps = gap.measure(texts, merges)
+        yield from (f"base in {name}: log-probs differ by {nats:.3g} nats on average" for name, nats in gaps.items())
+        chosen = request.base_precision or min(gaps, key=gaps.__getitem__)
+    plan = _describe(files, adapter, chosen)
+    write_merged(files, units, merges[chosen], adapter, request.output, plan)
+    yield f"merged into the base in {chosen}: {request.output}"
+
+
+def _find_folder(path: str, what: str) -> Path:
+    """Return the local folder, downloaded from the hub if ``path`` is not a folder."""
+    source = Path(find_source(path, what))
+    return source if source.is_dir() else Path(snapshot_download(path))
+
+
+def named_base(adapter: Path) -> str:
+    try:
+        base = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{adapter} holds no PEFT adapter: {describe_error(error)}") from None
+    if base is None:
+        raise ModelError(f"the adapter {adapter} does not name its base: give it with --base")
+    return base
+
+
+def _read_texts(path: Path, base: Path) -> Texts:
+    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text: {path} can't be read: {describe_error(error)}") from None
+    texts = [tokenizer.encode(line)[:MAX_TEXT_TOKENS] for line in lines[:MAX_TEXTS]]
+    texts = [text for text in texts if len(text) > 1]
+    if not texts:
+        raise DataError(f"--text: {path} has no line of two tokens or more")
+    return fill_up(texts)
+
+
+def _draw_texts(gap: Gap, base: Path) -> Texts:
+    tokenizer = load_tokenizer(ModelConfig(path=str(base)))
+    start = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    return gap.sample(num=DRAWN_TEXTS, num_tokens=DRAWN_TOKENS, start=start)
+
+
+def write_merged(
+    files: ModelFiles,
+    units: Sequence[WeightGroup],
+    patches: Mapping[str, Patch],
+    adapter: Path,
+    output: Path,
+    plan: str,
+) -> None:
+    """Write the merged model to ``output``; keep the files that an interrupted merge with the same ``plan`` wrote."""
+    changed = _changed_units(units, files, patches)
+    try:
+        folder = _begin(output, plan)
+        for file, names in files.by_file.items():
+            if not (folder / file).exists():
+                write_file(folder / file, _merge_file(files, names, changed, patches))
+        _write_rest(files, adapter, folder)
+        (folder / PLAN).unlink()
+        complete_folder(folder, output)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"the merged model can't be written to {output}: {error}; the same command goes on with what is missing"
+        ) from error
+
+
+def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Mapping[str, Patch]) -> list[WeightGroup]:
+    """Return the units that have a patch, after checking on shapes alone that their conversion can be reverted."""
+    outlines, left, changed = files.outlines(), set(patches), []
+    for unit in units:
+        sources = {name: outlines[name] for name in unit.sources}
+        parameters = unit.to_parameters(sources)
+        if left.isdisjoint(parameters):
+            continue
+        left -= parameters.keys()
+        changed.append(unit)
+        try:
+            back = unit.to_sources(parameters)
+        except ValueError as error:
+            raise ModelError(f"{unit.target} can't be merged: {error}") from None
+        for name, outline in sources.items():
+            if back[name].shape != outline.shape:
+                raise ModelError(f"{unit.target} can't be merged: {name} would change its shape")
+    if left:
+        raise ModelError(f"{files.folder} lacks parameters that the adapter changes: {', '.join(sorted(left))}")
+    return changed
+
+
+def _merge_file(
+    files: ModelFiles, names: Sequence[str], changed: Sequence[WeightGroup], patches: Mapping[str, Patch]
+) -> dict[str, Tensor]:
+    tensors = files.read(names)
+    for unit in changed:
+        here = [name for name in unit.sources if name in tensors]
+        if here:
+            elsewhere = files.read(unit.sources.keys() - tensors.keys())
+            parameters = unit.to_parameters(tensors | elsewhere)
+            merged = {name: patches[name](value) if name in patches else value for name, value in parameters.items()}
+            del elsewhere, parameters
+            back = unit.to_sources(merged)
+            for name in here:  # a view would keep the whole tensor in memory, and can't be written
+                tensors[name] = back[name] if unit.converter is None else back[name].clone()
+                if not tensors[name].isfinite().all():
+                    raise ModelError(f"{name} is not finite once it is merged: the adapter or the base is broken")
+    return tensors
+
+
+def _describe(files: ModelFiles, adapter: Path, precision: str) -> str:
+    base = {file: [(status := (files.folder / file).stat()).st_size, status.st_mtime_ns] for file in files.by_file}
+    parts = {path.name: xxhash.xxh3_128(path.read_bytes()).hexdigest() for path in sorted(adapter.glob("adapter_*"))}
+    return json.dumps(
+        {"base": str(files.folder.resolve()), "files": base, "adapter": parts, "precision": precision}, indent=2
+    )
+
+
+def _begin(output: Path, plan: str) -> Path:
+    """Return the folder to write in: that of an interrupted merge with the same plan, or a new one."""
+    folder = writing_path(output)
+    if not (folder / PLAN).exists() or (folder / PLAN).read_text() != plan:
+        begin_folder(output)
+        write_whole(folder / PLAN, plan)
+    return folder
+
+
+def _write_rest(files: ModelFiles, adapter: Path, folder: Path) -> None:
+    """Copy the tokenizer, config and other files unchanged, and write a new index."""
+    rest = [path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)]
+    trained_with = [path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)]
+    for path in rest + trained_with:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copy2(path, folder)
+    if len(files.by_file) > 1:
+        index = {
+            "metadata": {"total_size": sum(data_bytes(folder / file) for file in files.by_file)},
+            "weight_map": {name: file for file, names in files.by_file.items() for name in names},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

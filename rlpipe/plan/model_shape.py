@@ -1,0 +1,175 @@
+"""Shape of a model, read from its config without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from rlpipe.common.hub import hub_has
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.root_config import ModelConfig
+from rlpipe.errors import ModelError
+from rlpipe.models.gguf import model_folder
+from rlpipe.models.loading import describe_model, outline_model
+from rlpipe.models.nf4 import nf4_parameters
+
+HUB_TIMEOUT_S = 2.0
+
+
+def describe_offline(path: str, config: ModelConfig, option: str = "model.path") -> PreTrainedConfig:
+    """Return transformers' config of a model, from the first source that has it.
+
+    The sources are the folder, the hub's cache, ``offline_models.yaml`` if no revision is asked for, and the hub.
+    Raises ``ModelError``, which names the ``option`` with the path, if none has it or if the config can't be read.
+    """
+    folder = Path(model_folder(path)).expanduser()
+    if folder.exists():
+        return _describe(str(folder), path, config, option)
+    cached = _cached_folder(path, config, option)
+    if cached is not None:
+        return _describe(cached, path, config, option)
+    if config.revision is None and path in known_models():
+        return _make_config(known_models()[path])
+    if hub_has(path, kind="model", option=option, error=ModelError, revision=config.revision, timeout_s=HUB_TIMEOUT_S):
+        return _describe(path, path, config, option)
+    raise ModelError(
+        f"{option}={path}: there is no such folder, the hub can't be reached, and the model is not among those that "
+        f"a plan knows: {_fix(option)}"
+    )
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return, by repository, the fields of ``config.json`` that determine a model's shape."""
+    content = yaml.safe_load(Path(__file__).with_name("offline_models.yaml").read_text())
+    return {name: entry["config"] for entry in content for name in entry["repositories"]}
+
+
+def _make_config(known: dict[str, Any]) -> PreTrainedConfig:
+    shape = dict(known)
+    return AutoConfig.for_model(shape.pop("model_type"), **shape)
+
+
+def _cached_folder(path: str, config: ModelConfig, option: str) -> str | None:
+    try:
+        found = try_to_load_from_cache(path, "config.json", revision=config.revision)
+    except HFValidationError:
+        remedy = _remedy(config, option)
+        raise ModelError(f"{option}: there is no folder {path!r}, and it is no hub id: {remedy}") from None
+    return str(Path(found).parent) if isinstance(found, str) else None
+
+
+def _remedy(config: ModelConfig, option: str) -> str:
+    if config.prepare is not None:
+        return f"{config.prepare} makes it when a run starts; begin one, or {_fix(option)}"
+    return _fix(option)
+
+
+def _fix(option: str) -> str:
+    return f"give {option} a folder with a config.json"
+
+
+def _describe(source: str, path: str, config: ModelConfig, option: str) -> PreTrainedConfig:
+    try:
+        return describe_model(source, config)
+    except (OSError, ValueError, LookupError, TypeError, ImportError, StrictDataclassError) as error:
+        raise ModelError(f"{option}={path} can't be read: {describe_error(error)}") from None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelShape:
+    """Shape of a model; parameters are counted in elements."""
+
+    num_parameters: int
+    num_looked_up: int
+    """Parameters of an input embedding that is not tied to the output layer: rows are read, nothing is multiplied."""
+    num_in_experts: int
+    """Parameters in routed experts."""
+    num_experts: int
+    """Experts per layer; 1 if there are none."""
+    experts_per_token: int
+    num_quantizable: int
+    """Parameters in linear layers and experts, without the output layer."""
+    adapter_width: int
+    """Parameters of a LoRA adapter of rank 1: inputs plus outputs of the layers that engines prepare for adapters."""
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    intermediate_size: int
+    """Width that a token passes through in a layer, over all of its experts."""
+    vocab_size: int
+
+    def num_used(self, num_tokens: float) -> float:
+        """Return the parameters that a pass over ``num_tokens`` multiplies with, if experts are drawn uniformly."""
+        missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.num_parameters - self.num_looked_up - self.num_in_experts * missed
+
+    @property
+    def num_active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.num_used(1)
+
+
+def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
+    """Read the shape from the model's outline, without weights; raise ``ModelError`` if it can't be built."""
+    try:
+        outline = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
+    text: Any = described.get_text_config()
+    experts = {name: entry.numel() for name, entry in outline.named_parameters() if ".experts." in name}
+    num_experts, per_token = _num_experts(text) if experts else (1, 1)
+    linear = nf4_parameters(outline) - experts.keys()
+    sizes = {name: entry.numel() for name, entry in outline.named_parameters()}
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if experts:
+        width = max(width, per_token * getattr(text, "moe_intermediate_size", width))
+    return ModelShape(
+        num_parameters=sum(sizes.values()),
+        num_looked_up=_num_looked_up(outline),
+        num_in_experts=sum(experts.values()),
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        num_quantizable=sum(experts.values()) + sum(sizes[name] for name in linear if name in sizes),
+        adapter_width=_adapter_width(outline, model.adapter.target_modules),
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        hidden_size=text.hidden_size,
+        intermediate_size=width,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _num_experts(text: Any) -> tuple[int, int]:
+    """Return the routed experts of a layer and those per token; models name the former in three ways."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = [getattr(text, name) for name in names if getattr(text, name, None)]
+    per_token = getattr(text, "num_experts_per_tok", None)
+    return (counts[0], per_token) if counts and per_token else (1, 1)
+
+
+def _num_looked_up(outline: PreTrainedModel) -> int:
+    embedding: Any = outline.get_input_embeddings()
+    head: Any = outline.get_output_embeddings()
+    tied = head is None or head.weight is embedding.weight
+    return 0 if tied else embedding.weight.numel()
+
+
+def _adapter_width(outline: PreTrainedModel, targets: str | Sequence[str]) -> int:
+    """Return the adapter's width; vLLM adapts layers by name suffix, or for a string all linear ones but the output."""
+    suffixes = None if isinstance(targets, str) else {target.rsplit(".", 1)[-1] for target in targets}
+    return sum(
+        layer.in_features + layer.out_features
+        for name, layer in outline.named_modules()
+        if isinstance(layer, nn.Linear)
+        and (name.rsplit(".", 1)[-1] != "lm_head" if suffixes is None else name.rsplit(".", 1)[-1] in suffixes)
+    )

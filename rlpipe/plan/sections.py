@@ -1,0 +1,451 @@
+"""The sections of a plan's report, each as rows for people and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rlpipe.common.formatting import count, gib, giga
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.hardware.device import STATE_DTYPES, Device, adding
+from rlpipe.plan.engine_plan import EnginePlan, EngineSpeed, Sharing
+from rlpipe.plan.learner_memory import DeviceBytes, HostBytes
+from rlpipe.plan.learner_plan import LearnerPlan
+from rlpipe.plan.learner_time import StepTime
+from rlpipe.plan.machine import MachinePlan
+from rlpipe.plan.scorer_plan import ScorerPlan, UnplannedScorer, describe_neighbours
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Section:
+    """A section of a report; ``rows`` are labels and texts, and an empty label continues the row above."""
+
+    name: str
+    """Key in the JSON report."""
+    title: str
+    rows: Sequence[tuple[str, str]]
+    data: Mapping[str, Any]
+    """Values in bytes, seconds and tokens."""
+
+
+def to_text(sections: Sequence[Section]) -> str:
+    """Return the sections as text, with label columns of one width."""
+    width = max(len(label) for section in sections for label, _ in section.rows)
+    return "\n\n".join(
+        "\n".join([section.title, *(f"  {label:<{width}}  {text}" for label, text in section.rows)])
+        for section in sections
+    )
+
+
+def device_section(device: Device, dtypes: Sequence[str]) -> Section:
+    """Return the section, with the FLOP/s in ``dtypes``; raise ``ConfigError`` if the device has no rate for one."""
+    data = {**asdict(device), "source": device.source}
+    return Section(name="device", title=f"device {device.name}", rows=[*_device_rows(device, dtypes)], data=data)
+
+
+def _device_rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
+    yield "rates", device.source
+    if device.hardware is not None:
+        yield "hardware", device.hardware
+    yield "memory", f"{gib(device.memory_bytes)}, {giga(device.memory_bandwidth)} GB/s"
+    label = "arithmetic"
+    for dtype in dtypes:
+        rate = device.flops(dtype)
+        yield label, f"{rate / 1e12:,.1f} TFLOP/s in {dtype}" if rate >= 1e12 else f"{giga(rate)} GFLOP/s in {dtype}"
+        label = ""
+    to_device, to_host, both = (giga(rate) for rate in (device.host_to_device, device.device_to_host, device.both))
+    if device.kind == "cuda":
+        yield "PCIe", f"{to_device} GB/s to the device, {to_host} back, {both} each way at once"
+    else:
+        yield "copies", f"{to_device} GB/s one at a time, {both} each of two at once"
+    yield from _link_rows(device)
+    yield from _state_rows(device)
+    yield "host memory", f"{gib(device.host_memory_bytes)}, {giga(device.host_bandwidth)} GB/s"
+
+
+def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
+    """Yield the rates of Adam and of gradient accumulation, by dtype."""
+    label = "Adam"
+    for dtype in STATE_DTYPES:
+        on_device, on_host = giga(device.device_adam[dtype]), giga(device.host_adam[dtype])
+        yield label, f"{on_device} billion elements/s on the device, {on_host} on the host in {dtype}"
+        label = ""
+    label = "adding"
+    for total in STATE_DTYPES:
+        parts = ", ".join(f"{giga(device.host_adding[adding(part, total)])} of {part}" for part in STATE_DTYPES)
+        yield label, f"billion elements/s on the host: {parts}, to {total}"
+        label = ""
+
+
+def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
+    """Yield one rate at a gigabyte if all collectives are alike; otherwise the rates of each by the bytes received."""
+    label = "between ranks"
+    if device.link is None:
+        yield label, f"{giga(device.both)} GB/s (as both ways at once: no link is known)"
+        return
+    curves = {entry.name.replace("_", "-"): getattr(device.link, entry.name) for entry in fields(device.link)}
+    if len(set(curves.values())) == 1:
+        yield label, f"{giga(device.link.all_gather.rate(1e9))} GB/s"
+        return
+    for name, curve in curves.items():
+        rates = ", ".join(f"{gib(size)} at {curve.rate(size) / 1e9:,.3g}" for size in curve.num_bytes)
+        yield label, f"{name} of {rates} GB/s"
+        label = ""
+
+
+def engine_section(plan: EnginePlan, device: Device) -> Section:
+    """Return the section; ``data`` has the plan's fields and the values derived from them."""
+    data = {"fits": plan.fits, **asdict(plan)}
+    if plan.speed is not None:
+        data["speed"] |= {"seconds": plan.speed.seconds, "bottleneck": plan.speed.decode.bottleneck}
+        data["speed"]["decode"]["seconds"] = plan.speed.decode.seconds
+    rows = [*_engine_rows(plan, device)]
+    return Section(name="engine", title="rollout engine", rows=rows, data=data)
+
+
+def _engine_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
+    yield "fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
+    yield from _engine_memory_rows(plan, device)
+    if plan.sharing is not None:
+        yield "shares its GPU", _describe_sharing(plan.sharing)
+    if plan.speed is not None:
+        yield from _speed_rows(plan, plan.speed)
+    yield from _engine_change_rows(plan)
+
+
+def _engine_memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str, str]]:
+    setup, memory = plan.setup, plan.memory
+    where = f"each of {setup.num_devices} devices" if setup.num_devices > 1 else "its device"
+    yield "memory", f"{gib(memory.budget_bytes)} of the {gib(device.memory_bytes)} of {where}"
+    yield "  weights", f"{gib(memory.weights_bytes)} in {setup.quantization or setup.dtype}"
+    if setup.num_slots:
+        slots = f"{setup.num_slots} slot{'s' if setup.num_slots > 1 else ''} of rank {setup.slot_rank}"
+        yield "  adapters", f"{gib(memory.adapter_bytes)}: {slots}"
+    yield "  reserve", f"{gib(memory.reserve_bytes)}: activations, logits, CUDA"
+    yield "  keys, values", f"{gib(max(0, memory.kv_bytes))}, {gib(plan.kv_token_bytes)} a token"
+    yield "host memory", f"{gib(memory.host_bytes)} a process"
+    full, mean = f"{memory.sequences_full:,}", f"{memory.sequences_mean:,}"
+    yield "room for", f"{full} sequences of {setup.num_tokens:,} tokens, or {mean} of {setup.mean_tokens:,.0f}"
+
+
+def _describe_sharing(sharing: Sharing) -> str:
+    engines = f"{sharing.engines} engines" if sharing.engines > 1 else "1 engine"
+    others = f"; beside one there is a place for {' and '.join(sharing.others)}" if sharing.others else ""
+    return f"{engines} on a GPU, each asking for {sharing.num_gpus:g} of it{others}; {gib(sharing.left_bytes)} are left"
+
+
+def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str]]:
+    setup, decode = plan.setup, speed.decode
+    work = setup.groups_per_engine * setup.group_size
+    yield "a step's work", f"{work:,} sequences an engine, {speed.running:,} at one time (bound: {speed.limit})"
+    total = speed.decode_tokens_per_s * setup.num_engines
+    in_all = f", {total:,.0f} on all {setup.num_engines}" if setup.num_engines > 1 else ""
+    yield "decode", f"{speed.decode_tokens_per_s:,.0f} tokens/s{in_all}; bottleneck: {decode.bottleneck}"
+    parts = {
+        "weights": decode.weights_s,
+        "keys, values": decode.kv_s,
+        "arithmetic": decode.compute_s,
+        "exchange": decode.exchange_s,
+        "overhead": decode.overhead_s,
+    }
+    shown = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in parts.items() if seconds)
+    yield "  a pass", f"{1e3 * decode.seconds:.2f} ms: {shown}"
+    yield "prefill", f"{speed.prefill_tokens_per_s:,.0f} tokens/s"
+    yield "time", f"{speed.seconds:.1f} s a step: prefill {speed.prefill_s:.1f}, decode {speed.decode_s:.1f}"
+
+
+def _engine_change_rows(plan: EnginePlan) -> Iterator[tuple[str, str]]:
+    label = "faster with" if plan.fits else "fits with"
+    if not plan.fits and not plan.changes:
+        yield label, "no change, nor two of them, that a plan knows; take a smaller model, or shorter prompts"
+    for entry in plan.changes:
+        yield label, f"{entry.change} ({entry.seconds:.1f} s a step)"
+        label = ""
+
+
+DEVICE_LABELS = {
+    "weights": "weights",
+    "gathered": "gathered",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "slots": "chunk slots",
+    "reference": "reference",
+}
+
+
+def learner_section(plan: LearnerPlan, device: Device) -> Section:
+    """Return the section; ``data`` has the plan's fields and the values derived from them."""
+    return Section(name="learner", title="learner", rows=[*_learner_rows(plan, device)], data=_learner_data(plan))
+
+
+def unplanned_section(kind: str) -> Section:
+    """Return the section of an algorithm whose learner is not planned."""
+    text = f"no: algorithm.kind={kind} samples in the learner, which a plan does not know"
+    return Section(name="learner", title="learner", rows=[("planned", text)], data={"planned": False})
+
+
+def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
+    work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
+    found = {"fits": plan.fits, **vars_of(plan), "work": work, "notes": plan.notes, "tokens_per_s": plan.tokens_per_s}
+    found |= {"room": asdict(plan.room), "changes": [asdict(change) for change in plan.changes]}
+    if plan.memory is not None:
+        found["memory"] = asdict(plan.memory)
+        for name, part in (("device", plan.memory.device), ("host", plan.memory.host)):
+            found["memory"][name]["total"] = part.total
+    if plan.time is not None:
+        found["time"] = {**asdict(plan.time), "seconds": plan.time.seconds, "bottleneck": plan.time.bottleneck}
+    return found
+
+
+def vars_of(entry: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, without converting nested ones."""
+    return {name: getattr(entry, name) for name in entry.__dataclass_fields__}
+
+
+def _learner_rows(plan: LearnerPlan, device: Device) -> Iterator[tuple[str, str]]:
+    yield "fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
+    ranks = f"{plan.num_ranks} ranks" if plan.num_ranks > 1 else "1 rank"
+    yield "ranks", f"{ranks}, strategy {plan.strategy}, offload {plan.offload}"
+    yield "parameters", f"{count(plan.num_parameters)}, {count(plan.num_trained)} trained"
+    if plan.decision is not None:
+        yield "decision", plan.decision
+    if plan.memory is not None:
+        yield from _learner_memory_rows(plan, plan.memory.device, plan.memory.host, device)
+    work = plan.work
+    micro = f"{work.num_updates:,} x {work.num_micro_batches:,} micro batches a rank"
+    yield "a step's work", f"{work.num_sequences:,} sequences of {work.sequence_tokens:,} tokens: {micro}"
+    if plan.time is not None:
+        yield from _time_rows(plan, plan.time)
+    for note in plan.notes:
+        yield "note", note
+    yield from _learner_change_rows(plan)
+
+
+def _learner_memory_rows(
+    plan: LearnerPlan, on_device: DeviceBytes, on_host: HostBytes, device: Device
+) -> Iterator[tuple[str, str]]:
+    room = plan.room
+    engines = "engine takes" if room.engines == 1 else "engines take"
+    beside = f"; {room.engines} {engines} {gib(room.engine_bytes)}" if room.engines else ""
+    yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{beside}"
+    for name, label in DEVICE_LABELS.items():
+        if getattr(on_device, name):
+            yield f"  {label}", gib(getattr(on_device, name))
+    parts = {
+        "process": on_host.process,
+        "weights": on_host.weights,
+        "gradients": on_host.gradients,
+        "optimizer": on_host.optimizer,
+        "activations": on_host.activations,
+        "reference": on_host.reference,
+    }
+    held = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    loading = f"; {gib(on_host.loading)} while it loads" if on_host.loading else ""
+    yield "host memory", f"{gib(on_host.total)} a rank: {held}{loading}"
+
+
+def _time_rows(plan: LearnerPlan, time: StepTime) -> Iterator[tuple[str, str]]:
+    phases = {"log-probs": time.logprob_s, "forward": time.forward_s, "backward": time.backward_s}
+    shown = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in phases.items() if seconds)
+    yield "time", f"{time.seconds:.1f} s a step: {shown}, optimizer {_seconds(time.optimizer_s)}"
+    alone: Mapping[str, float] = {
+        "computing": time.compute_s,
+        "transfers": time.transfer_s,
+        "exchange": time.exchange_s,
+        "adding gradients": time.adding_s,
+        "Adam on the device": time.device_adam_s,
+        "on the host": time.host_adam_s,
+    }
+    yield "  each alone", ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in alone.items() if seconds)
+    yield "speed", f"{plan.tokens_per_s:,.0f} tokens/s; bottleneck: {time.bottleneck}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
+
+
+def _learner_change_rows(plan: LearnerPlan) -> Iterator[tuple[str, str]]:
+    label = "fits with"
+    if not plan.fits and not plan.changes:
+        yield label, "no change, nor two of them, that a plan knows; take a smaller model, or shorter sequences"
+    for entry in plan.changes:
+        yield label, f"{entry.change} ({entry.seconds:.1f} s a step, {gib(entry.device_bytes)})"
+        label = ""
+
+
+def scorers_section(plans: Sequence[ScorerPlan | UnplannedScorer], device: Device) -> Section:
+    """Return the section; ``data`` has an object for each scorer, by its name."""
+    rows = [row for plan in plans for row in _scorer_rows(plan, device)]
+    return Section(name="scorers", title="scorers", rows=rows, data={plan.name: _scorer_data(plan) for plan in plans})
+
+
+def _scorer_data(plan: ScorerPlan | UnplannedScorer) -> dict[str, Any]:
+    if isinstance(plan, UnplannedScorer):
+        return {"planned": False, "reason": plan.reason}
+    setup = {name: getattr(plan.setup, name) for name in ("copies", "num_gpus", "batch", "sequence_tokens")}
+    return {
+        "planned": True,
+        "fits": plan.fits,
+        "problem": plan.problem,
+        "model": plan.model,
+        "dtype": plan.dtype,
+        **setup,
+        "memory": {**asdict(plan.memory), "total": plan.memory.total},
+        "host_bytes": plan.actor.host_bytes,
+        "room_bytes": plan.room_bytes,
+        "seconds": plan.seconds,
+        "changes": [asdict(change) for change in plan.changes],
+    }
+
+
+def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator[tuple[str, str]]:
+    if isinstance(plan, UnplannedScorer):
+        yield plan.name, plan.reason
+        return
+    setup, memory = plan.setup, plan.memory
+    copies = f"{setup.copies} processes, each" if setup.copies > 1 else "1 process,"
+    where = f"on {setup.num_gpus:g} GPU" if setup.num_gpus else "on the CPU"
+    yield plan.name, f"{plan.kind} {plan.model}: {copies} {where}"
+    yield "  fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
+    rest = f", CUDA {gib(memory.beside)}" if memory.beside else ""
+    of = f"of the {gib(device.memory_bytes)} of its device" if setup.num_gpus else "of the host's"
+    parts = f"weights {gib(memory.weights)} in {plan.dtype}, activations {gib(memory.activations)}{rest}"
+    yield "  memory", f"{gib(memory.total)} {of}: {parts}"
+    if plan.neighbours:
+        yield "  its GPU", f"{gib(plan.room_bytes)} are left{describe_neighbours(plan.neighbours)}"
+    loading = f"; {gib(memory.loading)} of it while it loads" if memory.loading else ""
+    yield "  host memory", f"{gib(plan.actor.host_bytes)} a process{loading}"
+    sequences = setup.groups_per_copy * setup.sequences_per_group
+    yield (
+        "  work",
+        (f"{sequences:,} sequences a process, of {setup.sequence_tokens:,} tokens, {setup.batch:,} in a pass"),
+    )
+    if plan.seconds is not None:
+        yield "  time", f"{plan.seconds:.1f} s a step"
+    elif plan.fits:
+        yield "  time", "not known: it computes on the host's CPU"
+    if plan.note is not None:
+        yield "  note", plan.note
+    yield from _scorer_change_rows(plan)
+
+
+def _scorer_change_rows(plan: ScorerPlan) -> Iterator[tuple[str, str]]:
+    label = "  fits with"
+    if not plan.fits and not plan.changes:
+        yield label, "no single change that a plan knows; take a smaller model, or shorter sequences"
+    for entry in plan.changes:
+        time = "" if entry.seconds is None else f"{entry.seconds:.1f} s a step, "
+        yield label, f"{entry.change} ({time}{gib(entry.num_bytes)})"
+        label = ""
+
+
+def machine_section(plan: MachinePlan, device: Device) -> Section:
+    return Section(
+        name="machine", title="machine", rows=[*_machine_rows(plan, device)], data=_machine_data(plan, device)
+    )
+
+
+def _machine_data(plan: MachinePlan, device: Device) -> dict[str, Any]:
+    return {
+        "fits": plan.fits,
+        "problem": plan.problem,
+        "num_machines": plan.num_machines,
+        "actors": [{"name": kind.name, "count": count, "host_bytes": kind.host_bytes} for kind, count in plan.placed],
+        "num_bytes": plan.num_bytes,
+        "host_memory_bytes": device.host_memory_bytes,
+        "changes": list(plan.changes),
+    }
+
+
+def _machine_rows(plan: MachinePlan, device: Device) -> Iterator[tuple[str, str]]:
+    yield "fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
+    where = f" on the fullest of {plan.num_machines} machines" if plan.num_machines > 1 else ""
+    yield "host memory", f"{gib(plan.num_bytes)} of {gib(device.host_memory_bytes)}{where}"
+    for kind, num in plan.placed:
+        each = f", {gib(kind.host_bytes)} each" if num > 1 else ""
+        yield "", f"{gib(num * kind.host_bytes)}: {kind.describe(num)}{each}"
+    label = "fits with"
+    if not plan.fits and not plan.changes:
+        yield label, "no change that a plan knows; take a smaller model, or less actors"
+    for change in plan.changes:
+        yield label, change
+        label = ""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Loop:
+    sampling_s: float
+    scoring_s: float
+    """Seconds of scoring by models whose time is known."""
+    training_s: float
+    tokens: int
+    """Tokens of a step."""
+    takes_turns: bool
+    """Whether nothing is sampled during training, because the run is synchronous or both share a GPU."""
+    scores_after: bool
+    """Whether scoring adds to sampling: it waits for all groups of a step, or shares the engines' device."""
+
+    @property
+    def generating_s(self) -> float:
+        """Seconds of sampling and scoring."""
+        both = (self.sampling_s, self.scoring_s)
+        return sum(both) if self.scores_after else max(both)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step in the steady state."""
+        both = (self.generating_s, self.training_s)
+        return sum(both) if self.takes_turns else max(both)
+
+    @property
+    def bottleneck(self) -> str:
+        parts = {"training": self.training_s, "scoring": self.scoring_s, "sampling": self.sampling_s}
+        if not self.takes_turns and self.training_s < self.generating_s:
+            del parts["training"]
+        return max(parts, key=lambda name: parts[name])
+
+
+def read_loop(
+    config: Config, engine: EnginePlan, learner: LearnerPlan, scorers: Sequence[ScorerPlan] = ()
+) -> Loop | None:
+    """Return the times of a step; None if the engine, the learner or a scorer does not fit."""
+    if engine.speed is None or learner.time is None or not all(scorer.fits for scorer in scorers):
+        return None
+    in_turns = [scorer.seconds or 0.0 for scorer in scorers if scorer.may_share]
+    apart = [scorer.seconds or 0.0 for scorer in scorers if not scorer.may_share]
+    return Loop(
+        sampling_s=engine.speed.seconds,
+        scoring_s=max(sum(in_turns), *apart, 0.0),
+        training_s=learner.time.seconds,
+        tokens=learner.work.step_tokens,
+        takes_turns=config.replay.max_staleness == 0 or learner.room.engines > 0,
+        scores_after=not config.replay.streaming or any(_is_beside_engines(config, scorer) for scorer in scorers),
+    )
+
+
+def _is_beside_engines(config: Config, scorer: ScorerPlan) -> bool:
+    """Return whether engine and scorer may share a GPU, or are both on the CPU."""
+    parts = (config.rollout.num_gpus, scorer.setup.num_gpus)
+    return parts == (0, 0) or (all(0 < part < 1 for part in parts) and sum(parts) <= 1 + 1e-9)
+
+
+def loop_section(loop: Loop) -> Section:
+    data = {
+        **asdict(loop),
+        "generating_s": loop.generating_s,
+        "seconds": loop.seconds,
+        "bottleneck": loop.bottleneck,
+        "tokens_per_s": loop.tokens / loop.seconds,
+    }
+    return Section(name="step", title="a step", rows=[*_loop_rows(loop)], data=data)
+
+
+def _loop_rows(loop: Loop) -> Iterator[tuple[str, str]]:
+    how = "one after the other" if loop.takes_turns else "at the same time"
+    generating = f"sampling {loop.sampling_s:.1f}"
+    if loop.scoring_s:
+        generating += f" {'and then' if loop.scores_after else 'beside'} scoring {loop.scoring_s:.1f}"
+    yield "time", f"{loop.seconds:.1f} s: {generating}, training {loop.training_s:.1f}, {how}"
+    yield "speed", f"{loop.tokens / loop.seconds:,.0f} tokens/s; bottleneck: {loop.bottleneck}"

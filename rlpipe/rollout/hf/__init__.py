@@ -1,1 +1,0 @@
-"""The engine that samples with transformers' generate."""

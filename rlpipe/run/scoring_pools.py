@@ -1,0 +1,316 @@
+"""Pools of scorers (actors, Serve deployments, the learner's ranks), and how groups reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
+
+from rlpipe.actors.remote import answer, root_cause
+from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.served import ScorerHung
+from rlpipe.configs.schema.rollout_config import RewardConfig
+from rlpipe.configs.schema.root_config import ClusterConfig
+from rlpipe.errors import RlpipeError, RunError, WaitTimeout
+from rlpipe.run.cluster import until_ready
+from rlpipe.scoring.pools import split_calls
+from rlpipe.scoring.processes import MemoryLimit
+from rlpipe.scoring.sandbox.sandbox import OVERHEAD_S
+from rlpipe.scoring.scorer import GroupScores
+from rlpipe.scoring.validation import describe_exception
+
+logger = logging.getLogger(__name__)
+
+Spawn = Callable[[str, str], tuple[ActorHandle, ObjectRef]]
+"""Starts an actor with a name (first) in a reserved place (second); returns it and the reference of its ``start``."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """Place of the pool, with the actor that currently occupies it."""
+
+    place: str
+    name: str
+    actor: ActorHandle
+    num_restarts: int = 0
+
+
+class ScoringPool(ABC):
+    """Pool that scores groups for some of the rewards; for one event loop.
+
+    If a call fails, each of its groups is scored once more on its own; a group that fails again counts as failed, with
+    the reason.
+    """
+
+    def __init__(self, rewards: Mapping[str, RewardConfig], size: int) -> None:
+        self._rewards, self._size = rewards, size
+        self._timeout_s = sum(map(longest_call_s, rewards.values()))
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Wait until the whole pool is ready."""
+
+    async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
+        """Score the groups at the keys of ``group_ids``, which maps indices in ``groups`` to group ids."""
+        calls = split_calls(list(group_ids), self._size)
+        parts = await asyncio.gather(*(self._score_chunk(groups, chunk, group_ids) for chunk in calls))
+        return [scores for part in parts for scores in part]
+
+    async def _score_chunk(
+        self, groups: ObjectRef, chunk: Sequence[int], group_ids: Mapping[int, int]
+    ) -> list[GroupScores]:
+        scores = await self._call(groups, chunk)
+        if not isinstance(scores, str):
+            return scores
+        retried: list[GroupScores] = []
+        for index in chunk:
+            again = await self._call(groups, [index])
+            retried += again if not isinstance(again, str) else [self._failed(group_ids[index], again)]
+        return retried
+
+    @abstractmethod
+    async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
+        """Return the scores, or the reason why the call failed."""
+
+    def _failed(self, group_id: int, reason: str) -> GroupScores:
+        return GroupScores(group_id=group_id, failures=dict.fromkeys(self._rewards, reason))
+
+
+class ScorerPool(ScoringPool):
+    """Pool of actors that the run starts itself.
+
+    A process whose call exceeds the rewards' timeouts, or raises, is killed; it is replaced by another one, as is a
+    process that dies. The run fails if the new process is not ready within ``start_timeout_s``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rewards: Mapping[str, RewardConfig],
+        *,
+        size: int,
+        spawn: Spawn,
+        start_timeout_s: float,
+        memory: MemoryLimit | None = None,
+    ) -> None:
+        super().__init__(rewards, size)
+        self._spawn, self._start_timeout_s = spawn, start_timeout_s
+        self._memory = memory
+        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+        self._starting: list[tuple[_Process, ObjectRef]] = []
+        for place in (f"{name}-{index}" for index in range(size)):
+            actor, ready = spawn(place, place)
+            process = _Process(place=place, name=place, actor=actor)
+            self._starting.append((process, ready))
+
+    async def start(self) -> None:
+        """Wait until all processes are ready; raise ``WaitTimeout`` naming a late process, or a process's own error."""
+        starting, self._starting = self._starting, []
+        await asyncio.gather(*(self._first_start(process, ready) for process, ready in starting))
+
+    async def _first_start(self, process: _Process, ready: ObjectRef) -> None:
+        await until_ready(process.name, ready, lambda: self._replace(process), self._start_timeout_s)
+        self._idle.put_nowait(process)
+
+    async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
+        process = await self._idle.get()
+        limit = self._timeout_s * len(indices)
+        reason = None
+        try:
+            async with asyncio.timeout(limit):
+                scores: list[GroupScores] = await process.actor.score.remote(groups, list(indices))
+                return scores
+        except TimeoutError:
+            reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
+        except (RayActorError, OutOfMemoryError):
+            allowed = f", or took more memory than {self._memory} allows" if self._memory else ""
+            reason = f"process {process.name} died while it scored {len(indices)} groups: it crashed, ended{allowed}"
+        except (RayTaskError, TaskCancelledError) as error:
+            cause = getattr(error, "cause", error)
+            if isinstance(cause, RlpipeError):
+                raise
+            reason = f"process {process.name} broke off: {describe_exception(cause)}"
+        finally:
+            if reason is not None:
+                await self._restart(process, reason)
+            self._idle.put_nowait(process)
+        return reason
+
+    async def _restart(self, process: _Process, reason: str) -> None:
+        logger.warning("scoring: %s; another takes its place", reason)
+        name, ready = self._replace(process)
+        await until_ready(name, ready, lambda: self._replace(process), self._start_timeout_s)
+
+    def _replace(self, process: _Process) -> tuple[str, ObjectRef]:
+        """Start another actor in the place; return its name and the reference of its ``start``."""
+        ray.kill(process.actor)
+        process.num_restarts += 1
+        process.name = f"{process.place}.{process.num_restarts}"
+        process.actor, ready = self._spawn(process.name, process.place)
+        return process.name, ready
+
+
+def longest_call_s(reward: RewardConfig) -> float:
+    """Return the longest time for one group, in seconds; a sandbox enforces the timeout itself, with some overhead."""
+    return reward.timeout_s + (OVERHEAD_S if reward.isolation == "sandbox" else 0.0)
+
+
+MAX_DEATHS = 3
+"""Deaths of replicas after which a request for a group fails."""
+RETRY_PAUSE_S = 0.5
+
+
+class ServedPool(ScoringPool):
+    """Pool that sends one group per request; the replicas combine requests into batches.
+
+    A request whose replica dies is repeated: Serve starts another replica, and the group waits for it, for at most
+    ``start_timeout_s`` plus the time limit of scoring. The number of concurrent requests is limited to what the
+    replicas can accept, so that further ones wait in this process.
+    """
+
+    def __init__(
+        self, name: str, rewards: Mapping[str, RewardConfig], *, deploy: Callable[[], Any], start_timeout_s: float
+    ) -> None:
+        super().__init__(rewards, size=1)
+        serve = next(iter(rewards.values())).serve
+        self._name, self._deploy, self._start_timeout_s = name, deploy, start_timeout_s
+        self._answer_timeout_s = start_timeout_s + 2 * serve.batch_groups * self._timeout_s
+        self._places = asyncio.Semaphore(2 * serve.batch_groups * (serve.max_replicas or serve.replicas))
+        self._handle: Any = None
+
+    async def start(self) -> None:
+        """Deploy the replicas; raise ``WaitTimeout`` if they are late, ``RunError`` if they can't start."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self._handle = await asyncio.to_thread(self._deploy)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"the replicas of {self._name} have not started within "
+                f"cluster.start_timeout_s={self._start_timeout_s:g} seconds"
+            ) from None
+        except (RuntimeError, RayServeException) as error:
+            raise RunError(f"the replicas of {self._name} can't start: {describe_exception(error)}") from None
+
+    async def score(self, groups: ObjectRef, group_ids: Mapping[int, int]) -> list[GroupScores]:
+        parts = await asyncio.gather(*(self._score_chunk(groups, [index], group_ids) for index in group_ids))
+        return [scores for part in parts for scores in part]
+
+    async def _score_chunk(
+        self, groups: ObjectRef, chunk: Sequence[int], group_ids: Mapping[int, int]
+    ) -> list[GroupScores]:
+        (index,) = chunk
+        scores = await self._ask(groups, index, alone=False)
+        if isinstance(scores, str):  # another group of the batch may be the cause
+            scores = await self._ask(groups, index, alone=True)
+        return [self._failed(group_ids[index], scores)] if isinstance(scores, str) else scores
+
+    async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
+        return await self._ask(groups, *indices, alone=True)
+
+    async def _ask(self, groups: ObjectRef, index: int, *, alone: bool) -> list[GroupScores] | str:
+        num_deaths = 0
+        while True:
+            async with self._places:
+                try:
+                    request: Any = self._handle.score.remote(groups, index, alone)
+                    async with asyncio.timeout(self._answer_timeout_s):
+                        scores: list[GroupScores] = await request
+                        return scores
+                except TimeoutError:
+                    return f"no replica of {self._name} answered within {self._answer_timeout_s:g} seconds"
+                except RayTaskError as error:
+                    cause = getattr(error, "cause", error)
+                    if isinstance(cause, RlpipeError):
+                        raise
+                    return str(cause) if isinstance(cause, ScorerHung) else describe_exception(cause)
+                except (RayActorError, RayServeException, RayError) as error:
+                    num_deaths += 1
+                    logger.warning("scoring: a replica of %s died: %s", self._name, describe_exception(error))
+                    if num_deaths == MAX_DEATHS:
+                        return f"{MAX_DEATHS} replicas of {self._name} died while they scored it"
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+
+class LearnerPool(ScoringPool):
+    """Pool that passes groups to the replay actor, where the ranks fetch them once their current step ends."""
+
+    def __init__(self, rewards: Mapping[str, RewardConfig], replay: ActorHandle, cluster: ClusterConfig) -> None:
+        super().__init__(rewards, size=1)
+        self._replay = replay
+        self._limit_s = cluster.start_timeout_s + cluster.step_timeout_s
+
+    async def start(self) -> None:
+        """Do nothing, because the ranks are started by the learner group."""
+
+    async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
+        call: Any = self._replay.score_features.remote(groups, list(indices))
+        try:
+            scores: list[GroupScores] = await answer(
+                call,
+                f"the learner to score {len(indices)} groups",
+                within=self._limit_s,
+                option="cluster.start_timeout_s and cluster.step_timeout_s",
+            )
+        except WaitTimeout as late:
+            return str(late)
+        return scores
+
+
+GroupIds = Mapping[int, int]
+"""Group ids by index in a list of groups."""
+Generated = Callable[[ObjectRef, GroupIds], Awaitable[None]]
+Scored = Callable[[ObjectRef, GroupIds, Sequence[Sequence[GroupScores]]], Awaitable[None]]
+
+
+class GroupFlow:
+    """Dispatcher of groups to all scoring pools; for one event loop.
+
+    Groups stay in the object store; only their ids and scores pass through here. ``generated`` is called with the
+    reference to a list of groups and with their ids while they are scored; ``scored`` is called afterwards, with the
+    scores of every pool as well. Without ``streaming``, groups are held back until there are enough for a step, or
+    until ``num_generating`` returns 0.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[ScoringPool],
+        *,
+        generated: Generated,
+        scored: Scored,
+        num_generating: Callable[[], int],
+        groups_per_step: int = 1,
+        streaming: bool = True,
+    ) -> None:
+        self._pools, self._generated, self._scored = pools, generated, scored
+        self._num_generating = num_generating
+        self._batch_size = 1 if streaming else groups_per_step
+        self._held: list[tuple[ObjectRef, GroupIds, asyncio.Future[None]]] = []
+
+    async def collected(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
+        """Record and score the groups that an engine has finished."""
+        group_ids = {index: receipt.group_id for index, receipt in enumerate(receipts)}
+        kept = asyncio.ensure_future(self._generated(groups, group_ids))
+        self._held.append((groups, group_ids, kept))
+        if sum(len(ids) for _, ids, _ in self._held) >= self._batch_size or not self._num_generating():
+            held, self._held = self._held, []
+            await asyncio.gather(*(self.score(*part) for part in held))
+        await kept
+
+    async def score(self, groups: ObjectRef, group_ids: GroupIds, kept: Awaitable[None] | None = None) -> None:
+        """Score groups in all pools, and pass the scores on once ``kept``, which stores the groups' tokens, is done."""
+        try:
+            scores = await asyncio.gather(*(pool.score(groups, group_ids) for pool in self._pools))
+        except RayTaskError as error:
+            raise root_cause(error, "scoring failed") from None
+        if kept is not None:
+            await kept
+        await self._scored(groups, group_ids, scores)
