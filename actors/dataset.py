@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpipe.actors.step_server import BatchActor, News
+from rlpipe.actors.step_server import RunUpdates, StepServer
 from rlpipe.common.imports import enter_folder
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.forward_logs import told
+from rlpipe.data.forward_logs import forward_logs
 from rlpipe.data.packing import pack_step
 from rlpipe.data.prompts import SequenceSource, longest_row, open_run_sequences
 from rlpipe.data.render.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ class DatasetSetup:
     cursor: Cursor
 
 
-class DatasetActor(BatchActor):
+class DatasetActor(StepServer):
     """Actor that packs a step on a rank's first request; any step from ``first_step`` on can be requested again."""
 
     def __init__(self, setup: DatasetSetup) -> None:
@@ -67,17 +67,17 @@ class DatasetActor(BatchActor):
         await super().complete_step(report)
         await self._board.wait_for(lambda: self._seen >= report.step, SEEN_WITHIN_S)
 
-    async def wait_news(self, after_step: int, after_event: int, timeout_s: float) -> News:
+    async def wait_updates(self, after_step: int, after_event: int, timeout_s: float) -> RunUpdates:
         self._seen = max(self._seen, after_step)
         await self._board.notify()
-        return await super().wait_news(after_step, after_event, timeout_s)
+        return await super().wait_updates(after_step, after_event, timeout_s)
 
     def _open(self) -> SequenceSource:
         if self._source is None:
             setup = self._setup
             enter_folder(setup.folder)
             tokenizer = load_tokenizer(setup.model)
-            with told(self._tell, warnings=True):
+            with forward_logs(self._report_once, warnings=True):
                 self._source, held_out = open_run_sequences(
                     setup.data,
                     setup.model,
@@ -91,7 +91,7 @@ class DatasetActor(BatchActor):
                 self._held_out = pack_step(held_out, step=0, num_ranks=ranks, max_tokens=self._max_tokens)
         return self._source
 
-    def _tell(self, message: str) -> None:
+    def _report_once(self, message: str) -> None:
         """Report a message to the driver's user, who does not see this process's log; each message only once."""
         if message not in self._told:
             self._told.add(message)
@@ -105,7 +105,7 @@ class DatasetActor(BatchActor):
     def _batches(self, step: int) -> list[TrainBatch]:
         setup, source = self._setup, self._open()
         started = time.perf_counter()
-        with told(self._tell, warnings=True):
+        with forward_logs(self._report_once, warnings=True):
             self._go_to(source, step)
             sequences = source.take(setup.algorithm.groups_per_step)
         batches = pack_step(

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.learner_setup import LearnerSetup
-from rlpipe.actors.remote import get_answer
+from rlpipe.actors.remote import get_remote
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.errors import RlpipeError, WaitTimeout
@@ -45,7 +45,7 @@ class Calls:
 
     def get(self, call: Any, what: str, *, more_s: float = 0.0) -> Any:
         limit = self._limit_s + more_s
-        return get_answer(call, f"learner rank {self._rank}: {what}", within=limit, option="cluster.call_timeout_s")
+        return get_remote(call, f"learner rank {self._rank}: {what}", within=limit, option="cluster.call_timeout_s")
 
     def in_order(self, kind: str, method: Any, *arguments: Any, more_s: float = 0.0) -> None:
         """Call an actor once the last call of the same kind has been answered.
@@ -110,13 +110,13 @@ class StorePublisher:
         )
         if manifest is not None:
             self._published = (manifest, buckets, life)
-            self._tell()
+            self._send_version()
 
     def publish_again(self) -> None:
         if self._published is not None and newest_version(self._calls, self._weights) < 0:
-            self._tell()
+            self._send_version()
 
-    def _tell(self) -> None:
+    def _send_version(self) -> None:
         """Send the version to the weights actor.
 
         The answer may take two load timeouts, because the load of a restarted engine may come first.
@@ -200,7 +200,7 @@ ANSWERED, NOTHING, NOT_FIRST = -1, -2, -3
 """Results of a round of waiting other than a job, whose number is 0 or more."""
 
 
-class Waits(Protocol):
+class AnswerWaiter(Protocol):
     def wait(self, call: Any, timeout_s: float) -> bool:
         """Wait for a call's answer, and return whether it has arrived."""
 
@@ -280,7 +280,7 @@ class LearnerLoop:
         self._life = 0
         self._saved_step = -1
         self._num_notes = 0
-        threading.Thread(target=self._give_signs_of_life, name="signs-of-life", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="signs-of-life", daemon=True).start()
         torch.set_num_threads(num_threads(setup.learner))
         torch.manual_seed(setup.seed)
         self._policy = load_policy(
@@ -318,9 +318,9 @@ class LearnerLoop:
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         if self._rank == 0:
             self._life = self._calls.get(
-                setup.batches.begin_life.remote(), "the number of this life of the learner group"
+                setup.batches.begin_incarnation.remote(), "the number of this life of the learner group"
             )
-            self._post_notes()
+            self._post_messages()
         self._publisher.publish(first_step, self._life)
         follows = setup.weights_actor is not None
         held_out = [] if follows else self._calls.get(setup.batches.held_out.remote(self._rank), "the held-out rows")
@@ -334,7 +334,7 @@ class LearnerLoop:
                     self._checkpoint(step, previous)
                 return
             metrics = self._learner.train_step(batch)
-            self._post_notes()
+            self._post_messages()
             self._publisher.publish(step + 1, self._life)
             last = step + 1 == num_steps or self._target.reached(metrics.get("loss", math.nan))
             if last or self._evaluation_due(step + 1):
@@ -357,7 +357,7 @@ class LearnerLoop:
         self._calls.await_all()
         export_policy(self._policy, setup.output / "policy")
 
-    def _post_notes(self) -> None:
+    def _post_messages(self) -> None:
         """Post, from the first rank, the notes on the policy that are new since the last call."""
         notes = self._policy.notes if self._rank == 0 else []
         for note in notes[self._num_notes :]:
@@ -372,7 +372,7 @@ class LearnerLoop:
         return {version: self._learner.evaluate(held_out)} if held_out else {}
 
     @property
-    def _waiter(self) -> Waits:
+    def _waiter(self) -> AnswerWaiter:
         return self._publisher if self._features is None else self._features
 
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
@@ -442,9 +442,9 @@ class LearnerLoop:
             raise OSError(str(error)) from error
         return {"run_id": run_id}
 
-    def _give_signs_of_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
-            self._setup.batches.beat.remote(self._rank, self._step)
+            self._setup.batches.heartbeat.remote(self._rank, self._step)
             time.sleep(POLL_S)
 
 

@@ -22,7 +22,7 @@ MAX_DETAIL = 200
 """Limit on the characters of Ray's description of a death."""
 
 
-async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:
+async def await_remote(call: ObjectRef | Awaitable[Any], what: str, *, within: float, option: str) -> Any:
     """Return the answer of a remote call.
 
     ``what`` reads like "the replay actor to take 8 groups"; ``option`` is the setting that ``within`` comes from.
@@ -37,7 +37,7 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
             ray.cancel(call, recursive=False)  # else Ray would repeat it on a new process once the actor is ended
         raise
     except TimeoutError:
-        raise late(what, within, option) from None
+        raise call_timeout(what, within, option) from None
     except RayTaskError as error:
         if isinstance(error.cause, ObjectLostError):
             raise ObjectsLost(f"the run waited for {what}: {describe_failure(error)}") from None
@@ -48,19 +48,19 @@ async def answer(call: ObjectRef | Awaitable[Any], what: str, *, within: float, 
         raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
 
 
-def get_answer(call: ObjectRef, what: str, *, within: float, option: str) -> Any:
-    """Return a remote call's answer outside an event loop; raise as ``answer`` does, but never ``ObjectsLost``."""
+def get_remote(call: ObjectRef, what: str, *, within: float, option: str) -> Any:
+    """Return a remote call's answer outside an event loop; raise as ``await_remote``, without ``ObjectsLost``."""
     try:
         return ray.get(call, timeout=within)
     except GetTimeoutError:
-        raise late(what, within, option) from None
+        raise call_timeout(what, within, option) from None
     except RayTaskError as error:
         raise root_cause(error, f"while waiting for {what}") from None
     except RayError as error:
         raise RunError(f"the run waited for {what}: {describe_failure(error)}") from None
 
 
-def late(what: str, within: float, option: str) -> WaitTimeout:
+def call_timeout(what: str, within: float, option: str) -> WaitTimeout:
     return WaitTimeout(f"waited {within:g} seconds ({option}) for {what}; it has not answered")
 
 

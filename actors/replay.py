@@ -12,19 +12,19 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from rlpipe.actors.step_server import BatchActor
+from rlpipe.actors.step_server import StepServer
 from rlpipe.common.imports import enter_folder, import_object
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config, LedgerConfig, ReplayConfig
-from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import ConfigError, LedgerLost, RunError
-from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.restore import RunStart, open_ledger
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
-from rlpipe.replay.step_queue import FeatureBoard, StepReport
-from rlpipe.replay.store import OpenAccounts, Outcome, ReplayStore
+from rlpipe.replay.step_queue import FeatureQueue, StepReport
+from rlpipe.replay.store import Outcome, ReplayStore, ResumeState
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.scoring.validation import describe_exception
 from rlpipe.types import RolloutGroup, TrainBatch
@@ -118,25 +118,25 @@ class ReplaySetup:
         )
 
 
-class ReplayActor(BatchActor):
+class ReplayActor(StepServer):
     """Ray actor around a ``ReplayStore``."""
 
     def __init__(self, setup: ReplaySetup) -> None:
         super().__init__(setup.learner)
         self._setup = setup
         self._opened: ReplayStore | None = None
-        self._features = FeatureBoard(num_ranks=setup.learner.num_ranks)
+        self._features = FeatureQueue(num_ranks=setup.learner.num_ranks)
         self._hook = HookFeed(setup.hook, self._tell_of_hook) if setup.hook is not None else None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._reopen()
 
-    async def start(self, start: RunStart) -> OpenAccounts:
+    async def start(self, start: RunStart) -> ResumeState:
         """Open the ledger that fits ``start``, and return its state, from which the driver continues."""
         ledger, messages = open_ledger(self._setup.path, start, keep_steps=self._setup.ledger.keep_steps)
         self._opened = self._open_store(ledger)
-        return self._opened.accounts(messages, first_step=start.step)
+        return self._opened.resume_state(messages, first_step=start.step)
 
-    async def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed]) -> None:
+    async def admit(self, groups: Sequence[GroupTicket], place: Cursor, passed: Sequence[SkipRecord]) -> None:
         """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
         self._store.admit(groups, place, passed)
 
@@ -205,7 +205,7 @@ class ReplayActor(BatchActor):
     def _tell_of_hook(self, message: str) -> None:
         self._keep_event("hook", "hook", message)
 
-    def _count_life(self) -> int:
+    def _count_incarnation(self) -> int:
         life: int = (self._store.ledger.get("life") or 0) + 1
         self._store.ledger.set(life=life)
         return life

@@ -17,7 +17,7 @@ from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import RunError
 from rlpipe.scoring.engine_chat import EngineChat, EngineSilent
-from rlpipe.scoring.process_reaper import start_keeper
+from rlpipe.scoring.process_reaper import start_reaper
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.scorer import GroupScores, Scorer
 from rlpipe.types import GroupRequest, RolloutGroup
@@ -79,7 +79,7 @@ class ScoringActor:
     ) -> None:
         """Import the rewards and set up their actors; ``folder`` is the driver's working directory."""
         enter_folder(folder)
-        start_keeper()
+        start_reaper()
         tokenizer = load_tokenizer(model)
         self._scorer = Scorer(rewards, tokenizer, callables, num_steps, open_chat(engines, tokenizer, model))
         if memory is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.replay.ledger.run_ledger import LedgerEvent
-from rlpipe.replay.step_queue import StepBoard, StepReport
+from rlpipe.replay.step_queue import StepQueue, StepReport
 from rlpipe.types import TrainBatch
 
 SILENT_AFTER_S = 12.0
@@ -20,14 +20,14 @@ SILENT_AFTER_S = 12.0
 
 
 @dataclass(kw_only=True, slots=True)
-class News:
+class RunUpdates:
     """Reports and events since the controller's last request."""
 
     reports: Sequence[StepReport] = field(default_factory=list)
     events: Sequence[LedgerEvent] = field(default_factory=list)
 
 
-class BatchActor(ABC):
+class StepServer(ABC):
     """The learner's side of the replay and dataset actors; all methods are coroutines, so that ranks can wait.
 
     Every method can be repeated, so that Ray may call it again on the process that replaces a dead one.
@@ -35,16 +35,16 @@ class BatchActor(ABC):
 
     def __init__(self, learner: LearnerConfig) -> None:
         self._learner = learner
-        self._board = StepBoard(num_ranks=learner.num_ranks)
+        self._board = StepQueue(num_ranks=learner.num_ranks)
         self._error: RlpipeError | None = None
         self._last_progress = time.monotonic()
         self._failures_in_row = self._life = 0
         self._beats: dict[int, tuple[float, int]] = {}
 
-    async def begin_life(self) -> int:
+    async def begin_incarnation(self) -> int:
         """Return the number of a new learner group, higher than any before; called by the group's first rank."""
         self._last_progress = time.monotonic()
-        return self._count_life()
+        return self._count_incarnation()
 
     async def next_batch(self, step: int, rank: int) -> TrainBatch | None:
         """Wait until the step is filled, and return the rank's share of it, or None if the run stops first."""
@@ -60,7 +60,7 @@ class BatchActor(ABC):
         self._last_progress = time.monotonic()
         await self._board.notify()
 
-    async def beat(self, rank: int, step: int) -> None:
+    async def heartbeat(self, rank: int, step: int) -> None:
         """Record a rank's heartbeat and the step that it is in."""
         self._beats[rank] = (time.monotonic(), step)
 
@@ -101,17 +101,17 @@ class BatchActor(ABC):
     async def checkpointed(self, step: int) -> None:  # noqa: B027 - only actors with a ledger override it
         """Record that the checkpoint after ``step`` steps is complete."""
 
-    async def wait_news(self, after_step: int, after_event: int, timeout_s: float) -> News:
+    async def wait_updates(self, after_step: int, after_event: int, timeout_s: float) -> RunUpdates:
         """Return reports and events after the given ones as soon as there are any; none after ``timeout_s``.
 
         Raises the error that ended the run, if there is one.
         """
         await self._board.wait_for(
-            lambda: self._error is not None or self._has_news(after_step, after_event), timeout_s
+            lambda: self._error is not None or self._has_updates(after_step, after_event), timeout_s
         )
         if self._error is not None:
             raise self._error
-        return News(reports=self._reports(after_step), events=self._events(after_event))
+        return RunUpdates(reports=self._reports(after_step), events=self._events(after_event))
 
     async def stop(self) -> None:
         """Let the learner end after the current step."""
@@ -124,8 +124,8 @@ class BatchActor(ABC):
             "step_wanted": self._board.wanted,
             "seconds_since_a_step": round(now - self._last_progress, 1),
             "learner_ranks": {
-                rank: f"in step {step}, last heard of {now - beat:.0f} s ago"
-                for rank, (beat, step) in sorted(self._beats.items())
+                rank: f"in step {step}, last heard of {now - heartbeat:.0f} s ago"
+                for rank, (heartbeat, step) in sorted(self._beats.items())
             }
             or "no sign of life",
         }
@@ -133,9 +133,9 @@ class BatchActor(ABC):
     def _silent_ranks(self) -> str:
         now = time.monotonic()
         return ", ".join(
-            f"rank {rank} was last heard of {now - beat:.0f} s ago, in step {step}"
-            for rank, (beat, step) in sorted(self._beats.items())
-            if now - beat > SILENT_AFTER_S
+            f"rank {rank} was last heard of {now - heartbeat:.0f} s ago, in step {step}"
+            for rank, (heartbeat, step) in sorted(self._beats.items())
+            if now - heartbeat > SILENT_AFTER_S
         )
 
     async def _fill(self) -> None:
@@ -144,10 +144,10 @@ class BatchActor(ABC):
         if step is not None and (batches := self._batches(step)) is not None:
             await self._board.put(step, batches)
 
-    def _has_news(self, after_step: int, after_event: int) -> bool:
+    def _has_updates(self, after_step: int, after_event: int) -> bool:
         return bool(self._last_step() > after_step or self._events(after_event))
 
-    def _count_life(self) -> int:
+    def _count_incarnation(self) -> int:
         self._life += 1
         return self._life
 

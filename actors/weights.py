@@ -33,7 +33,7 @@ class NotLoaded:
     reason: str
 
     @property
-    def process_lives(self) -> bool:
+    def process_alive(self) -> bool:
         return self.cause is not Cause.PROCESS
 
 
@@ -137,7 +137,7 @@ class WeightsActor:
         self._followed.set()
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._has_news(after))
+                await self._changed.wait_for(lambda: self._has_updates(after))
         except TimeoutError:
             return None
         if self._error is not None:
@@ -148,7 +148,7 @@ class WeightsActor:
     def version(self) -> int:
         return -1 if self._newest is None else self._newest[0].version
 
-    def _has_news(self, after: int) -> bool:
+    def _has_updates(self, after: int) -> bool:
         return self._error is not None or (self._served is not None and self._served.number != after)
 
     async def _notify(self) -> None:

@@ -245,7 +245,7 @@ def read_summary(output: Path) -> dict[str, Any]:
 
 def summarize(kills: list[Kill], output: Path, accuracy: float, undisturbed: float) -> dict[str, Any]:
     ledger = Ledger(output / NAME, read_only=True)
-    accounts = audit(ledger)
+    resume_state = audit(ledger)
     recoveries = sorted(kill.recovery_s for kill in kills if kill.recovery_s is not None)
     repeated = ledger.rows("SELECT coalesce(sum(times - 1), 0) FROM steps")[0][0]
     in_two_steps = ledger.rows(
@@ -260,7 +260,7 @@ def summarize(kills: list[Kill], output: Path, accuracy: float, undisturbed: flo
         "groups_lost": lost,
         "groups_repeated": in_two_steps,
         "steps_trained_again": repeated,
-        "audit": [finding.claim for finding in accounts.problems],
+        "audit": [finding.claim for finding in resume_state.problems],
         "recovery_median_s": round(statistics.median(recoveries), 1) if recoveries else None,
         "recovery_worst_s": round(recoveries[-1], 1) if recoveries else None,
         "recovery_s_by_kind": {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlpipe.replay.buffer import Admission, Admitted, ReplayBuffer
+from rlpipe.replay.buffer import Admission, GroupTicket, ReplayBuffer
 from rlpipe.rollout.routing import Router
 from rlpipe.types import GroupRequest, Prompt, RolloutGroup
 
@@ -71,7 +71,7 @@ class IdealRun:
         ids = range(self._next_group_id, self._next_group_id + count)
         self._next_group_id += count
         self._admission.admit(count)
-        self._buffer.admit([Admitted(group_id=i, version=version, epoch=0, position=i, prompt_id=i) for i in ids])
+        self._buffer.admit([GroupTicket(group_id=i, version=version, epoch=0, position=i, prompt_id=i) for i in ids])
         for engine, share in self._router.assign([_request(group_id) for group_id in ids]).items():
             self._waiting[engine].extend(request.group_id for request in share)
             self._start(engine)

@@ -36,7 +36,7 @@ from benchmarks.stand_ins import (
     COMPLETION_TOKENS,
     StandInEngine,
     StandInReporter,
-    Workers,
+    StandInWorkers,
     run_pipeline,
     start_workers,
 )
@@ -157,7 +157,7 @@ def plan(arguments: argparse.Namespace) -> list[Work]:
     ]
 
 
-async def measure(workers: Workers, work: Work) -> dict[str, float]:
+async def measure(workers: StandInWorkers, work: Work) -> dict[str, float]:
     """Measure one line of a table."""
     config = Config()
     config.algorithm = AlgorithmConfig(

@@ -25,7 +25,7 @@ from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.data_config import HeldOutConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.replay.ledger.database import NAME as LEDGER
 from rlpipe.replay.ledger.restore import RunStart
 from rlpipe.replay.step_queue import StepReport
@@ -35,7 +35,7 @@ from rlpipe.run.cluster import ASYNC_CALLS, ENGINE_CALLS, Need, start_actor
 from rlpipe.run.controller import Controller
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.scoring_pools import ScorerPool
-from rlpipe.run.workers import Parts
+from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import (
     NO_VERSION,
@@ -149,7 +149,7 @@ class EndlessPrompts:
         return {}
 
     @property
-    def passed_over(self) -> list[Passed]:
+    def skip_records(self) -> list[SkipRecord]:
         return []
 
     @property
@@ -225,14 +225,14 @@ def learn(replay: ActorHandle, weights: ActorHandle, num_steps: int, train_s: fl
 
 
 @dataclass(kw_only=True, frozen=True)
-class Workers:
+class StandInWorkers:
     """Processes that serve several runs, one after the other."""
 
     engines: Mapping[str, ActorHandle]
     pool: ScorerPool
 
 
-def start_workers(num_engines: int, num_scorers: int) -> Workers:
+def start_workers(num_engines: int, num_scorers: int) -> StandInWorkers:
     """Start the processes of engines and scorers; ``run_pipeline`` opens the engines."""
     needs = [Need(name=f"rollout-{index}") for index in range(num_engines)]
 
@@ -240,14 +240,14 @@ def start_workers(num_engines: int, num_scorers: int) -> Workers:
         actor = start_actor(InstantScoringActor, Need(name=name), name)
         return actor, actor.open.remote()
 
-    return Workers(
+    return StandInWorkers(
         engines={n.name: start_actor(StandInRolloutActor, n, n.name, max_concurrency=ENGINE_CALLS) for n in needs},
         pool=ScorerPool("scorer", REWARDS, size=num_scorers, spawn=spawn, start_timeout_s=TIMEOUT_S),
     )
 
 
 async def run_pipeline(
-    workers: Workers,
+    workers: StandInWorkers,
     config: Config,
     folder: Path,
     reporter: StandInReporter,
@@ -263,7 +263,7 @@ async def run_pipeline(
         WeightsActor, Need(name="weights"), engines=list(engines), timeout_s=TIMEOUT_S, max_concurrency=ASYNC_CALLS
     )
     controller = Controller(
-        Parts(
+        Workers(
             engines=engines,
             start_engine=lambda name: engines[name].open.remote(make_engine),
             pools=[workers.pool],
@@ -274,7 +274,7 @@ async def run_pipeline(
         prompts=EndlessPrompts(),
         evaluator=Evaluator([], rewards=REWARDS, held_out=HeldOutConfig(), max_tokens=1),
         reporter=reporter,
-        accounts=await replay.start.remote(RunStart(config=to_tree(config))),
+        resume_state=await replay.start.remote(RunStart(config=to_tree(config))),
         first_step=0,
     )
     await controller.run(lambda: learn.remote(replay, weights, config.algorithm.num_steps, train_s))

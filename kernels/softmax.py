@@ -126,7 +126,7 @@ def _fill_stats(
 
 
 @_fill_stats.register_fake
-def _fill_nothing(*_: Any) -> None:
+def _fake_stats(*_: Any) -> None:
     """Do nothing on fake tensors, because the operator returns nothing and its output is already allocated."""
 
 
@@ -294,6 +294,10 @@ def _fill_gradient(
 
 
 @_fill_gradient.register_fake
+def _fake_gradient(*_: Any) -> None:
+    """Write nothing: on fake tensors the output has its shape and type already."""
+
+
 def _gradient_torch(
     logits: Tensor,
     targets: Tensor,

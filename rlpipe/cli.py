@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     for name in LIBRARIES:
-        logging.getLogger(name).addFilter(_is_of_use)
+        logging.getLogger(name).addFilter(_is_useful)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _is_of_use(record: logging.LogRecord) -> bool:
+def _is_useful(record: logging.LogRecord) -> bool:
     """Return whether a library's log message is useful to the user."""
     return not record.getMessage().startswith(("Setting accelerator to CPU", "Failed to load CPU gemm_4bit"))
 

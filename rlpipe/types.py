@@ -287,7 +287,7 @@ class GroupRequest:
     """Sampling options other than temperature and length; None: the run's."""
     use_adapter: bool = True
     """False: sample from the base model without the adapter, which is the same in every version."""
-    goes_first: bool = False
+    has_priority: bool = False
     """True: start before waiting requests that do not have this set."""
 
     @property

@@ -82,9 +82,9 @@ def serves_adapter(model: ModelConfig) -> bool:
 def needs_merging(model: ModelConfig) -> bool:
     """Return whether the policy is more than vLLM can serve: A and B of linear layers over an unchanged base model."""
     adapter = model.adapter
-    return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or mends_weights(model))
+    return bool(adapter.use_dora or adapter.modules_to_save or adapter.target_parameters or rescales_weights(model))
 
 
-def mends_weights(model: ModelConfig) -> bool:
+def rescales_weights(model: ModelConfig) -> bool:
     """Return whether rlpipe rescales the base model's weights (``model.normalize_weight_scales``)."""
     return any(not rule.dry_run for rule in model.normalize_weight_scales.values())

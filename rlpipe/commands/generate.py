@@ -40,9 +40,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
     prompts = arguments.prompts or [sys.stdin.read().removesuffix("\n")]
     if not all(prompts):
         raise InputError("the prompt is empty; give one as an argument or on standard input")
-    from rlpipe.commands.sample_texts import SamplingRequest, sample_texts, settle_dtype
+    from rlpipe.commands.sample_texts import SamplingRequest, resolve_dtype, sample_texts
 
-    dtype, line = settle_dtype(arguments.model, arguments.dtype)
+    dtype, line = resolve_dtype(arguments.model, arguments.dtype)
     if line is not None:
         print(line, file=sys.stderr)
     request = SamplingRequest(

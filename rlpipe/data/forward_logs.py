@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 MASKS = "rlpipe.data.masks"
-SPOKEN = (MASKS, "rlpipe.data.cache")
+SPOKEN = (MASKS, "rlpipe.data.cached_rows", "rlpipe.data.render_rows")
 """Loggers whose INFO messages are for users, too."""
 
 
@@ -16,18 +16,18 @@ class _Relay(logging.Handler):
 
     def __init__(self, tell: Callable[[str], None], accepts: Callable[[int], bool]) -> None:
         super().__init__()
-        self._tell, self._told = tell, set[str]()
+        self._report, self._told = tell, set[str]()
         self.addFilter(lambda record: accepts(record.levelno))
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message not in self._told:
             self._told.add(message)
-            self._tell(message)
+            self._report(message)
 
 
 @contextmanager
-def told(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] = SPOKEN) -> Iterator[None]:
+def forward_logs(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] = SPOKEN) -> Iterator[None]:
     """Call ``tell`` with INFO messages of the ``spoken`` loggers and, if ``warnings``, warnings of ``rlpipe.data``."""
     relays = [(name, _Relay(tell, lambda level: level == logging.INFO)) for name in spoken]
     if warnings:
@@ -50,5 +50,5 @@ def told(tell: Callable[[str], None], *, warnings: bool, spoken: Sequence[str] =
 def mask_notes() -> Iterator[list[str]]:
     """Collect the messages on how the loss mask is made while the context is open."""
     notes: list[str] = []
-    with told(notes.append, warnings=False, spoken=[MASKS]):
+    with forward_logs(notes.append, warnings=False, spoken=[MASKS]):
         yield notes

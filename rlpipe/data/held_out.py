@@ -49,7 +49,7 @@ class Renderers(Generic[Item]):
     trained: Callable[[Row, RowLocation, KeepOut | None], Item]
     """Render a row for training, after passing its prompt to ``KeepOut`` if there is one."""
 
-    def keeping_out(self, keep_out: KeepOut | None) -> Render[Item]:
+    def excluding(self, keep_out: KeepOut | None) -> Render[Item]:
         return lambda row, place: self.trained(row, place, keep_out)
 
 
@@ -87,7 +87,7 @@ class Split(Generic[Item]):
     def source(self) -> RowSource[Item]:
         """Return the source of training rows."""
         keep_out = self._keep_out if self.held_out else None
-        source = RowSource([one.part(one.renderers.keeping_out(keep_out), self._seed) for one in self._sources])
+        source = RowSource([one.part(one.renderers.excluding(keep_out), self._seed) for one in self._sources])
         if self._tried:
             source.examples()
         return source
@@ -97,7 +97,7 @@ class Split(Generic[Item]):
         return [
             item
             for source, rows in self._held
-            for item, _ in self._read(source, rows, len(rows), source.renderers.keeping_out(None))
+            for item, _ in self._read(source, rows, len(rows), source.renderers.excluding(None))
         ]
 
     def _keep_out(self, prompt: Prompt) -> None:

@@ -34,7 +34,7 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def ask_first(find: Callable[[], T]) -> T:
+def on_rank0(find: Callable[[], T]) -> T:
     """Call ``find`` on rank 0 alone and return its result on all ranks, which must all call this.
 
     An exception from ``find`` is raised on rank 0; the others raise it, too, if it is an ``RlpipeError``, and otherwise
@@ -330,7 +330,7 @@ def own_device(device: torch.device, *, scale: float = 1.0) -> Device:
     """
     if num_ranks() == 1:
         return _find_or_measure(device, scale)
-    own = ask_first(lambda: _find_or_measure(device, scale))
+    own = on_rank0(lambda: _find_or_measure(device, scale))
     with_link = replace(own, link=measure_link(device, scale=scale))
     if own.link is None and dist.get_rank() == 0:
         _try_to_store(with_link)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rlpipe.common.atomic_io import begin_folder, check_room, whole_folder, writing_path
 from rlpipe.configs.options import model_of
 from rlpipe.configs.schema.learner_config import LearnerConfig
-from rlpipe.configs.schema.model_config import mends_weights
+from rlpipe.configs.schema.model_config import rescales_weights
 from rlpipe.data.render.processor import export_processor
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, ModelError, RunError
@@ -158,7 +158,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
     model = model_of(read_extra(checkpoint).extra["model"])
     model = replace(model, path=base or model.path, attention="eager")  # every class has eager, and nothing is run
-    if model.adapter.kind == "none" or mends_weights(model):
+    if model.adapter.kind == "none" or rescales_weights(model):
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"))
     else:  # an adapter needs no base weights
         policy = outline_policy(model)

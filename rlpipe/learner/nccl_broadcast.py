@@ -15,7 +15,7 @@ from rlpipe.types import Transfer
 
 def send_by_nccl(transfer: Transfer, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Join the waiting workers, and broadcast the weights in vLLM's packed format."""
-    meeting = NCCLTrainerInitInfo(
+    rendezvous_arguments = NCCLTrainerInitInfo(
         master_address=transfer.address,
         master_port=transfer.port,
         world_size=transfer.num_processes,
@@ -23,7 +23,7 @@ def send_by_nccl(transfer: Transfer, weights: Iterator[tuple[str, Tensor]]) -> N
         rank=0,
     )
     source = OneVersion(transfer, weights)
-    engine = NCCLTrainerWeightTransferEngine.trainer_init(meeting, client=EnginesWait(), source=source)
+    engine = NCCLTrainerWeightTransferEngine.trainer_init(rendezvous_arguments, client=EnginesWait(), source=source)
     try:
         engine.send_weights()
     finally:

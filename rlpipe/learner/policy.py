@@ -36,7 +36,7 @@ from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.workload import Workload
 from rlpipe.models.gguf import model_folder
 from rlpipe.models.loading import describe_model, has_vision, hollow_model, open_model, with_dtype
-from rlpipe.models.nf4 import nf4_config, settle_nf4
+from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.types import Images, MicroBatch, WeightsKind
 
 
@@ -155,7 +155,7 @@ def load_policy(
     scorer.train()
     sharding.shard(scorer, trained=True)
     if model.adapter.kind == "qlora":
-        settle_nf4(scorer, device)
+        resolve_nf4(scorer, device)
     return Policy(scorer, model, device, sharding)
 
 

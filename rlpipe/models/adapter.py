@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlpipe.common.hub import hub_has
 from rlpipe.common.imports import describe_error
-from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, mends_weights
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, rescales_weights
 from rlpipe.errors import ConfigError, ModelError
 
 FILE = "rlpipe.json"
@@ -44,7 +44,7 @@ def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
     Only a learner merges adapters and rescales weights. Raises ``ConfigError`` or ``ModelError`` if the engines alone
     would serve a different policy.
     """
-    if mends_weights(model):
+    if rescales_weights(model):
         raise ConfigError(
             "model.normalize_weight_scales: only a learner mends weights; merge the adapter (rlpipe merge), and take "
             "what comes out, without these rules"

@@ -29,7 +29,7 @@ def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def settle_nf4(model: nn.Module, device: torch.device) -> None:
+def resolve_nf4(model: nn.Module, device: torch.device) -> None:
     """Prepare NF4 layers for use on the device that their parameters, whole or sharded, have been moved to.
 
     The scales are not part of the parameters, so they are moved here. On some CPUs bitsandbytes would also repack the

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpipe.offload.layout import TensorInfo
-from rlpipe.offload.runtime.chunk import Fill, Member, make_real, set_values
+from rlpipe.offload.runtime.chunk import Fill, Member, materialize, set_values
 
 ADAPTER_MARKS = ("lora_", "modules_to_save")
 """Marks in the names of parameters that PEFT adds to a model."""
@@ -137,7 +137,7 @@ def move_rest(model: nn.Module, inventory: Inventory, device: torch.device, fill
     Raises ``ValueError`` for a buffer on the meta device, since no checkpoint has all buffers.
     """
     for name, parameter in inventory.resident.items():
-        _move(parameter, make_real(name, parameter.data, fill).to(device))
+        _move(parameter, materialize(name, parameter.data, fill).to(device))
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"the buffer {name} is on the meta device: compute it before the model is offloaded")

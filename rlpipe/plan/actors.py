@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.device import Device
 from rlpipe.plan.engine_plan import EnginePlan
-from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, LearnerMemory, Room
+from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, LearnerMemory, MemoryBudget
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,7 +46,7 @@ def engine_kind(config: Config, plan: EnginePlan) -> ActorKind:
     )
 
 
-def rank_kind(config: Config, memory: LearnerMemory | None, room: Room, device: Device) -> ActorKind:
+def rank_kind(config: Config, memory: LearnerMemory | None, room: MemoryBudget, device: Device) -> ActorKind:
     """Return the learner's ranks; if ``memory`` is None (nothing fits), with all the memory that they may take."""
     on_device = room.device_bytes if memory is None else memory.device.total
     on_host = room.host_bytes if memory is None else memory.host.total

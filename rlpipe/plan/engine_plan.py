@@ -182,12 +182,12 @@ def read_sharing(config: Config, setup: EngineSetup, device: Device) -> Sharing 
     return Sharing(
         num_gpus=part,
         engines=setup.engines_per_device,
-        others=tuple(name for name, other in _askers(config) if 0 < other <= 1 - part + 1e-9),
+        others=tuple(name for name, other in _gpu_users(config) if 0 < other <= 1 - part + 1e-9),
         left_bytes=int(device.memory_bytes * (1 - taken)),
     )
 
 
-def _askers(config: Config) -> Iterator[tuple[str, float]]:
+def _gpu_users(config: Config) -> Iterator[tuple[str, float]]:
     """Yield the actors other than engines, with the GPUs that one process of each asks for."""
     yield "the learner's ranks", config.learner.num_gpus
     for name, reward in config.scoring.rewards.items():

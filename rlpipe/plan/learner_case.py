@@ -32,12 +32,12 @@ from rlpipe.plan.engine_memory import EngineSetup
 from rlpipe.plan.learner_memory import (
     CPU_HOST_BYTES,
     LearnerMemory,
+    MemoryBudget,
     Outline,
-    Room,
     nf4_bytes,
     outline_policy,
     plain_memory,
-    read_room,
+    read_memory_budget,
 )
 from rlpipe.plan.learner_time import (
     Chunks,
@@ -66,7 +66,7 @@ def trace_policy(
         scorer.announce = trace.read
         return workload.loss_of(scorer, row, config.learner.logprob_chunk_tokens)
 
-    stands_for = _stand_ins(outline)
+    stands_for = _placeholders(outline)
     kept = sorted({*stands_for.values()})
     places = {unit: place for place, unit in enumerate(stands_for)}
     try:
@@ -87,7 +87,7 @@ def trace_policy(
     return trace
 
 
-def _stand_ins(outline: Outline) -> dict[int, int]:
+def _placeholders(outline: Outline) -> dict[int, int]:
     """Map each layer's unit to the unit that is traced in its place."""
     units = {id(unit.module): index for index, unit in enumerate(outline.units)}
     layers = [units[id(layer)] for layer in find_layers(outline.scorer.causal_model)]
@@ -132,7 +132,7 @@ def _with_nf4(stage: Stage, sizes: Sequence[int], dtype: torch.dtype, device: De
 
 
 @dataclass(slots=True)
-class Drafts:
+class TraceCache:
     """Outlines and traces that several cases share."""
 
     described: PreTrainedConfig
@@ -181,7 +181,7 @@ class LearnerCase:
     """A config on a device; changes are tried on modified copies. Properties raise as ``plan_learner`` does."""
 
     config: Config
-    drafts: Drafts
+    drafts: TraceCache
     engines: EngineSetup | None
 
     @property
@@ -189,8 +189,8 @@ class LearnerCase:
         return self.drafts.device
 
     @cached_property
-    def room(self) -> Room:
-        return read_room(self.config, self.device, self.engines)
+    def room(self) -> MemoryBudget:
+        return read_memory_budget(self.config, self.device, self.engines)
 
     @cached_property
     def outline(self) -> Outline:

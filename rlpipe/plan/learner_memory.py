@@ -45,7 +45,7 @@ CPU_HOST_BYTES = 2 * 2**30
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Room:
+class MemoryBudget:
     """Bytes that a rank may take; a tenth of the free memory is reserved for what a plan does not model."""
 
     device_bytes: int
@@ -59,7 +59,7 @@ class Room:
     """Memory that chunked offload may take: the config's limits, or otherwise derived from the same bytes."""
 
 
-def read_room(config: Config, device: Device, setup: EngineSetup | None) -> Room:
+def read_memory_budget(config: Config, device: Device, setup: EngineSetup | None) -> MemoryBudget:
     """Return the memory that a rank may take; ``setup`` is the engines' setup, if there are any.
 
     Raises ``ConfigError`` if ranks do not run on such a device.
@@ -78,7 +78,7 @@ def read_room(config: Config, device: Device, setup: EngineSetup | None) -> Room
         device_bytes=on_device if own.device_memory_gib is None else int(own.device_memory_gib * GIB),
         host_bytes=max(0, host - HOST_BYTES) if own.host_memory_gib is None else int(own.host_memory_gib * GIB),
     )
-    return Room(device_bytes=on_device, host_bytes=host, engines=engines, engine_bytes=taken, capacity=chunked)
+    return MemoryBudget(device_bytes=on_device, host_bytes=host, engines=engines, engine_bytes=taken, capacity=chunked)
 
 
 def check_device(config: Config, device: Device) -> None:

@@ -20,8 +20,8 @@ from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.planner.cost import Knobs
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES
 from rlpipe.plan.engine_memory import EngineSetup
-from rlpipe.plan.learner_case import Drafts, LearnerCase
-from rlpipe.plan.learner_memory import LearnerMemory, Room
+from rlpipe.plan.learner_case import LearnerCase, TraceCache
+from rlpipe.plan.learner_memory import LearnerMemory, MemoryBudget
 from rlpipe.plan.learner_time import StepTime, Work
 
 RANKS = (2, 4, 8)
@@ -235,7 +235,7 @@ class LearnerPlan:
     num_parameters: int
     """Number of parameters, including the adapter."""
     num_trained: int
-    room: Room
+    room: MemoryBudget
     memory: LearnerMemory | None
     """Memory of a rank; None if no offload schedule fits."""
     decision: str | None
@@ -276,7 +276,7 @@ def plan_learner(
     Raises ``ConfigError`` if the learner does not run on such a device or if its options are impossible, and
     ``ModelError`` if the model can't be outlined or traced.
     """
-    return plan_case(LearnerCase(config=config, drafts=Drafts(described, device), engines=engines))
+    return plan_case(LearnerCase(config=config, drafts=TraceCache(described, device), engines=engines))
 
 
 def plan_case(case: LearnerCase) -> LearnerPlan:

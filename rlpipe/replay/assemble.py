@@ -215,7 +215,7 @@ def _staleness_metrics(groups: Sequence[RolloutGroup], step: int) -> dict[str, f
     }
 
 
-class KeptGroups:
+class ReplayCache:
     """Cache of the newest ``limit`` groups with differing rewards; each is handed out once, the newest first."""
 
     def __init__(self, *, limit: int, combine: str) -> None:
@@ -237,7 +237,7 @@ class KeptGroups:
             if has_signal(group, self._combine):
                 self._groups.appendleft(group)
 
-    def stand_in_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    def replacements_for(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return a kept group for each of ``groups`` without reward variance, or fewer if not enough are kept."""
         wanted = sum(not has_signal(group, self._combine) for group in groups)
         return [self._groups.pop() for _ in range(min(wanted, len(self._groups)))]

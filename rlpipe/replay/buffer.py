@@ -15,7 +15,7 @@ from rlpipe.types import RolloutGroup
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Admitted:
+class GroupTicket:
     """A started group, with the version that its sampling began with and its prompt's place."""
 
     group_id: int
@@ -41,12 +41,12 @@ class ReplayBuffer:
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._admitted: dict[int, Admitted] = {}
+        self._admitted: dict[int, GroupTicket] = {}
         self._scored: dict[int, RolloutGroup] = {}
         self._num_admitted: Counter[int] = Counter()  # by version
         self._scored_ids: defaultdict[int, set[int]] = defaultdict(set)  # by version
 
-    def admit(self, groups: list[Admitted]) -> None:
+    def admit(self, groups: list[GroupTicket]) -> None:
         self._admitted.update((group.group_id, group) for group in groups)
         self._num_admitted.update(group.version for group in groups)
 
@@ -81,7 +81,7 @@ class ReplayBuffer:
         return group_id in self._scored
 
     @property
-    def pending(self) -> list[Admitted]:
+    def pending(self) -> list[GroupTicket]:
         """Groups that are in flight or wait to be trained, in the order of their ids."""
         return [self._admitted[group_id] for group_id in sorted(self._admitted)]
 
@@ -164,20 +164,20 @@ class Rerolls:
 
     def __init__(self, *, after_steps: int, per_step: int) -> None:
         self._after_steps, self._per_step = after_steps, per_step
-        self._waiting: deque[Admitted] = deque()
+        self._waiting: deque[GroupTicket] = deque()
         self._version = self._taken = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, fruitless: Admitted) -> None:
-        self._waiting.append(fruitless)
+    def add(self, zero_reward: GroupTicket) -> None:
+        self._waiting.append(zero_reward)
 
-    def take(self, version: int, at_most: int) -> list[Admitted]:
+    def take(self, version: int, at_most: int) -> list[GroupTicket]:
         """Remove and return up to ``at_most`` groups that are due at ``version``, the oldest first."""
         if version != self._version:
             self._version, self._taken = version, 0
-        due: list[Admitted] = []
+        due: list[GroupTicket] = []
         while self._waiting and len(due) < at_most and self._taken < self._per_step:
             if self._waiting[0].version + self._after_steps > version:
                 break

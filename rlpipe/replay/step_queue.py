@@ -11,7 +11,7 @@ from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
 
 
-class Noticeboard:
+class Notifier:
     """Base of the boards on which ranks and the controller wait for changes."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class StepReport:
     """Metrics on held-out rows, by version, where the learner evaluates (SFT, strided EBFT)."""
 
 
-class StepBoard(Noticeboard):
+class StepQueue(Notifier):
     """Batches of the newest steps, one per rank, for one event loop.
 
     A step's batches may be ready before ranks ask for them. They are kept until the step after the next is ready, so
@@ -74,7 +74,7 @@ class StepBoard(Noticeboard):
             return self._wanted
         following = self._newest + 1
         known = self._newest >= 0 and following not in self._batches
-        return following if known and not self._is_past_the_end(following) else None
+        return following if known and not self._is_after_end(following) else None
 
     def want(self, step: int) -> bool:
         """Record that a rank waits for ``step``; return whether it is not ready and was not asked for before."""
@@ -110,7 +110,7 @@ class StepBoard(Noticeboard):
         life = self._life
 
         def is_over() -> bool:
-            return life != self._life or self._is_past_the_end(step)
+            return life != self._life or self._is_after_end(step)
 
         await self.wait_for(lambda: step in self._batches or is_over())
         if is_over():
@@ -118,7 +118,7 @@ class StepBoard(Noticeboard):
         self._newest = max(step, self._newest)
         return self._batches[step][rank]
 
-    def _is_past_the_end(self, step: int) -> bool:
+    def _is_after_end(self, step: int) -> bool:
         return self._ends_before is not None and step >= self._ends_before
 
 
@@ -130,7 +130,7 @@ class _Job:
     """Scores of each rank's share, by rank."""
 
 
-class FeatureBoard(Noticeboard):
+class FeatureQueue(Notifier):
     """Queue of scoring jobs, oldest first, for one event loop; all calls of ranks can be repeated."""
 
     def __init__(self, *, num_ranks: int) -> None:

@@ -9,9 +9,9 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
-from rlpipe.data.sources.row_source import Cursor, Passed
-from rlpipe.replay.assemble import KeptGroups, assemble_step, has_signal
-from rlpipe.replay.buffer import Admitted, ReplayBuffer
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
+from rlpipe.replay.assemble import ReplayCache, assemble_step, has_signal
+from rlpipe.replay.buffer import GroupTicket, ReplayBuffer
 from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState, Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.scoring.scorer import GroupScores, apply_scores
@@ -26,22 +26,22 @@ class Outcome:
     """Reasons for discarding groups, by group id; each discarded group leaves its place to another."""
     attempts: list[int] = field(default_factory=list)
     """Next attempt numbers, one for each discarded group without reward variance."""
-    fruitless: list[Admitted] = field(default_factory=list)
+    zero_reward: list[GroupTicket] = field(default_factory=list)
     """Groups that earned nothing, whose prompts may be put back."""
 
 
 @dataclass(kw_only=True, slots=True)
-class OpenAccounts:
+class ResumeState:
     """State of the ledger from which a driver starts."""
 
     place: Cursor
     next_group_id: int
     num_places_taken: int
     """Number of groups that are in the driver's first step or a later one, or can still join one."""
-    unfinished: list[tuple[Admitted, GroupState]]
+    unfinished: list[tuple[GroupTicket, GroupState]]
     attempts: list[int]
     """Attempt numbers that are still to be made for groups without reward variance."""
-    fruitless: list[Admitted]
+    zero_reward: list[GroupTicket]
     last_event: int
     messages: list[str]
 
@@ -64,30 +64,30 @@ class ReplayStore:
         self._algorithm, self._learner, self._replay, self._rewards = algorithm, learner, replay, rewards
         self._seed, self._num_samples = seed, num_samples
         self._buffer = ReplayBuffer(groups_per_step=algorithm.groups_per_step, max_staleness=replay.max_staleness)
-        self._kept = KeptGroups(limit=replay.reuse_groups, combine=algorithm.combine)
+        self._kept = ReplayCache(limit=replay.reuse_groups, combine=algorithm.combine)
         self._generated: dict[int, RolloutGroup] = {}
-        self._entries: dict[int, Admitted] = {}
+        self._entries: dict[int, GroupTicket] = {}
         self._samples: dict[int, list[RolloutGroup]] = {}
         self._num_discarded = ledger.counts().get(GroupState.DISCARDED, 0)
         self._read_back()
 
-    def accounts(self, messages: list[str], *, first_step: int = 0) -> OpenAccounts:
+    def resume_state(self, messages: list[str], *, first_step: int = 0) -> ResumeState:
         """Return the state from which a driver continues with ``first_step``, and ``messages`` for people."""
         events = self.ledger.events()
-        return OpenAccounts(
+        return ResumeState(
             place=self.ledger.place,
             next_group_id=self.ledger.next_group_id(),
             num_places_taken=self.ledger.num_places_taken(first_step),
             unfinished=self.ledger.unfinished(),
             attempts=self.ledger.open_attempts(),
-            fruitless=self._fruitless(),
+            zero_reward=self._zero_reward(),
             last_event=events[-1].number if events else 0,
             messages=messages,
         )
 
     # Groups -------------------------------------------------------------------------------------------------------
 
-    def admit(self, groups: Sequence[Admitted], place: Cursor, passed: Sequence[Passed] = ()) -> None:
+    def admit(self, groups: Sequence[GroupTicket], place: Cursor, passed: Sequence[SkipRecord] = ()) -> None:
         """Register groups that are about to be generated; ``place`` is the prompt source's place after them."""
         self.ledger.admit(groups, place, passed)
         self._buffer.admit([group for group in groups if group.group_id not in self._entries])
@@ -119,15 +119,15 @@ class ReplayStore:
                 attempt = self._entries[group.group_id].attempt + 1
                 failed[group.group_id] = f"{NO_VARIANCE} (attempt {attempt})"
                 outcome.attempts.append(attempt)
-            elif self._is_fruitless(group):
-                outcome.fruitless.append(self._entries[group.group_id])
+            elif self._has_zero_reward(group):
+                outcome.zero_reward.append(self._entries[group.group_id])
         kept = [group for group in groups if group.group_id not in failed]
         self.ledger.scored(kept)
         for group in kept:
             self._buffer.add(group)
         self._answer_again(outcome, group_ids, with_tokens=True)
         if repeated := set(group_ids) - {group.group_id for group in groups}:
-            outcome.fruitless += [group for group in self._fruitless() if group.group_id in repeated]
+            outcome.zero_reward += [group for group in self._zero_reward() if group.group_id in repeated]
         outcome.discarded |= self._discard(failed).discarded
         return outcome
 
@@ -145,7 +145,7 @@ class ReplayStore:
         fresh = self._buffer.take(step)
         if fresh is None:
             return None
-        groups = StepGroups(fresh=fresh, replayed=self._kept.stand_in_for(fresh))
+        groups = StepGroups(fresh=fresh, replayed=self._kept.replacements_for(fresh))
         batches = self._assemble(step, groups)
         self.ledger.assign(step, groups)
         self._kept.keep(fresh)
@@ -216,11 +216,11 @@ class ReplayStore:
         attempt = self._entries[group.group_id].attempt
         return attempt < self._replay.refill_attempts and not has_signal(group, self._algorithm.combine)
 
-    def _fruitless(self) -> list[Admitted]:
+    def _zero_reward(self) -> list[GroupTicket]:
         """Return the ledger's groups that earned nothing and whose prompts have not been put back."""
-        return [] if self._replay.reroll_after is None else self.ledger.fruitless(self._replay.reroll_below)
+        return [] if self._replay.reroll_after is None else self.ledger.zero_reward(self._replay.reroll_below)
 
-    def _is_fruitless(self, group: RolloutGroup) -> bool:
+    def _has_zero_reward(self, group: RolloutGroup) -> bool:
         if self._replay.reroll_after is None:
             return False
         known = [rollout.reward for rollout in group if rollout.reward is not None]

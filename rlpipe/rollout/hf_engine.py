@@ -134,7 +134,7 @@ class HfEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         now = time.perf_counter()
         self._waiting.extend((request, now) for request in requests)
-        self._waiting.sort(key=lambda waiting: not waiting[0].goes_first)
+        self._waiting.sort(key=lambda waiting: not waiting[0].has_priority)
 
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()

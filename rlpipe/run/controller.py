@@ -24,23 +24,23 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from rlpipe.actors.remote import answer
+from rlpipe.actors.remote import await_remote
 from rlpipe.actors.weights import NotLoaded, Served
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource
-from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import EngineFailed, RunError
-from rlpipe.replay.buffer import Admission, Admitted, Rerolls
+from rlpipe.replay.buffer import Admission, GroupTicket, Rerolls
 from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.replay.store import OpenAccounts, Outcome
+from rlpipe.replay.store import Outcome, ResumeState
 from rlpipe.run.cluster import shares_gpus
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
-from rlpipe.run.monitor import POLL_S, Follower, watch_hosts
+from rlpipe.run.monitor import POLL_S, RunMonitor, watch_hosts
 from rlpipe.run.reporting import Reporter
-from rlpipe.run.scoring_pools import GroupFlow, GroupIds
-from rlpipe.run.workers import Parts
+from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
+from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import GroupRequest, Prompt
@@ -49,13 +49,13 @@ from rlpipe.types import GroupRequest, Prompt
 class Controller:
     """Loops of one RL run, on one event loop.
 
-    ``accounts`` is the state of the ledger, and ``first_step`` the number of steps that are already trained.
+    ``resume_state`` is the state of the ledger, and ``first_step`` the number of steps that are already trained.
     ``num_steps_logged`` is lower if the previous driver was killed before it logged the last of them.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Workers,
         config: Config,
         *,
         replay: ActorHandle,
@@ -63,7 +63,7 @@ class Controller:
         prompts: PromptSource,
         evaluator: Evaluator,
         reporter: Reporter,
-        accounts: OpenAccounts,
+        resume_state: ResumeState,
         first_step: int,
         num_steps_logged: int | None = None,
     ) -> None:
@@ -73,11 +73,11 @@ class Controller:
         self._evaluate_every = config.data.held_out.every_steps
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
         self._first_step, self._num_steps = first_step, config.algorithm.num_steps
-        self._accounts, self._next_group_id = accounts, accounts.next_group_id
-        self._attempts = deque(accounts.attempts)
-        self._admission = make_admission(config, accounts, first_step)
-        self._rerolls = make_rerolls(config, accounts)
-        self._flow = GroupFlow(
+        self._accounts, self._next_group_id = resume_state, resume_state.next_group_id
+        self._attempts = deque(resume_state.attempts)
+        self._admission = make_admission(config, resume_state, first_step)
+        self._rerolls = make_rerolls(config, resume_state)
+        self._flow = ScoringDispatch(
             parts.pools,
             generated=self._generated,
             scored=self._scored,
@@ -103,14 +103,14 @@ class Controller:
         self._stopped, self._last_version = asyncio.Event(), asyncio.Event()
         self._admits = False
         """True once all engines and scoring pools have started."""
-        self._follower = Follower(
+        self._follower = RunMonitor(
             "replay",
             replay,
             config.cluster,
             report=self._report,
             message=reporter.message,
             first_step=first_step if num_steps_logged is None else num_steps_logged,
-            last_event=accounts.last_event,
+            last_event=resume_state.last_event,
         )
         self._ask = self._follower.ask
 
@@ -134,8 +134,8 @@ class Controller:
             watching = [self._follower.watch(self._pool.describe), self._watch_engines()]
             loops = [self._pool.run(), self._follow_versions(tasks), *watching]
             endless += [tasks.create_task(loop) for loop in loops]
-            await self._take_up(tasks)
-            endless.append(tasks.create_task(self._let_learner_go()))
+            await self._resume_unfinished(tasks)
+            endless.append(tasks.create_task(self._release_learner()))
             await learner
             if self._stop_reason is None:
                 await self._until_finished()
@@ -150,7 +150,7 @@ class Controller:
         await self._last_version.wait()
         await asyncio.gather(*self._evaluations)
 
-    async def _let_learner_go(self) -> None:
+    async def _release_learner(self) -> None:
         """Report to the replay actor that nothing is left to score; repeat it, since Ray may restart the actor."""
         await self._until_finished()
         while True:
@@ -183,7 +183,7 @@ class Controller:
 
     # Admission ----------------------------------------------------------------------------------------------------
 
-    async def _take_up(self, tasks: asyncio.TaskGroup) -> None:
+    async def _resume_unfinished(self, tasks: asyncio.TaskGroup) -> None:
         """Continue with the groups that belonged to no step when the last driver died.
 
         Groups that are already generated are scored; the others are generated.
@@ -217,13 +217,13 @@ class Controller:
         again = self._rerolls.take(version, capacity)
         chosen = [(self._prompt_at(earlier), _cursor(earlier), earlier.reroll + 1) for earlier in again]
         self._prompts.seek(place)
-        passed: list[Passed] = []
+        passed: list[SkipRecord] = []
         while len(chosen) < capacity:
             chosen.append((self._prompts.next(), self._prompts.last, 0))
-            passed += self._prompts.passed_over
+            passed += self._prompts.skip_records
         place = self._prompts.cursor
         admitted = [
-            Admitted(
+            GroupTicket(
                 group_id=group_id,
                 version=version,
                 epoch=cursor.epoch,
@@ -247,7 +247,7 @@ class Controller:
         for group in admitted:
             del self._admitting[group.group_id]
 
-    def _prompt_at(self, group: Admitted) -> Prompt:
+    def _prompt_at(self, group: GroupTicket) -> Prompt:
         self._prompts.seek(_cursor(group))
         return self._prompts.next()
 
@@ -287,7 +287,7 @@ class Controller:
         for group_id, reason in outcome.discarded.items():
             self._reporter.discarded(group_id, reason)
         self._attempts.extend(outcome.attempts)
-        for group in outcome.fruitless:
+        for group in outcome.zero_reward:
             self._rerolls.add(group)
         self._admission.discard(len(outcome.discarded))
         await self._start_groups()
@@ -298,7 +298,7 @@ class Controller:
         """Open further steps whenever the engines serve a new version, and start the evaluations that are due."""
         number, version = 0, self._first_step - 1
         while True:
-            served: Served | None = await answer(
+            served: Served | None = await await_remote(
                 self._weights.wait_served.remote(number, POLL_S),
                 "the weights actor to say which version is served",
                 within=POLL_S + self._cluster.call_timeout_s,
@@ -333,7 +333,7 @@ class Controller:
     async def _load_newest(self, name: str) -> int | NotLoaded:
         call: Any = self._weights.load_newest.remote(name)
         limit = self._cluster.start_timeout_s + 2 * self._load_timeout_s
-        version: int | NotLoaded = await answer(
+        version: int | NotLoaded = await await_remote(
             call,
             f"engine {name} to load the newest weights",
             within=limit,
@@ -391,7 +391,7 @@ async def add_evaluated(
             evaluator.add(group, by_group[group.group_id])
 
 
-def _cursor(group: Admitted) -> Cursor:
+def _cursor(group: GroupTicket) -> Cursor:
     return Cursor(epoch=group.epoch, position=group.position)
 
 
@@ -400,23 +400,23 @@ def _group_seed(seed: int, group_id: int) -> int:
     return int(np.random.SeedSequence([seed, group_id]).generate_state(1)[0]) >> 1
 
 
-def make_admission(config: Config, accounts: OpenAccounts, first_step: int) -> Admission:
+def make_admission(config: Config, resume_state: ResumeState, first_step: int) -> Admission:
     """Return an ``Admission`` with the config's staleness bound that counts the groups admitted already."""
     return Admission(
         groups_per_step=config.algorithm.groups_per_step,
         max_staleness=config.replay.max_staleness,
         num_steps=config.algorithm.num_steps,
         first_step=first_step,
-        num_waiting=accounts.num_places_taken,
+        num_waiting=resume_state.num_places_taken,
     )
 
 
-def make_rerolls(config: Config, accounts: OpenAccounts) -> Rerolls:
+def make_rerolls(config: Config, resume_state: ResumeState) -> Rerolls:
     """Return the queue of prompts to reroll, filled with those in the ledger."""
     rerolls = Rerolls(
         after_steps=round((config.replay.reroll_after or 0) * config.algorithm.num_steps),
         per_step=config.replay.rerolls_per_step,
     )
-    for group in accounts.fruitless:
+    for group in resume_state.zero_reward:
         rerolls.add(group)
     return rerolls

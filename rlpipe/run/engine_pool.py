@@ -35,9 +35,9 @@ LoadNewest = Callable[[str], Awaitable[int | NotLoaded]]
 class EngineDied(Exception):
     """Exception that ends the collection from one engine; its message is the reason."""
 
-    def __init__(self, reason: str, *, process_lives: bool = True) -> None:
+    def __init__(self, reason: str, *, process_alive: bool = True) -> None:
         super().__init__(reason)
-        self.process_lives = process_lives
+        self.process_alive = process_alive
 
 
 class EnginePool:
@@ -115,7 +115,7 @@ class EnginePool:
 
     def failed(self, name: str, failure: NotLoaded) -> None:
         """Replace an engine that failed to load a version."""
-        self._give_up_on(name, EngineDied(failure.reason, process_lives=failure.process_lives))
+        self._give_up_on(name, EngineDied(failure.reason, process_alive=failure.process_alive))
 
     async def run(self) -> None:
         """Serve requests until cancelled."""
@@ -137,7 +137,7 @@ class EnginePool:
         while True:
             death: EngineDied | None = await self._until_death(name, tasks)
             while death is not None:
-                self._mourn(name, str(death))
+                self._on_engine_death(name, str(death))
                 if self._fleet.failures_in_row(name) > self._cluster.max_engine_failures:
                     await self._retire(name, str(death))
                     return
@@ -179,24 +179,24 @@ class EnginePool:
                 receipts: Sequence[Receipt] = await receipts_ref
             except RayTaskError as error:
                 if isinstance(error.cause, EngineNotStarted):
-                    raise EngineDied(KILLED, process_lives=False) from None
+                    raise EngineDied(KILLED, process_alive=False) from None
                 raise EngineDied(describe_failure(error)) from None
             except RayError as error:  # it died, Ray killed it for its memory use, or Ray can't reach it
                 lives = isinstance(error, ActorUnavailableError)
-                raise EngineDied(describe_failure(error), process_lives=lives) from None
+                raise EngineDied(describe_failure(error), process_alive=lives) from None
             self._fleet.answered(name, finished=bool(receipts))
             self._dispatch_waiting()  # the engine may have been the last suspect
             requests = [request for receipt in receipts if (request := self._router.finish(receipt.group_id))]
             assert len(requests) == len(receipts), "what is given to another engine is not collected from the first"
             if receipts:
-                tasks.create_task(self._hand_on(name, groups, receipts, requests))
+                tasks.create_task(self._redispatch(name, groups, receipts, requests))
 
     def _dispatch_waiting(self) -> None:
         if self._waiting and self._fleet.serving:
             waiting, self._waiting = self._waiting, []
             self.dispatch(waiting)
 
-    async def _hand_on(
+    async def _redispatch(
         self, name: str, groups: ObjectRef, receipts: Sequence[Receipt], requests: Sequence[GroupRequest]
     ) -> None:
         try:
@@ -205,7 +205,7 @@ class EnginePool:
             self._notice(name, f"{len(requests)} groups of engine {name} are generated again: {loss}")
             self.dispatch(requests)
 
-    def _mourn(self, name: str, reason: str) -> None:
+    def _on_engine_death(self, name: str, reason: str) -> None:
         """Report an engine's death, and give its work to the others."""
         self._fleet.died(name, reason)
         lost = self._router.remove(name)
@@ -227,7 +227,7 @@ class EnginePool:
         """Start a new process that serves the newest version; return why that failed, or None."""
         self._fleet.restarting(name)
         limit = self._cluster.start_timeout_s
-        if death.process_lives:
+        if death.process_alive:
             ray.kill(self._engines[name], no_restart=False)
         try:
             async with asyncio.timeout(limit):
@@ -239,11 +239,11 @@ class EnginePool:
                 raise error.cause from None
             return EngineDied(describe_failure(error))
         except RayError as error:
-            return EngineDied(describe_failure(error), process_lives=False)
+            return EngineDied(describe_failure(error), process_alive=False)
         self._fleet.started(name)
         version = await self._load_newest(name)
         if isinstance(version, NotLoaded):
-            return EngineDied(version.reason, process_lives=version.process_lives)
+            return EngineDied(version.reason, process_alive=version.process_alive)
         self.published(version)  # the learner may have restarted from an older one
         self.loaded(name, version)
         self._notice(name, f"engine {name} serves again, version {version}")

@@ -15,7 +15,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
 from rlpipe.actors.learner_setup import LearnerSetup
-from rlpipe.actors.remote import describe_failure, get_answer
+from rlpipe.actors.remote import describe_failure, get_remote
 from rlpipe.actors.trainer import make_trainer
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import LearnerFailed, RlpipeError
@@ -65,7 +65,7 @@ def _fit_until_over(config: Config, setup: LearnerSetup, is_over: Event, started
             return
         if is_over.is_set():
             return
-        get_answer(
+        get_remote(
             setup.batches.learner_died.remote(cause),
             "the death of the learner group to be noted",
             within=config.cluster.call_timeout_s,

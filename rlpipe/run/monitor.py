@@ -21,8 +21,8 @@ from ray.actor import ActorHandle
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.exceptions import RpcError
 
-from rlpipe.actors.remote import answer
-from rlpipe.actors.step_server import News
+from rlpipe.actors.remote import await_remote
+from rlpipe.actors.step_server import RunUpdates
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import HeadLost, WaitTimeout
 from rlpipe.replay.step_queue import StepReport
@@ -162,7 +162,7 @@ async def watch_hosts(say: Callable[[str], None]) -> None:
     listing = asyncio.ensure_future(_list(watch))
     try:
         while True:
-            await asyncio.gather(asyncio.sleep(PROBE_S), *(_knock(watch, *entry) for entry in watch.hosts.items()))
+            await asyncio.gather(asyncio.sleep(PROBE_S), *(_probe(watch, *entry) for entry in watch.hosts.items()))
             watch.check()
             if watch.head_silent_s >= limit_s:
                 raise HeadLost(
@@ -208,7 +208,7 @@ async def _ask_head() -> tuple[dict[str, Host], dict[str, list[str]]]:
     return hosts, named
 
 
-async def _knock(watch: HostWatch, node: str, host: Host) -> None:
+async def _probe(watch: HostWatch, node: str, host: Host) -> None:
     """Mark the host as heard if it accepts a connection; nothing is sent."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(PROBE_S):
@@ -221,7 +221,7 @@ POLL_S = 10.0
 """Seconds after which a request for news is repeated; news itself arrives without delay."""
 
 
-class Follower:
+class RunMonitor:
     """Forwarder of one run's reports and messages from the actor called ``name``; for one event loop."""
 
     def __init__(
@@ -245,8 +245,8 @@ class Follower:
     async def follow(self) -> None:
         """Forward reports and messages until cancelled; raise the error with which a rank has ended the run."""
         while True:
-            call: Any = self._batches.wait_news.remote(self._last_step, self._last_event, POLL_S)
-            news: News = await self.ask(call, "news of the run", more_s=POLL_S)
+            call: Any = self._batches.wait_updates.remote(self._last_step, self._last_event, POLL_S)
+            news: RunUpdates = await self.ask(call, "news of the run", more_s=POLL_S)
             for event in news.events:
                 self._last_event = event.number
                 self._message(event.message)
@@ -282,4 +282,6 @@ class Follower:
     async def ask(self, call: Any, what: str, *, more_s: float = 0.0) -> Any:
         """Return the actor's answer; raise ``WaitTimeout`` after ``cluster.call_timeout_s`` plus ``more_s`` seconds."""
         limit = self._cluster.call_timeout_s + more_s
-        return await answer(call, f"{what} from the {self._name} actor", within=limit, option="cluster.call_timeout_s")
+        return await await_remote(
+            call, f"{what} from the {self._name} actor", within=limit, option="cluster.call_timeout_s"
+        )

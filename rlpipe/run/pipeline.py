@@ -22,10 +22,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlpipe.actors.learner_setup import LearnerSetup
-from rlpipe.actors.remote import get_answer
+from rlpipe.actors.remote import get_remote
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.data.forward_logs import told
+from rlpipe.data.forward_logs import forward_logs
 from rlpipe.data.prompts import open_run_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, EngineFailed, HeadLost, Interrupted, LedgerLost, RunError
@@ -34,7 +34,7 @@ from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
 from rlpipe.models.gguf import describe_gguf
 from rlpipe.preload import preloading
-from rlpipe.replay.store import OpenAccounts
+from rlpipe.replay.store import ResumeState
 from rlpipe.rollout.engine import resolve_engine
 from rlpipe.run import workers
 from rlpipe.run.cluster import Need, connect, end_actors, placement_groups, release_placement_groups
@@ -42,7 +42,7 @@ from rlpipe.run.controller import Controller, add_evaluated
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.learner_group import end_learner, start_learner
-from rlpipe.run.monitor import Follower, end_soon, watch_hosts
+from rlpipe.run.monitor import RunMonitor, end_soon, watch_hosts
 from rlpipe.run.prepare import (
     ResumePoint,
     RewardLike,
@@ -53,12 +53,12 @@ from rlpipe.run.prepare import (
     find_resume_point,
     open_output,
     prepare_run,
+    resolve_dtype,
     run_start,
-    settle_dtype,
 )
 from rlpipe.run.reporting import Reporter, cut_notice
-from rlpipe.run.scoring_pools import GroupFlow, GroupIds
-from rlpipe.run.workers import Parts
+from rlpipe.run.scoring_pools import GroupIds, ScoringDispatch
+from rlpipe.run.workers import Workers
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.tracking.jsonl import CompletionsLog, num_steps_logged
 from rlpipe.tracking.phases import PHASES, Start
@@ -129,7 +129,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     """Train by reinforcement learning, and return the figures of the summary that are not in the metrics."""
     config = run.config
     notes: list[str] = []
-    with PHASES.phase("reading the data"), told(notes.append, warnings=False):
+    with PHASES.phase("reading the data"), forward_logs(notes.append, warnings=False):
         tokenizer = load_tokenizer(run.model)
         prompts, held_out = open_run_prompts(config, run.model, tokenizer)
     check_context(run)
@@ -141,13 +141,13 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         is_own = stack.enter_context(_cluster(config, needs))
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = workers.start_replay(run)
-        accounts = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
+        resume_state = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
-        run, types = settle_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
-        parts = stack.enter_context(workers.open_parts(run, replay, cluster_is_own=is_own))
+        run, types = resolve_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        parts = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=is_own))
         weights = workers.start_weights(config, parts.engines)
         reporter = stack.enter_context(_reporter(run, start))
-        for message in (*notes, *accounts.messages, *types):
+        for message in (*notes, *resume_state.messages, *types):
             reporter.message(message)
         if notice := cut_notice(config.rollout.sampling):
             reporter.message(notice)
@@ -162,7 +162,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
                 prompts=prompts,
                 evaluator=_evaluator(run, held_out),
                 reporter=reporter,
-                accounts=accounts,
+                resume_state=resume_state,
                 first_step=start.step,
                 num_steps_logged=num_steps_logged(run.output / "metrics.jsonl", start.step),
             )
@@ -185,7 +185,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
     needs = workers.learner_needs(config)
     with ExitStack() as stack:
         is_own = stack.enter_context(_cluster(config, needs))
-        run, types = settle_dtype(run, needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
+        run, types = resolve_dtype(run, needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
         reporter = stack.enter_context(_reporter(run, start))
         for message in types:
             reporter.message(message)
@@ -194,7 +194,7 @@ def train_sft(run: Run, start: ResumePoint) -> dict[str, Any]:
         setup = _learner_setup(run, start, batches, None)
 
         async def run_learner() -> None:
-            follower = Follower(
+            follower = RunMonitor(
                 "dataset",
                 batches,
                 config.cluster,
@@ -239,10 +239,10 @@ def evaluate(config: Config, *, adapter: str | None = None, rewards: Sequence[Re
         raise ConfigError("nothing to evaluate on: set data.held_out.size, data.held_out.path or data.held_out.split")
     check_context(run)
     with _cluster(config, workers.generation_needs(run)) as is_own:
-        run, types = settle_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
+        run, types = resolve_dtype(run, workers.engine_needs(config), ask_cluster(config.cluster, is_own=is_own))
         for message in types:
             print(message, file=sys.stderr)
-        with workers.open_parts(run, cluster_is_own=is_own) as parts:
+        with workers.open_workers(run, cluster_is_own=is_own) as parts:
             return _run(_evaluate_once(run, parts, held_out))
 
 
@@ -253,7 +253,7 @@ def _drain_hook(config: Config, replay: ActorHandle) -> None:
             ray.get(replay.drain_hook.remote(HOOK_DRAIN_S), timeout=2 * HOOK_DRAIN_S)
 
 
-async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, float]:
+async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) -> dict[str, float]:
     evaluator = _evaluator(run, prompts)
 
     async def ignore(groups: ObjectRef, group_ids: GroupIds) -> None:
@@ -268,7 +268,7 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     async def deliver(groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
         await add_evaluated(evaluator, groups, set(group_ids.values()), scores)
 
-    flow = GroupFlow(parts.pools, generated=ignore, scored=deliver, num_generating=lambda: pool.num_groups)
+    flow = ScoringDispatch(parts.pools, generated=ignore, scored=deliver, num_generating=lambda: pool.num_groups)
     pool = EnginePool(
         parts.engines,
         cluster=run.config.cluster,
@@ -290,16 +290,16 @@ async def _evaluate_once(run: Run, parts: Parts, prompts: Sequence[Prompt]) -> d
     return metrics.result()
 
 
-def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> OpenAccounts:
+def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> ResumeState:
     """Make the replay actor open the ledger at the resume point, and return the state of the ledger."""
     cluster = run.config.cluster
-    accounts: OpenAccounts = get_answer(
+    resume_state: ResumeState = get_remote(
         replay.start.remote(replace(run_start(run.config, start), num_rows=num_rows)),
         "the replay actor to open the ledger",
         within=cluster.start_timeout_s,
         option="cluster.start_timeout_s",
     )
-    return accounts
+    return resume_state
 
 
 def _evaluator(run: Run, prompts: Sequence[Prompt]) -> Evaluator:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from rlpipe.actors.node import ask_nodes, node_types
-from rlpipe.actors.remote import get_answer
+from rlpipe.actors.remote import get_remote
 from rlpipe.common.atomic_io import held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object
 from rlpipe.configs.constraints import check_model
@@ -326,7 +326,7 @@ Ask = Callable[[Need, str], Sequence[DeviceTypes]]
 """Returns the types of the devices that a process may be placed on; of CPUs with their speed in the given type."""
 
 
-def settle_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
+def resolve_dtype(run: Run, needs: Sequence[Need], ask: Ask, *, begun: str | None = None) -> tuple[Run, list[str]]:
     """Return the run with ``auto`` replaced by a type, and lines about the choice for the user.
 
     ``needs`` are those of the processes that hold the policy, all of which compute in the type. ``begun`` is the
@@ -396,7 +396,7 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
         nodes = nodes_for(need, ray.nodes())
         new = [node for node in nodes if (node, made, dtype) not in known]
         for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=made), strict=True):
-            known[node, made, dtype] = get_answer(
+            known[node, made, dtype] = get_remote(
                 answer,
                 "a node to say what it computes in",
                 within=cluster.start_timeout_s,

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 
-from rlpipe.actors.remote import answer, root_cause
+from rlpipe.actors.remote import await_remote, root_cause
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.served import ScorerHung
 from rlpipe.configs.schema.rollout_config import RewardConfig
@@ -254,7 +254,7 @@ class LearnerPool(ScoringPool):
     async def _call(self, groups: ObjectRef, indices: Sequence[int]) -> list[GroupScores] | str:
         call: Any = self._replay.score_features.remote(groups, list(indices))
         try:
-            scores: list[GroupScores] = await answer(
+            scores: list[GroupScores] = await await_remote(
                 call,
                 f"the learner to score {len(indices)} groups",
                 within=self._limit_s,
@@ -271,7 +271,7 @@ Generated = Callable[[ObjectRef, GroupIds], Awaitable[None]]
 Scored = Callable[[ObjectRef, GroupIds, Sequence[Sequence[GroupScores]]], Awaitable[None]]
 
 
-class GroupFlow:
+class ScoringDispatch:
     """Dispatcher of groups to all scoring pools; for one event loop.
 
     Groups stay in the object store; only their ids and scores pass through here. ``generated`` is called with the

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, frozen=True)
-class Parts:
+class Workers:
     """Engines and scoring pools that are running or about to start."""
 
     engines: Mapping[str, ActorHandle]
@@ -204,7 +204,7 @@ def _scorer_maker(run: Run, members: Mapping[str, RewardConfig], engines: Engine
 
 
 @contextmanager
-def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: bool = False) -> Iterator[Parts]:
+def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: bool = False) -> Iterator[Workers]:
     """Start the processes of engines and scorers, which have loaded nothing yet; end them with the context.
 
     ``replay`` is the replay actor, through which groups reach the learner if it computes rewards. ``cluster_is_own``
@@ -244,7 +244,7 @@ def open_parts(run: Run, replay: ActorHandle | None = None, *, cluster_is_own: b
             ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
 
-        yield Parts(engines=engines, start_engine=start_engine, pools=pools)
+        yield Workers(engines=engines, start_engine=start_engine, pools=pools)
 
 
 def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:

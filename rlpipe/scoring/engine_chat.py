@@ -108,7 +108,7 @@ class EngineChat:
             seed=seed,
             sampling=sampling,
             use_adapter=weights == "policy",
-            goes_first=True,
+            has_priority=True,
         )
         group = await self._sampled(request, timeout_s)
         if group.failure is not None:

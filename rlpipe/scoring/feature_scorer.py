@@ -23,7 +23,7 @@ from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy, load_scorer
 from rlpipe.learner.row_plan import AttentionLayout, AttentionPlan, Row
 from rlpipe.learner.strategies.sharding import Reduce
-from rlpipe.models.nf4 import settle_nf4
+from rlpipe.models.nf4 import resolve_nf4
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import ALIGNMENT, DIVERSITY, BoolArray, IntArray, Rollout, RolloutGroup
 
@@ -53,7 +53,7 @@ def open_feature_network(
     """Load a frozen copy of the initial policy, up to the deepest hidden states that are read and without lm_head."""
     scorer = load_scorer(model, device, frozen=True).requires_grad_(False).eval()
     if model.adapter.kind == "qlora":
-        settle_nf4(scorer, device)
+        resolve_nf4(scorer, device)
     reader = FeatureReader(
         scorer.depths,
         config,

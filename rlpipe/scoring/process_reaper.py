@@ -14,7 +14,7 @@ MARK = "RLPIPE_SCORING_PROCESS"
 POLL_S = 0.25
 
 
-def start_keeper() -> None:
+def start_reaper() -> None:
     """Start a keeper that ends all descendants of this process after this process has ended in any way, on Linux.
 
     It finds them by their process group, which becomes that of this process alone, and by ``MARK`` in their
@@ -26,7 +26,7 @@ def start_keeper() -> None:
     run_module("rlpipe.scoring.process_reaper", [str(os.getpid()), os.environ[MARK]]).wait()
 
 
-def find_left(group: int, mark: str) -> set[int]:
+def find_survivors(group: int, mark: str) -> set[int]:
     """Return the ids of the group's processes, of those with the mark, and of their descendants, except this one."""
     processes = list_processes()
     roots = {pid for pid, process in processes.items() if process.group == group} | marked(mark, processes)
@@ -42,7 +42,7 @@ def main() -> None:
         os._exit(0)
     while kept is not None and (now := read_process(group)) is not None and now.started == kept.started:
         time.sleep(POLL_S)
-    end_processes(lambda: find_left(group, f"{MARK}={token}"))
+    end_processes(lambda: find_survivors(group, f"{MARK}={token}"))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ SIGNALS = (
 """Signals whose handlers programs replace."""
 
 
-class Leftovers:
+class ProcessSnapshot:
     """Snapshot of the process's state before a reward is called, which ``undo`` restores."""
 
     def __init__(self) -> None:
@@ -237,6 +237,6 @@ class MemoryLimit:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         return soft
 
-    def is_worn_out(self, allowed: int) -> bool:
+    def is_exhausted(self, allowed: int) -> bool:
         """Return whether the process holds so much memory that the next call would fail as well."""
         return sys.platform == "linux" and allowed - data_bytes() < MIN_FREE * self.gb * GIB

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import RewardFailed
-from rlpipe.scoring.processes import Leftovers, MemoryLimit, lift_memory_limit
+from rlpipe.scoring.processes import MemoryLimit, ProcessSnapshot, lift_memory_limit
 from rlpipe.scoring.rewards import (
     Reward,
     RewardActor,
@@ -248,7 +248,7 @@ class Scorer:
 
         # One loop for the process's life, because the clients in users' rewards are bound to the loop they first use.
         self._runner = self._runner or asyncio.Runner()
-        before = Leftovers()
+        before = ProcessSnapshot()
         failed = True
         try:
             failed = any(self._runner.run(gather()))
@@ -263,7 +263,7 @@ class Scorer:
             assert self._limit is not None
             call.result.failures[name] += f"; its process may take {self._limit}"
             gc.collect()
-            if self._limit.is_worn_out(self._allowed_bytes):
+            if self._limit.is_exhausted(self._allowed_bytes):
                 lift_memory_limit()  # else no memory is left to report the failure
                 raise MemoryError(f"what reward {name!r} took does not come free: {call.result.failures[name]}")
         call.ran_out.clear()
@@ -278,7 +278,7 @@ class Scorer:
 def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], calls: Sequence[_RewardCall]) -> None:
     """Record the scores of all groups at once, or of none if that fails; they are then scored one by one."""
     started = time.perf_counter()
-    before = Leftovers()
+    before = ProcessSnapshot()
     try:
         try:
             returned = list(score([call.group for call in calls]))
@@ -300,7 +300,7 @@ def _score_together(name: str, score: Callable[[Sequence[RolloutGroup]], Any], c
 def _begin(name: str, reward: _Reward, call: _RewardCall) -> list[Awaitable[bool]]:
     """Call a reward and record its scores, or return what must be awaited for them."""
     started = time.perf_counter()
-    before = Leftovers()
+    before = ProcessSnapshot()
     try:
         try:
             returned = reward(call)

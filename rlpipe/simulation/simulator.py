@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 from numpy.random import SeedSequence
 
-from rlpipe.replay.buffer import Admission, Admitted, ReplayBuffer
+from rlpipe.replay.buffer import Admission, GroupTicket, ReplayBuffer
 from rlpipe.rollout.routing import Router
 from rlpipe.simulation.parts import (
     Clock,
@@ -146,7 +146,7 @@ class Simulation:
         ids = range(self._next_group_id, self._next_group_id + capacity)
         self._next_group_id += capacity
         self._admission.admit(capacity)
-        self._buffer.admit([Admitted(group_id=i, version=version, epoch=0, position=i, prompt_id=i) for i in ids])
+        self._buffer.admit([GroupTicket(group_id=i, version=version, epoch=0, position=i, prompt_id=i) for i in ids])
         for name, share in self._router.assign([self._request(i, version) for i in ids]).items():
             self._engines[name].submit(
                 [

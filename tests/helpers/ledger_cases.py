@@ -8,8 +8,8 @@ from typing import Any
 from replay_cases import group, open_store, score
 
 from rlpipe.configs.schema.root_config import ReplayConfig
-from rlpipe.data.sources.row_source import Cursor, Passed
-from rlpipe.replay.buffer import Admitted, Rerolls
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
+from rlpipe.replay.buffer import GroupTicket, Rerolls
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.replay.store import Outcome, ReplayStore
@@ -49,8 +49,8 @@ class Run:
         self._rerolls = Rerolls(after_steps=round(REPLAY.reroll_after * num_steps), per_step=1)
         self.store = self._open()
         self._attempts = self.ledger.open_attempts()
-        for fruitless in self.ledger.fruitless(REPLAY.reroll_below):
-            self._rerolls.add(fruitless)
+        for zero_reward in self.ledger.zero_reward(REPLAY.reroll_below):
+            self._rerolls.add(zero_reward)
         self.ledger.set(run_id="feed", num_rows=NUM_ROWS, config=config_tree(model, num_steps))
 
     @property
@@ -66,7 +66,7 @@ class Run:
         self.store = self._open()
         self.ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
 
-    def admit(self, count: int, version: int) -> list[Admitted]:
+    def admit(self, count: int, version: int) -> list[GroupTicket]:
         cursor, passed, groups = self.ledger.place, [], []
         next_id = self.ledger.next_group_id()
         for earlier in self._rerolls.take(version, count):
@@ -76,15 +76,15 @@ class Run:
             if cursor.position == NUM_ROWS:
                 cursor = Cursor(cursor.epoch + 1, 0)
             if cursor.position == SKIPPED_POSITION:
-                passed.append(Passed(at=cursor, prompt_id=SKIPPED_POSITION, reason="too_long: 90 tokens"))
+                passed.append(SkipRecord(at=cursor, prompt_id=SKIPPED_POSITION, reason="too_long: 90 tokens"))
             else:
                 groups.append(self._admitted(next_id + len(groups), version, cursor, 0))
             cursor = Cursor(cursor.epoch, cursor.position + 1)
         self.store.admit(groups, cursor, passed)
         return groups
 
-    def _admitted(self, group_id: int, version: int, at: Cursor, reroll: int) -> Admitted:
-        return Admitted(
+    def _admitted(self, group_id: int, version: int, at: Cursor, reroll: int) -> GroupTicket:
+        return GroupTicket(
             group_id=group_id,
             version=version,
             epoch=at.epoch,
@@ -94,7 +94,7 @@ class Run:
             reroll=reroll,
         )
 
-    def bring(self, entry: Admitted) -> Outcome:
+    def bring(self, entry: GroupTicket) -> Outcome:
         """Generates and scores a group."""
         made = group(entry.group_id, [1.0, 0.0], version=entry.version, scored=False)
         made.engine, made.generate_s = "rollout-0", 0.25
@@ -105,8 +105,8 @@ class Run:
             rewards = {1: [1.0, 1.0], 2: [0.0, 0.0]}.get(entry.group_id % 7, [1.0, 0.0])
             outcome = score(self.store, entry.group_id, list(rewards))
         self._attempts += outcome.attempts
-        for fruitless in outcome.fruitless:
-            self._rerolls.add(fruitless)
+        for zero_reward in outcome.zero_reward:
+            self._rerolls.add(zero_reward)
         return outcome
 
     def fill(self, step: int) -> None:

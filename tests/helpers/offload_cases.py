@@ -27,12 +27,12 @@ from transformers import (
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.learner.adapter_layers import FusedLora, fuse_lora
 from rlpipe.learner.strategies.optimizer import make_optimizer
-from rlpipe.models.nf4 import nf4_config, settle_nf4
+from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.planner.cost import Mode, Rates
 from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.planner.trace import TensorTracker
-from rlpipe.offload.runtime.activations import Done, InlineLane, Queues, StreamEvent, Work
+from rlpipe.offload.runtime.activations import Done, InlineStream, StreamEvent, Streams, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel
 from rlpipe.offload.units import find_units
 
@@ -169,7 +169,7 @@ def in_nf4(model: PreTrainedModel, *, dtype: torch.dtype) -> nn.Module:
         quantised = type(model).from_pretrained(
             folder, quantization_config=nf4_config(dtype), device_map={"": "cpu"}, dtype=dtype
         )
-    settle_nf4(quantised, CPU)
+    resolve_nf4(quantised, CPU)
     return quantised.train()
 
 
@@ -264,14 +264,14 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
     ).loss
 
 
-class NarrowLane(InlineLane):
+class NarrowLane(InlineStream):
     """Runs out of memory at its first works, at their end: as a gather does, which comes after the copy."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
-        event = super().submit(work, behind)
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
+        event = super().submit(work, after)
         if self.num_failures:
             self.num_failures -= 1
             raise torch.OutOfMemoryError("no")
@@ -299,7 +299,7 @@ class LateLane:
     def mark(self) -> StreamEvent:
         return Done()
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> LateEvent:
+    def submit(self, work: Work, after: StreamEvent | None = None) -> LateEvent:
         self._waiting.append(work)
         return LateEvent(self, self._num_done + len(self._waiting))
 
@@ -377,5 +377,5 @@ class HostWorker(Executor):
         return future
 
 
-def late_queues() -> Queues:
-    return Queues(copies_in=LateLane(), copies_out=LateLane(), worker=LateWorker())
+def late_queues() -> Streams:
+    return Streams(copies_in=LateLane(), copies_out=LateLane(), worker=LateWorker())

@@ -57,7 +57,7 @@ def story(config: Config) -> list[Any]:
     """All that a run sees of its rows in more than two epochs."""
     source, held_out = open_run(config)
     count = 2 * (source.num_rows or 200) + 5
-    items = [(plain(source.next()), source.cursor, list(source.passed_over)) for _ in range(count)]
+    items = [(plain(source.next()), source.cursor, list(source.skip_records)) for _ in range(count)]
     return [
         source.num_rows,
         items,

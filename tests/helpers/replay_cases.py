@@ -11,7 +11,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.replay.store import Outcome, ReplayStore
@@ -52,8 +52,10 @@ def group(
     return RolloutGroup(group_id=group_id, prompt=prompt, rollouts=rollouts)
 
 
-def admitted(group_id: int, version: int = 0, *, attempt: int = 0) -> Admitted:
-    return Admitted(group_id=group_id, version=version, epoch=0, position=group_id, prompt_id=group_id, attempt=attempt)
+def admitted(group_id: int, version: int = 0, *, attempt: int = 0) -> GroupTicket:
+    return GroupTicket(
+        group_id=group_id, version=version, epoch=0, position=group_id, prompt_id=group_id, attempt=attempt
+    )
 
 
 def open_store(

@@ -60,7 +60,7 @@ def ledger_of(output: Path) -> Ledger:
 
 
 def assert_accounts_add_up(output: Path, *, num_steps: int, groups_per_step: int) -> None:
-    accounts = audit(ledger_of(output))
-    assert accounts.finished
-    assert not accounts.problems
+    resume_state = audit(ledger_of(output))
+    assert resume_state.finished
+    assert not resume_state.problems
     assert ledger_of(output).counts()[GroupState.TRAINED] == num_steps * groups_per_step

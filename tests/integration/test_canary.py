@@ -33,7 +33,7 @@ from rlpipe.run.cluster import Need, start_actor
 from rlpipe.run.controller import Controller
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.scoring_pools import ScorerPool
-from rlpipe.run.workers import Parts
+from rlpipe.run.workers import Workers
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 ENGINE = "canary-engine"
@@ -170,14 +170,14 @@ async def run(
     )
     prompts, _ = open_prompts(config.data, load_tokenizer(config.model), seed=0)
     controller = Controller(
-        Parts(engines=engines, start_engine=lambda name: ray.put(None), pools=[pool]),
+        Workers(engines=engines, start_engine=lambda name: ray.put(None), pools=[pool]),
         config,
         replay=replay,
         weights=weights,
         prompts=prompts,
         evaluator=Evaluator([], rewards=REWARDS, held_out=HeldOutConfig(), max_tokens=1),
         reporter=reporter,  # type: ignore[arg-type]
-        accounts=await replay.start.remote(RunStart(config=to_tree(config))),
+        resume_state=await replay.start.remote(RunStart(config=to_tree(config))),
         first_step=0,
     )
     learners: list[ray.ObjectRef] = []

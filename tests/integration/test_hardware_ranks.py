@@ -10,7 +10,7 @@ from rank_cases import Ranks
 
 from rlpipe.errors import ModelError, RunError
 from rlpipe.hardware import calibration
-from rlpipe.hardware.calibration import TENSOR_BYTES, ask_first, own_device
+from rlpipe.hardware.calibration import TENSOR_BYTES, on_rank0, own_device
 from rlpipe.hardware.devices import load_stored, own_name
 
 CPU = torch.device("cpu")
@@ -57,14 +57,14 @@ def check_errors() -> None:
     with pytest.raises(
         OSError if is_first else RunError, match="no space" if is_first else "rank 0 failed: OSError: no"
     ):
-        ask_first(lambda: fail_to_find(OSError("no space")))
+        on_rank0(lambda: fail_to_find(OSError("no space")))
     with pytest.raises(ModelError, match="too large"):
-        ask_first(lambda: fail_to_find(ModelError("too large")))
+        on_rank0(lambda: fail_to_find(ModelError("too large")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_find_or_measure", lambda *_: fail_to_find(RuntimeError("no such clock")))
         with pytest.raises(RuntimeError if is_first else RunError, match="no such clock"):
             own_device(CPU)
-    assert ask_first(dist.get_rank) == 0
+    assert on_rank0(dist.get_rank) == 0
 
 
 def test_all_ranks_are_told_what_fails_on_the_first(ranks: Ranks) -> None:

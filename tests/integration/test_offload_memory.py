@@ -36,7 +36,7 @@ from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, 
 from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.planner.profiler import make_profile, resident_bytes
 from rlpipe.offload.planner.trace import TensorTracker
-from rlpipe.offload.runtime.activations import InlineLane, Queues, StreamEvent, Work
+from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import SCALES, find_units, take_inventory
 
@@ -46,7 +46,7 @@ CONFIG = OptimizerConfig()
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class SlowLane(InlineLane):
+class SlowLane(InlineStream):
     """Copies out as slowly as the search counts on: what a unit swaps is through when the next but one begins."""
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
             optimizer=CONFIG,
             precision=case.precision,
             sizes=[case.chunk_bytes],
-            queues=Queues(copies_in=InlineLane(), copies_out=lane, worker=worker),
+            queues=Streams(copies_in=InlineStream(), copies_out=lane, worker=worker),
         )
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         on_device = on_host = 0

@@ -41,7 +41,7 @@ from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import Decision
 from rlpipe.offload.planner.profiler import make_profile
 from rlpipe.offload.planner.trace import TensorTracker
-from rlpipe.offload.runtime.activations import InlineLane, Queues
+from rlpipe.offload.runtime.activations import InlineStream, Streams
 from rlpipe.offload.runtime.chunk import Replicated, Sharded
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import find_units
@@ -280,7 +280,7 @@ def compare_room(dtype: torch.dtype, is_sharded: bool) -> None:
     model, hidden, watched = Layers().to(dtype), torch.ones(4, 32, dtype=dtype), Watched()
     size = 32 * 32 * dtype.itemsize
     trace = trace_model(model, find_units(model), lambda _: model(hidden), lambda _: 1e-5)
-    queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=LateWorker())
+    queues = Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=LateWorker())
     with OffloadedModel(
         model,
         arrange_all(model, Mode.KEEP, num_slots=6),
@@ -361,7 +361,7 @@ def compare_host(dtype: torch.dtype, is_sharded: bool, num_persistent: int) -> N
         optimizer=CONFIG,
         ranks=ranks,
         sizes=[100 * 1024],
-        queues=Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=worker),
+        queues=Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=worker),
     ) as offloaded:
         profile = make_profile(
             model,

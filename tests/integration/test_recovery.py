@@ -109,9 +109,9 @@ def test_a_ledger_that_stayed_on_a_lost_machine_comes_from_the_checkpoint(
     failure.join()
     expected, adapter = read_adapter(undisturbed_run / "policy"), read_adapter(output / "policy")
     assert all(torch.equal(adapter[name], expected[name]) for name in expected)
-    accounts = audit(Ledger(disk / "moved" / NAME, read_only=True))
-    assert accounts.finished
-    assert not accounts.problems
+    resume_state = audit(Ledger(disk / "moved" / NAME, read_only=True))
+    assert resume_state.finished
+    assert not resume_state.problems
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Order(Protocol):
         Raises ``DataError`` for a place further on.
         """
 
-    def behind(self, count: int) -> Cursor:
+    def after(self, count: int) -> Cursor:
         """Return the place of the row that follows the first ``count`` rows, counted over all epochs."""
 
 
@@ -64,7 +64,7 @@ class PermutedOrder:
             self._epoch = cursor.epoch
         return int(self._rows[cursor.position])
 
-    def behind(self, count: int) -> Cursor:
+    def after(self, count: int) -> Cursor:
         return Cursor(*divmod(count, self.num_rows))
 
 
@@ -120,7 +120,7 @@ MAX_FIRST_SKIPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class SkipRecord:
     """A row that a source skipped because it can't be used."""
 
     at: Cursor
@@ -176,7 +176,7 @@ class RowSource(Generic[Item]):
         self._cursor = Cursor()
         self.last = Cursor()
         """Place of the item that ``next`` returned last."""
-        self.passed_over: list[Passed] = []
+        self.skip_records: list[SkipRecord] = []
         """Rows that ``next`` skipped on the way to that item."""
 
     @property
@@ -199,7 +199,7 @@ class RowSource(Generic[Item]):
         index, at = 0, cursor
         if self._mixture is not None:
             index, count = self._mixture.draw(cursor.position)
-            at = self.parts[index].order.behind(count)
+            at = self.parts[index].order.after(count)
         row = self.parts[index].order.row(at)
         return None if row is None else RowPlace(index, row, at.epoch)
 
@@ -239,7 +239,7 @@ class RowSource(Generic[Item]):
         for part, count, skipped in zip(self.parts, counts, self._counts, strict=True):
             metrics[f"rows/taken/{part.name}"] = float(count)
             metrics[f"rows/skipped/{part.name}"] = float(skipped.total())
-            metrics[f"epoch/{part.name}"] = float(part.order.behind(count).epoch)
+            metrics[f"epoch/{part.name}"] = float(part.order.after(count).epoch)
         return metrics
 
     def seek(self, cursor: Cursor) -> None:
@@ -251,14 +251,14 @@ class RowSource(Generic[Item]):
         self._cursor = cursor
 
     def next(self) -> Item:
-        self.passed_over = []
+        self.skip_records = []
         while True:
             place = self._take()
             try:
                 return self._read(place)
             except UnusableRow as problem:
                 reason = f"{problem.kind}: {problem.reason}"
-                self.passed_over.append(Passed(self.last, self._prompt_id(place.part, place.row), reason))
+                self.skip_records.append(SkipRecord(self.last, self._prompt_id(place.part, place.row), reason))
 
     def peek(self) -> Item:
         """Return the next item without moving past it."""
@@ -278,7 +278,7 @@ class RowSource(Generic[Item]):
     def _first(self, index: int) -> Item:
         order, count = self.parts[index].order, 0
         while True:
-            cursor = order.behind(count)
+            cursor = order.after(count)
             row = order.row(cursor)
             assert row is not None, "a row stands behind any number of them"
             try:

@@ -120,7 +120,7 @@ class BlockOrder:
             self._order = random.permutation(self._rows.block_length(number))
         return number * self._rows.block_size + int(self._order[place])
 
-    def behind(self, count: int) -> Cursor:
+    def after(self, count: int) -> Cursor:
         if self._rows.has(count):
             return Cursor(0, count)
         assert self.num_rows is not None, "its end has been read"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rlpipe.common.formatting import duration, gib
-from rlpipe.hardware.calibration import ask_first, num_ranks
+from rlpipe.hardware.calibration import num_ranks, on_rank0
 from rlpipe.offload.layout import ChunkLayout
 from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, Prediction, Profile, Rates, arrange, interleave, predict
 from rlpipe.offload.planner.search import Choice, DoesNotFit, search
 from rlpipe.offload.planner.trace import Trace
-from rlpipe.offload.runtime.chunk import Alone, ChunkRanks, Replicated, Sharded
+from rlpipe.offload.runtime.chunk import ChunkRanks, OneRank, Replicated, Sharded
 from rlpipe.offload.units import Unit
 
 AMORTISING_SEQUENCES = 4
@@ -187,14 +187,14 @@ def _describe_prediction(prediction: Prediction) -> str:
 def ranks_of(num_parts: int) -> ChunkRanks:
     """Return the default process group's ranks, with every chunk cut into ``num_parts``: one, or one per rank."""
     if num_ranks() == 1:
-        return Alone()
+        return OneRank()
     return Replicated() if num_parts == 1 else Sharded()
 
 
 def agree(free: Capacity, decide: Callable[[Capacity], Decision]) -> Decision:
     """Return what ``decide`` returns on the first rank for the least memory that any rank has free.
 
-    All ranks must call it. What ``decide`` raises is raised on all of them, as in ``ask_first``.
+    All ranks must call it. What ``decide`` raises is raised on all of them, as in ``on_rank0``.
     """
     if num_ranks() > 1:
         every: list[Capacity] = [free] * num_ranks()
@@ -202,4 +202,4 @@ def agree(free: Capacity, decide: Callable[[Capacity], Decision]) -> Decision:
         free = Capacity(
             device_bytes=min(one.device_bytes for one in every), host_bytes=min(one.host_bytes for one in every)
         )
-    return ask_first(lambda: decide(free))
+    return on_rank0(lambda: decide(free))

@@ -30,12 +30,12 @@ class StreamEvent(Protocol):
         """Block the calling thread until the queue is past this point."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     def mark(self) -> StreamEvent:
         """Return an event at the end of all computation that the device was given so far."""
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
-        """Queue work after the lane's earlier work and after the event ``behind`` (None: ``mark()``)."""
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
+        """Queue work after the lane's earlier work and after the event ``after`` (None: ``mark()``)."""
 
     def block_host(self) -> None:
         """Block the calling thread until all submitted work is done."""
@@ -51,13 +51,13 @@ class Done:
         pass
 
 
-class InlineLane:
+class InlineStream:
     """A lane for the CPU, which runs all work immediately."""
 
     def mark(self) -> StreamEvent:
         return Done()
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
         work()
         return Done()
 
@@ -65,7 +65,7 @@ class InlineLane:
         pass
 
 
-class CudaLane:
+class CudaStream:
     """A lane on a CUDA stream of its own; create it once, since every stream keeps memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,10 +75,10 @@ class CudaLane:
     def mark(self) -> StreamEvent:
         return CudaEvent(torch.cuda.current_stream(self._device), self._device)
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
-        behind = behind or self.mark()
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
+        after = after or self.mark()
         with torch.cuda.stream(self._stream):
-            behind.block_device()
+            after.block_device()
             work()
             return CudaEvent(self._stream, self._device)
 
@@ -100,22 +100,22 @@ class CudaEvent:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Queues:
+class Streams:
     """The lanes and the worker that run beside the computation."""
 
-    copies_in: Lane
-    copies_out: Lane
+    copies_in: CopyStream
+    copies_out: CopyStream
     worker: Executor
     """Executor of the host's arithmetic, one task after another."""
 
 
-def make_queues(device: torch.device) -> Queues:
-    def make_lane() -> Lane:
-        return CudaLane(device) if device.type == "cuda" else InlineLane()
+def make_streams(device: torch.device) -> Streams:
+    def make_lane() -> CopyStream:
+        return CudaStream(device) if device.type == "cuda" else InlineStream()
 
     # One thread, since each operator uses all of torch's threads: what is needed first is ready soonest.
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
-    return Queues(copies_in=make_lane(), copies_out=make_lane(), worker=worker)
+    return Streams(copies_in=make_lane(), copies_out=make_lane(), worker=worker)
 
 
 MOST_SPARE = 4 * 2**30
@@ -163,7 +163,7 @@ class HostArena:
     It grows only between steps; until then, activations that do not fit have memory of their own.
     """
 
-    def __init__(self, queues: Queues, *, pin: bool) -> None:
+    def __init__(self, queues: Streams, *, pin: bool) -> None:
         """Create an empty arena; ``queues`` has the lanes that copy from and to it."""
         self._lanes, self._pin = (queues.copies_in, queues.copies_out), pin
         self._buffer: HostBuffer | None = None
@@ -202,7 +202,7 @@ class HostArena:
 class Swapped:
     """A saved tensor that is on the host between the forward and the backward pass."""
 
-    def __init__(self, tensor: Tensor, host: Tensor, queues: Queues) -> None:
+    def __init__(self, tensor: Tensor, host: Tensor, queues: Streams) -> None:
         """Begin to copy ``tensor``, ``[N]``, to the bytes ``host``."""
         # Keeps another storage from getting the address that identifies this one.
         self._origin = StorageWeakRef(tensor.untyped_storage())
@@ -263,7 +263,9 @@ def _record(tensor: Tensor) -> None:
 class SwapHooks:
     """Saved-tensor hooks of one call of a unit, which swap all but weights and what stays on the device anyway."""
 
-    def __init__(self, weights: WeightHooks, arena: HostArena, queues: Queues, stays: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, weights: WeightHooks, arena: HostArena, queues: Streams, stays: Callable[[Tensor], bool]
+    ) -> None:
         self._weights, self._arena, self._queues, self._stays = weights, arena, queues, stays
         # Only autograd holds the values, so each is freed as soon as it has been used.
         self._swapped: WeakValueDictionary[Hashable, Swapped] = WeakValueDictionary()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlpipe.hardware.host_memory import HostBuffer
 from rlpipe.offload.layout import ALIGNMENT, Chunk, aligned
-from rlpipe.offload.runtime.activations import Lane, StreamEvent
+from rlpipe.offload.runtime.activations import CopyStream, StreamEvent
 
 
 class ChunkRanks(Protocol):
@@ -37,7 +37,7 @@ class ChunkRanks(Protocol):
         """Sum ``values`` over all ranks, in place, and return them."""
 
 
-class Alone:
+class OneRank:
     rank, num_ranks, num_parts = 0, 1, 1
 
     def part(self, length: int) -> slice:
@@ -53,7 +53,7 @@ class Alone:
         return values
 
 
-class Replicated(Alone):
+class Replicated(OneRank):
     """Ranks that each hold and update all of every chunk."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class ChunkMemory:
         is_wider = self.has_own_master = self.chunk.is_trained and state_dtype is not self.work_dtype
         wide = torch.zeros(self.num_bytes // self.work_dtype.itemsize if is_wider else 0, dtype=state_dtype)
         for member, place in zip(self._members, self.chunk.places, strict=True):
-            values = make_real(member.name, member.get(), fill)
+            values = materialize(member.name, member.get(), fill)
             narrow = values.to("cpu", member.dtype).contiguous()
             work[place.offset : place.offset + place.num_bytes] = narrow.flatten().view(torch.uint8)
             if is_wider:
@@ -253,10 +253,10 @@ class ChunkMemory:
     def names(self) -> list[str]:
         return [place.name for place in self.chunk.places]
 
-    def load(self, lane: Lane, behind: StreamEvent | None = None) -> StreamEvent:
+    def load(self, lane: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
         """Begin to copy the chunk to the device, and return the event after which its values are valid.
 
-        The model gets the device tensors at once. The copy waits for ``behind``, as in ``Lane.submit``, by which the
+        The model gets the device tensors at once. The copy waits for ``after``, as in ``Lane.submit``, by which the
         memory that the chunk takes must be free. If memory runs out, torch's error is raised and the chunk stays
         released.
         """
@@ -270,7 +270,7 @@ class ChunkMemory:
             self._ranks.gather(self._bytes)
 
         try:
-            event = lane.submit(work, behind)
+            event = lane.submit(work, after)
         except BaseException:
             self._storage.resize_(0)
             raise
@@ -379,7 +379,7 @@ def set_values(parameter: torch.nn.Parameter, values: Tensor) -> None:
         parameter.data = values
 
 
-def make_real(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
+def materialize(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
     """Return the tensor itself, or if it is on the meta device, a host tensor with the values from ``fill``."""
     if not tensor.is_meta:
         return tensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.hardware.host_memory import HostBuffer
-from rlpipe.offload.runtime.activations import Queues, StreamEvent
+from rlpipe.offload.runtime.activations import StreamEvent, Streams
 from rlpipe.offload.runtime.chunk import ChunkMemory, ChunkRanks
 from rlpipe.offload.runtime.chunk_adam import Casts, ChunkAdam
 
@@ -33,7 +33,7 @@ class Gradients:
         *,
         device: torch.device,
         ranks: ChunkRanks,
-        queues: Queues,
+        queues: Streams,
     ) -> None:
         self._device = device
         self._adams, self._ranks, self._lane, self._worker = adams, ranks, queues.copies_out, queues.worker
@@ -238,7 +238,7 @@ class ChunkOptimizer:
         device: torch.device,
         gradient_dtype: torch.dtype,
         ranks: ChunkRanks,
-        queues: Queues,
+        queues: Streams,
         drop: Callable[[int], None],
     ) -> None:
         """Create the optimizer of trained chunks; ``drop`` frees the slots of a chunk that is about to change."""

@@ -26,8 +26,8 @@ from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.offload.layout import CHUNK_SIZES, ChunkLayout, make_layout
 from rlpipe.offload.planner.cost import Capacity, Mode
 from rlpipe.offload.planner.planner import Arrangement, Decision
-from rlpipe.offload.runtime.activations import HostArena, Queues, WeightHooks, make_queues
-from rlpipe.offload.runtime.chunk import Alone, ChunkMemory, ChunkRanks, Fill
+from rlpipe.offload.runtime.activations import HostArena, Streams, WeightHooks, make_streams
+from rlpipe.offload.runtime.chunk import ChunkMemory, ChunkRanks, Fill, OneRank
 from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS, FlatPart
 from rlpipe.offload.runtime.gradients import ChunkOptimizer
 from rlpipe.offload.runtime.unit_hooks import Residency, UnitCalls
@@ -77,11 +77,11 @@ class OffloadedModel:
         ranks: ChunkRanks | None = None,
         sizes: Sequence[int] = CHUNK_SIZES,
         fill: Fill | None = None,
-        queues: Queues | None = None,
+        queues: Streams | None = None,
     ) -> None:
         """Offload ``model``, trying chunk ``sizes`` in bytes; ``fill`` has the values of models on the meta device."""
         check_free(model, optimizer)
-        precision, ranks = precision or Precision(), ranks or Alone()
+        precision, ranks = precision or Precision(), ranks or OneRank()
         self.model, self.device, self.ranks, self.arrangement = model, device, ranks, arrangement
         units = find_units(model)
         self.inventory = take_inventory(model, units, trained=optimizer is not None, compute_dtype=precision.compute)
@@ -90,7 +90,7 @@ class OffloadedModel:
         _check(arrangement, self.layout, self.unit_chunks, self.inventory)
         self._parameters = dict(model.named_parameters())
         self._memories: list[ChunkMemory] = []
-        self._queues = queues or make_queues(device)
+        self._queues = queues or make_streams(device)
         self._undo: list[Callable[[], None]] = []
         """Functions that restore what was taken from the model, called in reverse order."""
         self.is_closed = self.is_lost = False
@@ -295,9 +295,9 @@ class OffloadedModel:
         if self.ranks.num_parts == 1:
             self._give_back()
         elif self._memories:
-            self._lose(error)
+            self._invalidate(error)
 
-    def _lose(self, error: BaseException) -> None:
+    def _invalidate(self, error: BaseException) -> None:
         """Mark the model as lost, without waiting for pending work, which may wait for other ranks.
 
         The memory is freed with the model.
@@ -321,7 +321,7 @@ class OffloadedModel:
             self.close()
         elif not self.is_closed:
             self._residency.is_closed = True  # no part of the model may load a chunk: that would need all ranks
-            self._lose(error)
+            self._invalidate(error)
 
     def drop_chunk(self, index: int) -> None:
         """Release a chunk that changes on the host, so that it is loaded again at its next use."""

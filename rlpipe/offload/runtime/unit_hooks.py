@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.offload.planner.cost import Mode, swap_spans
-from rlpipe.offload.runtime.activations import Done, HostArena, Lane, Queues, StreamEvent, SwapHooks, WeightHooks
+from rlpipe.offload.runtime.activations import CopyStream, Done, HostArena, StreamEvent, Streams, SwapHooks, WeightHooks
 from rlpipe.offload.runtime.chunk import ChunkMemory
 from rlpipe.offload.units import Unit
 
@@ -40,7 +40,7 @@ class Residency:
         *,
         num_slots: int,
         slots_of: Sequence[int],
-        lane: Lane,
+        lane: CopyStream,
         await_update: Callable[[int], None] | None = None,
         is_updated: Callable[[int], bool] | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class Residency:
             if not self._fetch(index, self._mark):
                 return
 
-    def _fetch(self, index: int, behind: StreamEvent | None = None) -> bool:
+    def _fetch(self, index: int, after: StreamEvent | None = None) -> bool:
         """Load a chunk without evicting any that is used sooner; return whether it is resident then."""
         if index in self._events or self._memories[index].is_persistent:
             return True
@@ -147,7 +147,7 @@ class Residency:
             if victim is None or self._distance(victim) <= self._distance(index):
                 return False
             self._release(victim)
-        self._load(index, behind)
+        self._load(index, after)
         return True
 
     def _upcoming(self) -> Iterable[int]:
@@ -176,10 +176,10 @@ class Residency:
                 )
             self._release(victim)
 
-    def _load(self, index: int, behind: StreamEvent | None = None) -> None:
+    def _load(self, index: int, after: StreamEvent | None = None) -> None:
         if self._await_update is not None:
             self._await_update(index)
-        self._events[index] = self._memories[index].load(self._lane, behind)
+        self._events[index] = self._memories[index].load(self._lane, after)
         self._free -= self._slots_of[index]
 
     def _release(self, index: int) -> None:
@@ -219,7 +219,7 @@ class UnitCalls:
         residency: Residency,
         weights: WeightHooks,
         arena: HostArena,
-        queues: Queues,
+        queues: Streams,
         stays: Callable[[Tensor], bool],
         begin: Callable[[Collection[int]], None],
         finish: Callable[[Collection[int]], None],

@@ -271,7 +271,7 @@ class Feed:
             self._floor = _first_open(ledger)
         if file != self._file:
             self._file = file
-            self._pass_over(ledger)
+            self._skip_groups(ledger)
         found = dict(self._open_groups(ledger))
         new = ", ".join(str(group_id) for group_id in found if group_id not in self._shown)
         groups = _read_groups(ledger, f"group_id IN ({new})", [], "group_id")
@@ -284,7 +284,7 @@ class Feed:
         self._shown = {group_id for group_id in found if group_id >= self._floor}
         return [*groups, *steps, *events]
 
-    def _pass_over(self, ledger: Ledger) -> None:
+    def _skip_groups(self, ledger: Ledger) -> None:
         """Mark as seen what was written to the ledger up to the newest rows that have been looked at."""
         self._floor = min(self._floor, _first_open(ledger))
         self._shown = {group_id for group_id, since in self._open_groups(ledger) if since <= self._newest_group}

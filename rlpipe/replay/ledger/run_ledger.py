@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
-from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.database import Database, pack_arrays, pack_record, unpack_group
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import RolloutGroup
@@ -73,7 +73,7 @@ class Ledger(Database):
 
     # Changes ------------------------------------------------------------------------------------------------------
 
-    def admit(self, groups: Iterable[Admitted], place: Cursor, passed: Iterable[Passed] = ()) -> None:
+    def admit(self, groups: Iterable[GroupTicket], place: Cursor, passed: Iterable[SkipRecord] = ()) -> None:
         """Record groups whose prompts are taken, the source's ``place`` after them, and skipped rows (``passed``)."""
         now = time.time()
         with self._transaction():
@@ -248,7 +248,7 @@ class Ledger(Database):
 
     # Queries ------------------------------------------------------------------------------------------------------
 
-    def unfinished(self) -> list[tuple[Admitted, GroupState]]:
+    def unfinished(self) -> list[tuple[GroupTicket, GroupState]]:
         """Return the groups that no step has taken, with their states, in the order of their ids."""
         condition = _is_in(*UNFINISHED)
         groups = self._admitted(condition)
@@ -311,7 +311,7 @@ class Ledger(Database):
             f" WHERE group_id IN ({', '.join(map(str, group_ids))})"
         )
 
-    def fruitless(self, at_most: float) -> list[Admitted]:
+    def zero_reward(self, at_most: float) -> list[GroupTicket]:
         """Return groups in which no rollout earned more than ``at_most``, and whose prompts have not been put back."""
         return self._admitted(
             "state NOT IN ('DISCARDED') AND best_reward <= ? AND NOT EXISTS (SELECT 1 FROM groups AS later"
@@ -352,10 +352,10 @@ class Ledger(Database):
         rows = self._rows("SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id", after)
         return [LedgerEvent(number=row[0], time=row[1], kind=row[2], subject=row[3], message=row[4]) for row in rows]
 
-    def _admitted(self, condition: str, *values: Any) -> list[Admitted]:
-        names = [entry.name for entry in fields(Admitted)]
+    def _admitted(self, condition: str, *values: Any) -> list[GroupTicket]:
+        names = [entry.name for entry in fields(GroupTicket)]
         rows = self._rows(f"SELECT {', '.join(names)} FROM groups WHERE {condition} ORDER BY group_id", *values)
-        return [Admitted(**dict(zip(names, row, strict=True))) for row in rows]
+        return [GroupTicket(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def _is_in(*states: GroupState) -> str:

@@ -19,7 +19,7 @@ from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
 from rlpipe.rollout.engine import Sample, build_group, failed_group, num_threads, sample_seed, too_long, without_image
 from rlpipe.rollout.vllm.vllm_options import describe_refusal, engine_args, sampling_args
-from rlpipe.rollout.vllm.vllm_transfer import meeting
+from rlpipe.rollout.vllm.vllm_transfer import rendezvous_arguments
 from rlpipe.types import (
     Buckets,
     EngineHealth,
@@ -105,8 +105,8 @@ class VllmEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         now = time.perf_counter()
         self._waiting.extend((request, now) for request in requests)
-        if any(request.goes_first for request in requests):
-            self._waiting = deque(sorted(self._waiting, key=lambda waiting: not waiting[0].goes_first))
+        if any(request.has_priority for request in requests):
+            self._waiting = deque(sorted(self._waiting, key=lambda waiting: not waiting[0].has_priority))
 
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()
@@ -319,7 +319,7 @@ class VllmEngine:
         return digest_of_sums(merge_sums(sums))
 
     def _receive_full(self, transfer: Transfer) -> str:
-        joining, receiving = meeting(transfer, self._timeout_s)
+        joining, receiving = rendezvous_arguments(transfer, self._timeout_s)
         self._llm.collective_rpc("init_weight_transfer_engine", args=(joining,))
         self._llm.collective_rpc("start_weight_update")
         self._llm.collective_rpc("update_weights", args=(receiving,))

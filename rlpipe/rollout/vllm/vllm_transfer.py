@@ -127,7 +127,7 @@ def backend() -> str:
     return GLOO if current_platform.is_cpu() else "nccl"
 
 
-def meeting(transfer: Transfer, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def rendezvous_arguments(transfer: Transfer, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return vLLM's arguments for joining a transfer, and for receiving its tensors."""
     if current_platform.is_cpu():
         return {"transfer": asdict(transfer), "timeout_s": timeout_s}, {}

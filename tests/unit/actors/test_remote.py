@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rlpipe.actors.remote import answer
-from rlpipe.replay.step_queue import Noticeboard
+from rlpipe.actors.remote import await_remote
+from rlpipe.replay.step_queue import Notifier
 
 
 async def wait_for_answer(done: asyncio.Future[None]) -> None:
-    await answer(done, "an answer", within=60, option="a.option")
+    await await_remote(done, "an answer", within=60, option="a.option")
 
 
 async def wait_for_notice(done: asyncio.Future[None]) -> None:
-    board = Noticeboard()
+    board = Notifier()
     done.add_done_callback(lambda _: running.append(asyncio.ensure_future(board.notify())))
     running: list[asyncio.Future[None]] = []
     await board.wait_for(done.done, 60)

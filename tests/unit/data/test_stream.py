@@ -147,10 +147,10 @@ def test_a_stream_goes_on_from_any_cursor(tmp_path: Path, kind: str, length: int
     length=st.integers(1, 25),
     block=st.integers(1, 9),
     jumps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 24)), max_size=8),
-    behind=st.lists(st.integers(0, 120), max_size=4),
+    after=st.lists(st.integers(0, 120), max_size=4),
 )
 def test_what_stands_at_a_place_does_not_depend_on_the_way_there(
-    tmp_path: Path, length: int, block: int, jumps: list[tuple[int, int]], behind: list[int]
+    tmp_path: Path, length: int, block: int, jumps: list[tuple[int, int]], after: list[int]
 ) -> None:
     def order() -> BlockOrder:
         return BlockOrder(StreamRows(CountedReader(length), block_size=block, check=None), seeds=[3], shuffle=True)
@@ -159,8 +159,8 @@ def test_what_stands_at_a_place_does_not_depend_on_the_way_there(
     epochs = {e: [walked.row(Cursor(e, p)) for p in range(length)] for e in range(4)}
     assert all(sorted(epoch) == list(range(length)) for epoch in epochs.values())  # type: ignore[type-var]
     jumping = order()
-    for count in behind:
-        assert jumping.behind(count) == Cursor(*divmod(count, length))
+    for count in after:
+        assert jumping.after(count) == Cursor(*divmod(count, length))
     for epoch, position in jumps:
         if position < length:
             assert jumping.row(Cursor(epoch, position)) == epochs[epoch][position]

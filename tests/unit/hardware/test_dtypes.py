@@ -22,7 +22,7 @@ from rlpipe.plan.model_shape import describe_offline
 from rlpipe.plan.report import make_report
 from rlpipe.plan.scorer_model import outline_scorer, read_scorer_setups
 from rlpipe.run.cluster import Need
-from rlpipe.run.prepare import Run, nodes_for, settle_dtype
+from rlpipe.run.prepare import Run, nodes_for, resolve_dtype
 
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
 NEW = DeviceTypes(device="a new CPU", rates={"float32": 300e9, "bfloat16": 900e9})
@@ -131,14 +131,14 @@ def test_auto_goes_on_with_either_type_and_two_types_differ() -> None:
 
 @pytest.mark.parametrize(("device", "expected"), [(OLD, "float32"), (NEW, "bfloat16")])
 def test_config_and_model_of_a_run_have_the_same_type(device: DeviceTypes, expected: str) -> None:
-    run, lines = settle_dtype(run_of(), [ENGINE, RANK], lambda need, dtype: [device])
+    run, lines = resolve_dtype(run_of(), [ENGINE, RANK], lambda need, dtype: [device])
     assert run.model.dtype == run.config.model.dtype == expected
     assert len(lines) == 1
     assert f"model.dtype=auto: {expected}" in lines[0]
 
 
 def test_engine_and_learner_on_different_machines_share_a_type() -> None:
-    run, _ = settle_dtype(run_of(), [ENGINE, RANK], lambda need, dtype: [NEW if need is ENGINE else OLD])
+    run, _ = resolve_dtype(run_of(), [ENGINE, RANK], lambda need, dtype: [NEW if need is ENGINE else OLD])
     assert run.model.dtype == "float32"
 
 
@@ -146,7 +146,7 @@ def test_float32_asks_nobody() -> None:
     def ask(need: Need, dtype: str) -> list[DeviceTypes]:
         raise AssertionError("float32 is the same everywhere")
 
-    run, lines = settle_dtype(run_of("model.dtype=float32"), [ENGINE], ask)
+    run, lines = resolve_dtype(run_of("model.dtype=float32"), [ENGINE], ask)
     assert (run.model.dtype, lines) == ("float32", [])
 
 
@@ -155,7 +155,7 @@ def test_an_attention_that_knows_no_float32_is_refused_with_the_reason() -> None
     model = replace(run.config.model, attention="flash_attention_2")
     run = replace(run, config=replace(run.config, model=model), model=model)
     with pytest.raises(ConfigError, match="flash_attention_2"):
-        settle_dtype(run, [ENGINE], lambda need, dtype: [OLD])
+        resolve_dtype(run, [ENGINE], lambda need, dtype: [OLD])
 
 
 def test_nodes_that_may_be_given_a_process_are_asked() -> None:
@@ -237,7 +237,7 @@ def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> Non
     }
     run = replace(run_of(), rewards=rewards)
     gpu = Need(name="learner-0", num_gpus=1)
-    _, lines = settle_dtype(run, [gpu], lambda need, dtype: [H100 if need.num_gpus else OLD])
+    _, lines = resolve_dtype(run, [gpu], lambda need, dtype: [H100 if need.num_gpus else OLD])
     assert [line.partition(" ")[0] for line in lines] == [
         "model.dtype=auto:",
         "scoring.rewards.on_cpu.kwargs.dtype=auto:",
@@ -250,7 +250,7 @@ def test_a_type_that_a_reward_model_does_not_know_is_refused_in_one_line() -> No
     reward = RewardConfig(path="rlpipe.scoring.reward_model:SequenceReward", kwargs={"model": "m", "dtype": "int8"})
     run = replace(run_of(), rewards={"quality": reward})
     with pytest.raises(ConfigError, match=r"scoring.rewards.quality.kwargs: dtype 'int8' is none of auto"):
-        settle_dtype(run, [RANK], lambda need, dtype: [OLD])
+        resolve_dtype(run, [RANK], lambda need, dtype: [OLD])
 
 
 def test_vllm_is_never_given_auto_which_means_the_type_of_the_files() -> None:

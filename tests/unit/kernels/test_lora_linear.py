@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rlpipe.kernels.lora import lora_linear
 from rlpipe.learner.adapter_layers import FusedLora, fuse_lora
-from rlpipe.models.nf4 import from_nf4, settle_nf4
+from rlpipe.models.nf4 import from_nf4, resolve_nf4
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def make_base(kind: str, dtype: torch.dtype) -> nn.Module:
 
 def make_model(kind: str = "plain", dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
     model = Model(make_base(kind, dtype)).to("cpu")
-    settle_nf4(model, CPU)
+    resolve_nf4(model, CPU)
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=7, target_modules=["linear"], **options))
     _spread_adapters(adapted)
     return adapted.eval()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.policy import load_policy, load_scorer
-from rlpipe.models.nf4 import nf4_parameters, nf4_round_trip, settle_nf4, to_nf4_and_back
+from rlpipe.models.nf4 import nf4_parameters, nf4_round_trip, resolve_nf4, to_nf4_and_back
 from rlpipe.models.tiny import make_tiny_policy
 
 
@@ -25,7 +25,7 @@ def test_the_parameters_in_nf4_are_those_that_transformers_quantises(tmp_path: P
     assert nf4_parameters(plain) == quantised.keys()
     assert not any("lm_head" in name for name in quantised)
 
-    settle_nf4(loaded, torch.device("cpu"))
+    resolve_nf4(loaded, torch.device("cpu"))
     to_nf4_and_back(plain)
     token_ids = torch.arange(7, 27)[None]
     with torch.no_grad():

@@ -19,19 +19,19 @@ from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.planner.profiler import rates_of
-from rlpipe.offload.runtime.activations import InlineLane, Queues, StreamEvent, Work
+from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel
 
 CPU = torch.device("cpu")
 MACHINE = {"hardware": "NVIDIA H100 80GB HBM3", "kind": "cuda", "measured_at": "2026-11-22"}
 
 
-class CountingLane(InlineLane):
+class CountingLane(InlineStream):
     count = 0
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
         self.count += 1
-        return super().submit(work, behind)
+        return super().submit(work, after)
 
 
 @pytest.mark.parametrize(("name", "micro_batches"), [("tiny", 1), ("tiny", 3), ("tiny-lora", 3)])
@@ -44,7 +44,7 @@ def test_the_bound_counts_the_loads_that_there_are(name: str, micro_batches: int
     profile = replace(plan.profile, chunks=chunks, stages=stages)
     expected, _ = moved_bytes(profile, plan.decision.knobs, rates_of(machine))
     lane, config = CountingLane(), OptimizerConfig()
-    queues = Queues(copies_in=lane, copies_out=InlineLane(), worker=ThreadPoolExecutor(max_workers=1))
+    queues = Streams(copies_in=lane, copies_out=InlineStream(), worker=ThreadPoolExecutor(max_workers=1))
     with OffloadedModel(
         scorer,
         plan.decision.arrangement,

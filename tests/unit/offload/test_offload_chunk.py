@@ -8,11 +8,11 @@ from offload_cases import NarrowLane
 from torch import Tensor, nn
 
 from rlpipe.offload.layout import TensorInfo, make_layout
-from rlpipe.offload.runtime.activations import InlineLane
-from rlpipe.offload.runtime.chunk import Alone, ChunkMemory, Member
+from rlpipe.offload.runtime.activations import InlineStream
+from rlpipe.offload.runtime.chunk import ChunkMemory, Member, OneRank
 
 CPU = torch.device("cpu")
-LANE = InlineLane()
+LANE = InlineStream()
 
 
 def make_model() -> nn.Sequential:
@@ -30,7 +30,7 @@ def take_chunks(model: nn.Module) -> list[ChunkMemory]:
     layout = make_layout(tensors, sizes=[512])
     return [
         ChunkMemory(
-            chunk, [Member.of_parameter(p.name, parameters[p.name]) for p in chunk.places], device=CPU, ranks=Alone()
+            chunk, [Member.of_parameter(p.name, parameters[p.name]) for p in chunk.places], device=CPU, ranks=OneRank()
         )
         for chunk in layout.chunks
     ]
@@ -126,7 +126,7 @@ def test_tensors_that_belong_to_a_parameter_travel_with_it() -> None:
     ]
     (chunk,) = make_layout(tensors, sizes=[1024]).chunks
     members = [Member.of_attribute(place.name, state, place.name) for place in chunk.places]
-    memory = ChunkMemory(chunk, members, device=CPU, ranks=Alone())
+    memory = ChunkMemory(chunk, members, device=CPU, ranks=OneRank())
     assert state.scales.isnan().all()
     memory.load(LANE)
     assert torch.equal(state.scales, torch.arange(5.0))

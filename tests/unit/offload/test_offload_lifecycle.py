@@ -23,8 +23,8 @@ from rlpipe.offload.planner.cost import Mode
 from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.runtime import chunk as chunk_module
 from rlpipe.offload.runtime import runtime
-from rlpipe.offload.runtime.activations import InlineLane, Queues, StreamEvent, Work
-from rlpipe.offload.runtime.chunk import Alone
+from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work
+from rlpipe.offload.runtime.chunk import OneRank
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 
 pytestmark = pytest.mark.covering(1)
@@ -202,7 +202,7 @@ def test_all_of_a_model_comes_back_from_the_device(ends: str, monkeypatch: pytes
     with SecondDevice() as second:
         assert places() == {CPU}
         arrangement = Arrangement(num_persistent=1, num_slots=2, modes=[Mode.KEEP] * 3)
-        queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=executor())
+        queues = Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=executor())
         options = {"device": second.place, "optimizer": CONFIG, "sizes": [4096], "queues": queues}
         if ends == "early":
             monkeypatch.setattr(runtime, "ChunkOptimizer", lambda *_, **__: 1 / 0)
@@ -225,14 +225,14 @@ def executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1)
 
 
-class WatchedLane(InlineLane):
+class WatchedLane(InlineStream):
     """Knows whether the host has waited for all that was queued."""
 
     def __init__(self) -> None:
         self.num_queued = self.num_awaited = 0
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
-        event = super().submit(work, behind)
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
+        event = super().submit(work, after)
         self.num_queued += 1
         return event
 
@@ -252,7 +252,7 @@ def test_host_memory_is_freed_once_nothing_is_copied_any_more() -> None:
     model = make_qwen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_module, "HostBuffer", Watched)
-        queues = Queues(copies_in=lanes[0], copies_out=lanes[1], worker=executor())
+        queues = Streams(copies_in=lanes[0], copies_out=lanes[1], worker=executor())
         offloaded = offload(model, Mode.SWAP, queues=queues)
         token_loss(model, 0).backward()
         token_loss(model, 1)
@@ -351,7 +351,7 @@ def test_a_buffer_that_is_never_closed_unlocks_its_pages(monkeypatch: pytest.Mon
     assert waits == [1]
 
 
-class Half(Alone):
+class Half(OneRank):
     """The first of two ranks, the other of which is elsewhere."""
 
     num_parts = 2

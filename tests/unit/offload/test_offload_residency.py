@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from offload_cases import LateLane
 
-from rlpipe.offload.runtime.activations import Done, InlineLane, Lane, StreamEvent, Work
+from rlpipe.offload.runtime.activations import CopyStream, Done, InlineStream, StreamEvent, Work
 from rlpipe.offload.runtime.unit_hooks import Residency
 
 
@@ -19,19 +19,19 @@ class FakeChunk:
     def __init__(self) -> None:
         self.has_memory = False
 
-    def load(self, lane: Lane, behind: StreamEvent | None = None) -> StreamEvent:
+    def load(self, lane: CopyStream, after: StreamEvent | None = None) -> StreamEvent:
         self.has_memory = True
 
         def write() -> None:
             assert self.has_memory
 
-        return lane.submit(write, behind)
+        return lane.submit(write, after)
 
     def release(self) -> None:
         self.has_memory = False
 
 
-def make_residency(lane: Lane, num_chunks: int, num_slots: int) -> Residency:
+def make_residency(lane: CopyStream, num_chunks: int, num_slots: int) -> Residency:
     chunks = [FakeChunk() for _ in range(num_chunks)]
     return Residency(chunks, num_slots=num_slots, slots_of=[1] * num_chunks, lane=lane)
 
@@ -50,7 +50,7 @@ def test_memory_is_freed_once_what_was_on_its_way_is_there(end: Callable[[Reside
     lane.block_host()
 
 
-class CountingLane(InlineLane):
+class CountingLane(InlineStream):
     num_host_waits = 0
 
     def block_host(self) -> None:
@@ -63,10 +63,10 @@ def test_no_copy_is_under_way_once_it_is_closed() -> None:
     assert lane.num_host_waits == 1
 
 
-class MarkedLane(InlineLane):
+class MarkedLane(InlineStream):
     """Tells behind what its last work was queued."""
 
-    behind: StreamEvent | None = None
+    after: StreamEvent | None = None
 
     def __init__(self) -> None:
         self.marks: list[StreamEvent] = []
@@ -75,8 +75,8 @@ class MarkedLane(InlineLane):
         self.marks.append(Done())
         return self.marks[-1]
 
-    def submit(self, work: Work, behind: StreamEvent | None = None) -> StreamEvent:
-        self.behind = behind
+    def submit(self, work: Work, after: StreamEvent | None = None) -> StreamEvent:
+        self.after = after
         return super().submit(work)
 
 
@@ -89,7 +89,7 @@ def test_what_comes_next_is_copied_beside_what_was_entered_last() -> None:
     residency.drop([2])
     residency.fetch_next([2])
     assert residency.resident == [1, 2]
-    assert lane.behind is lane.marks[-1] is not lane.marks[-2]
+    assert lane.after is lane.marks[-1] is not lane.marks[-2]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_memory_that_was_used_since_is_copied_to_behind_that_use(use: Callable[[
     residency.drop([2])
     residency.fetch_next([2])
     assert 2 in residency.resident
-    assert lane.behind is None
+    assert lane.after is None
 
 
 def test_what_comes_next_takes_no_slot_of_what_is_used_sooner() -> None:
-    residency = make_residency(InlineLane(), num_chunks=6, num_slots=2)
+    residency = make_residency(InlineStream(), num_chunks=6, num_slots=2)
     residency.enter([1, 2], is_backward=False)
     residency.fetch_next([3])
     assert residency.resident == [1, 2]

@@ -33,7 +33,7 @@ from rlpipe.offload.planner.cost import Mode, Rates
 from rlpipe.offload.planner.fake_trace import trace_model
 from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.planner.trace import TensorTracker, Trace
-from rlpipe.offload.runtime.activations import InlineLane, Queues
+from rlpipe.offload.runtime.activations import InlineStream, Streams
 from rlpipe.offload.runtime.runtime import OffloadedModel
 from rlpipe.offload.units import find_units
 
@@ -125,7 +125,7 @@ class StubbornWorker(LateWorker):
 
 def test_a_close_that_fails_can_be_tried_again() -> None:
     model, worker = make_qwen(), StubbornWorker()
-    offloaded = offload(model, queues=Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=worker))
+    offloaded = offload(model, queues=Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=worker))
     with pytest.raises(OSError, match="no"):
         offloaded.close()
     assert not offloaded.is_closed
@@ -200,7 +200,7 @@ def test_loads_without_room_leave_a_usable_model() -> None:
     options: dict[str, Any] = {"num_steps": 2, "num_micro_batches": 2, "max_norm": 0.5}
     _, _, expected = train_plainly(make_qwen(), token_loss, CONFIG, **options)
     model, lane = make_qwen(), NarrowLane(num_failures=0)
-    queues = Queues(copies_in=lane, copies_out=InlineLane(), worker=LateWorker())
+    queues = Streams(copies_in=lane, copies_out=InlineStream(), worker=LateWorker())
     with offload(model, queues=queues) as offloaded:
         for _ in range(4):
             lane.num_failures = 1
@@ -260,10 +260,10 @@ def test_an_update_that_waits_uses_the_learning_rate_of_its_step() -> None:
 
 
 @pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
-def test_gradients_are_dropped_while_updates_go_on(make_queues: Callable[[], Queues | None]) -> None:
+def test_gradients_are_dropped_while_updates_go_on(make_streams: Callable[[], Streams | None]) -> None:
     plain, model = make_qwen(), make_qwen()
     expected = make_optimizer(plain.parameters(), CONFIG)
-    with offload(model, queues=make_queues()) as offloaded:
+    with offload(model, queues=make_streams()) as offloaded:
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         for number in range(3):
             token_loss(plain, number).backward()
@@ -289,10 +289,10 @@ def test_dropping_gradients_waits_for_no_update() -> None:
 
 
 @pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
-def test_a_step_without_a_backward_pass_changes_nothing(make_queues: Callable[[], Queues | None]) -> None:
+def test_a_step_without_a_backward_pass_changes_nothing(make_streams: Callable[[], Streams | None]) -> None:
     model = make_qwen()
     _, _, expected = train_plainly(make_qwen(), token_loss, CONFIG, num_steps=1, num_micro_batches=1, max_norm=0.5)
-    with offload(model, queues=make_queues()) as offloaded:
+    with offload(model, queues=make_streams()) as offloaded:
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         token_loss(model, 0).backward()
         optimizer.step(max_norm=0.5)
@@ -315,7 +315,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
 @pytest.mark.parametrize("num_persistent", [0, 1])
-def test_a_unit_may_be_left_out_of_an_update(make_queues: Callable[[], Queues | None], num_persistent: int) -> None:
+def test_a_unit_may_be_left_out_of_an_update(make_streams: Callable[[], Streams | None], num_persistent: int) -> None:
     def loss_of(model: nn.Module, number: int) -> Tensor:
         hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
         return model(hidden, with_tower=number % 2 == 0).square().sum()
@@ -327,7 +327,7 @@ def test_a_unit_may_be_left_out_of_an_update(make_queues: Callable[[], Queues | 
     _, norms, expected = train_plainly(plain, loss_of, CONFIG, **options)
     arrangement = Arrangement(num_persistent=num_persistent, num_slots=2, modes=[Mode.KEEP] * 2)
     with OffloadedModel(
-        model, arrangement, device=CPU, optimizer=CONFIG, sizes=[4096], queues=make_queues()
+        model, arrangement, device=CPU, optimizer=CONFIG, sizes=[4096], queues=make_streams()
     ) as offloaded:
         assert len(offloaded.layout.chunks) == 2
         _, found_norms, found = train_offloaded(offloaded, loss_of, CONFIG, **options)
@@ -350,7 +350,7 @@ class FailingWorker(LateWorker):
 
 def test_what_an_update_raises_is_not_lost_in_a_step_that_has_no_gradients() -> None:
     model = make_qwen()
-    queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=FailingWorker())
+    queues = Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=FailingWorker())
     with offload(model, queues=queues) as offloaded:
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         token_loss(model, 0).backward()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.planner.cost import Mode
-from rlpipe.offload.runtime.activations import InlineLane, Queues
+from rlpipe.offload.runtime.activations import InlineStream, Streams
 from rlpipe.offload.runtime.chunk_adam import ChunkAdam
 from rlpipe.offload.runtime.runtime import OffloadedModel
 
@@ -57,7 +57,7 @@ def log_of_second_step(worker: LateWorker, *, num_slots: int) -> tuple[list[str]
     """What happens in its forward pass, on one rank of two, and how many chunks each layer needs to have by then."""
     log: list[str] = []
     model = make_qwen()
-    queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=worker)
+    queues = Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=worker)
     arrangement = arrange_all(model, Mode.CHECKPOINT, num_slots=num_slots)
     with OffloadedModel(
         model, arrangement, device=CPU, optimizer=CONFIG, sizes=[100 * 1024], ranks=FirstOfTwo(log), queues=queues

@@ -14,7 +14,7 @@ from rlpipe.hardware.device import Curve, Device, Link
 from rlpipe.hardware.devices import DEVICES
 from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_case import Drafts, LearnerCase
+from rlpipe.plan.learner_case import LearnerCase, TraceCache
 from rlpipe.plan.learner_memory import BESIDE_TORCH_BYTES, HOST_BYTES, DeviceBytes, HostBytes, nf4_bytes, outline_policy
 from rlpipe.plan.learner_plan import MOST_PAIRS, LearnerPlan, plan_case, plan_learner, with_options
 from rlpipe.plan.learner_time import chunked_time, plain_time, read_work
@@ -37,9 +37,9 @@ def config_of(model: str, *overrides: str) -> Config:
 
 
 @cache
-def drafts_of(model: str, device: Device) -> Drafts:
+def drafts_of(model: str, device: Device) -> TraceCache:
     """What tests trace, they have in common."""
-    return Drafts(describe_offline(model, config_of(model).model), device)
+    return TraceCache(describe_offline(model, config_of(model).model), device)
 
 
 def case_of(config: Config, device: Device = H100) -> LearnerCase:

@@ -10,7 +10,7 @@ from rlpipe.hardware.devices import DEVICES
 from rlpipe.plan.actors import ActorKind, engine_kind, rank_kind
 from rlpipe.plan.engine_memory import HOST_BYTES as ENGINE_BYTES
 from rlpipe.plan.engine_plan import plan_engine
-from rlpipe.plan.learner_case import Drafts, LearnerCase
+from rlpipe.plan.learner_case import LearnerCase, TraceCache
 from rlpipe.plan.learner_memory import CPU_HOST_BYTES, HOST_BYTES
 from rlpipe.plan.learner_plan import with_options
 from rlpipe.plan.machine import REWARD_BYTES, RUN_BYTES, MachineCase, MachinePlan, plan_machine
@@ -28,7 +28,7 @@ def cases(*overrides: str, device: Device = H100) -> tuple[LearnerCase, ActorKin
     config = load_config([*options, "model.dtype=bfloat16", "scoring.num_processes=1", *overrides], need_files=False)
     described = describe_offline(config.model.path, config.model)
     engine = plan_engine(config, described, device)
-    learner = LearnerCase(config=config, drafts=Drafts(described, device), engines=engine.setup)
+    learner = LearnerCase(config=config, drafts=TraceCache(described, device), engines=engine.setup)
     return learner, engine_kind(config, engine)
 
 
@@ -126,6 +126,6 @@ def test_runs_without_engines_have_ranks_and_a_driver() -> None:
     config = load_config(
         [*options, "model.dtype=bfloat16", "learner=single_gpu", "scoring.rewards={}"], need_files=False
     )
-    drafts = Drafts(describe_offline(config.model.path, config.model), H100)
+    drafts = TraceCache(describe_offline(config.model.path, config.model), H100)
     found = plan_machine(LearnerCase(config=config, drafts=drafts, engines=None), None, [], H100)
     assert counts(found) == {"learner rank": 1, "driver with Ray": 1}

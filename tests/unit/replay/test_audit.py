@@ -10,7 +10,7 @@ from replay_cases import group
 
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import DataError
-from rlpipe.replay.buffer import Admitted
+from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.audit import CHECKS, MAX_KEPT, Audit, audit
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import reading
@@ -108,7 +108,7 @@ def test_steps_before_a_change_of_options_are_checked_with_the_old_ones(tmp_path
     assert problems(tmp_path) == {}
     changed["data"] = {"path": "others.jsonl"}
     run.ledger.change_config(changed)
-    run.ledger.admit([Admitted(group_id=90, version=6, epoch=2, position=5, prompt_id=1)], Cursor(2, 6))
+    run.ledger.admit([GroupTicket(group_id=90, version=6, epoch=2, position=5, prompt_id=1)], Cursor(2, 6))
     assert list(problems(tmp_path)) == [CLAIMS[-1]], "in other data, prompt 1 is another prompt"
 
 
@@ -116,7 +116,7 @@ def test_a_mix_of_sources_repeats_prompts_and_has_no_epochs(tmp_path: Path) -> N
     config = config_tree()
     ledger = Ledger(tmp_path / NAME)
     ledger.set(run_id="mix", num_rows=None, config={**config, "data": {"source": "mix", "sources": {"a": {}}}})
-    groups = [Admitted(group_id=i, version=0, epoch=0, position=i, prompt_id=i % 2) for i in range(5)]
+    groups = [GroupTicket(group_id=i, version=0, epoch=0, position=i, prompt_id=i % 2) for i in range(5)]
     ledger.admit(groups, Cursor(0, 5))
     assert problems(tmp_path) == {}
     ledger.set(config=config)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpipe.replay.step_queue import FeatureBoard
+from rlpipe.replay.step_queue import FeatureQueue
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import Prompt, RolloutGroup
 
@@ -25,7 +25,7 @@ def ids(answer: Sequence[GroupScores]) -> list[int]:
 
 def test_each_group_is_scored_by_one_rank() -> None:
     async def scenario() -> tuple[list[list[int]], list[int]]:
-        board = FeatureBoard(num_ranks=2)
+        board = FeatureQueue(num_ranks=2)
         waiting = asyncio.create_task(board.score(groups(5)))
         job = await board.due(5.0)
         assert job is not None
@@ -41,7 +41,7 @@ def test_each_group_is_scored_by_one_rank() -> None:
 
 def test_jobs_are_due_in_the_order_in_which_they_came() -> None:
     async def scenario() -> list[int | None]:
-        board = FeatureBoard(num_ranks=1)
+        board = FeatureQueue(num_ranks=1)
         assert await board.due(0.01) is None
         first, second = (asyncio.create_task(board.score(groups(count))) for count in (1, 2))
         found = []
@@ -64,7 +64,7 @@ def test_jobs_are_due_in_the_order_in_which_they_came() -> None:
 
 def test_new_ranks_score_a_job_anew() -> None:
     async def scenario() -> list[int]:
-        board = FeatureBoard(num_ranks=2)
+        board = FeatureQueue(num_ranks=2)
         waiting = asyncio.create_task(board.score(groups(4)))
         job = await board.due(5.0)
         assert job is not None
@@ -82,7 +82,7 @@ def test_new_ranks_score_a_job_anew() -> None:
 
 def test_a_job_that_nobody_waits_for_is_over() -> None:
     async def scenario() -> tuple[int | None, list[RolloutGroup]]:
-        board = FeatureBoard(num_ranks=1)
+        board = FeatureQueue(num_ranks=1)
         waiting = asyncio.create_task(board.score(groups(1)))
         job = await board.due(5.0)
         assert job is not None
@@ -96,7 +96,7 @@ def test_a_job_that_nobody_waits_for_is_over() -> None:
 
 def test_ranks_learn_that_no_more_groups_come() -> None:
     async def scenario() -> bool:
-        board = FeatureBoard(num_ranks=1)
+        board = FeatureQueue(num_ranks=1)
         waiting = asyncio.create_task(board.ended())
         await asyncio.sleep(0)
         assert not waiting.done()

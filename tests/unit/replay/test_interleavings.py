@@ -18,7 +18,7 @@ from replay_cases import REWARD, group, open_store
 
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.replay.buffer import Admission, Admitted
+from rlpipe.replay.buffer import Admission, GroupTicket
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
@@ -94,16 +94,16 @@ class Schedule(RuleBasedStateMachine):
         ledger.close()
         self.open_store()
         assert self.store is not None
-        accounts = self.store.accounts([], first_step=self.checkpoint)
+        resume_state = self.store.resume_state([], first_step=self.checkpoint)
         self.step = self.checkpoint
-        self.position, self.next_id = accounts.place.position, accounts.next_group_id
-        self.attempts = list(accounts.attempts)
+        self.position, self.next_id = resume_state.place.position, resume_state.next_group_id
+        self.attempts = list(resume_state.attempts)
         self.admission = Admission(
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
             num_steps=NUM_STEPS,
             first_step=self.step,
-            num_waiting=accounts.num_places_taken,
+            num_waiting=resume_state.num_places_taken,
         )
         self.fleet = Fleet(self.names, suspect_after_s=SILENCE_S, dead_after_s=DEATH_S, clock=lambda: self.now)
         self.router = Router()
@@ -112,8 +112,8 @@ class Schedule(RuleBasedStateMachine):
         self.versions = dict.fromkeys(self.names, -1)
         for name in self.names:
             self.fleet.started(name)
-        self.unscored = [g.group_id for g, state in accounts.unfinished if state is GroupState.GENERATED]
-        self.dispatch([request(g) for g, state in accounts.unfinished if state is GroupState.ADMITTED])
+        self.unscored = [g.group_id for g, state in resume_state.unfinished if state is GroupState.GENERATED]
+        self.dispatch([request(g) for g, state in resume_state.unfinished if state is GroupState.ADMITTED])
         self.publish()
 
     def open_store(self) -> None:
@@ -138,7 +138,7 @@ class Schedule(RuleBasedStateMachine):
         for _ in range(capacity):
             attempt = self.attempts.pop(0) if self.attempts else 0
             admitted.append(
-                Admitted(
+                GroupTicket(
                     group_id=self.next_id,
                     version=self.admission.version,
                     epoch=0,
@@ -370,7 +370,7 @@ class Schedule(RuleBasedStateMachine):
         assert not self.ledger.rows("SELECT 1 FROM groups WHERE state = 'DISCARDED' AND reason IS NULL")
 
 
-def request(group_: Admitted) -> GroupRequest:
+def request(group_: GroupTicket) -> GroupRequest:
     prompt = group(group_.group_id, []).prompt
     return GroupRequest(
         group_id=group_.group_id,

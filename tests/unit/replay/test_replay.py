@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.replay.buffer import Admission, Admitted, ReplayBuffer
+from rlpipe.replay.buffer import Admission, GroupTicket, ReplayBuffer
 from rlpipe.types import Prompt, RolloutGroup
 
 PROMPT = Prompt(prompt_id=0, epoch=0, token_ids=np.zeros(1, np.int32), prompt="", task={})
@@ -17,8 +17,8 @@ def group(group_id: int) -> RolloutGroup:
     return RolloutGroup(group_id=group_id, prompt=PROMPT, rollouts=[])
 
 
-def admitted(group_id: int, version: int) -> Admitted:
-    return Admitted(group_id=group_id, version=version, epoch=0, position=group_id, prompt_id=group_id)
+def admitted(group_id: int, version: int) -> GroupTicket:
+    return GroupTicket(group_id=group_id, version=version, epoch=0, position=group_id, prompt_id=group_id)
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,7 +110,7 @@ def test_admission_beyond_the_capacity_is_refused() -> None:
 
 
 def taken_by_the_rule(
-    groups: list[Admitted], scored: set[int], *, step: int, groups_per_step: int, max_staleness: int
+    groups: list[GroupTicket], scored: set[int], *, step: int, groups_per_step: int, max_staleness: int
 ) -> list[int] | None:
     """The ids that a step takes: the scored groups of the oldest versions, if all others can still be in time."""
     urgency = {entry.group_id: (entry.version, entry.group_id) for entry in groups}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from replay_cases import admit, admitted, bring, group, open_store
 
-from rlpipe.data.sources.row_source import Cursor, Passed
+from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
 from rlpipe.replay.ledger.database import NAME, damage
 from rlpipe.replay.ledger.run_ledger import COMPARED, GroupState, Ledger, StepGroups
@@ -201,7 +201,7 @@ def test_groups_that_stood_in_for_others_in_the_comparison_may_do_so_in_a_longer
 
 def test_rows_that_are_passed_over_are_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
-    passed = Passed(at=Cursor(0, 1), prompt_id=17, reason="too_long: 90 tokens")
+    passed = SkipRecord(at=Cursor(0, 1), prompt_id=17, reason="too_long: 90 tokens")
     for _ in range(2):
         ledger.admit([admitted(0)], Cursor(0, 3), [passed])
     assert ledger.rows("SELECT * FROM skipped") == [(0, 1, 17, "too_long: 90 tokens")]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rlpipe.replay.step_queue import StepBoard
+from rlpipe.replay.step_queue import StepQueue
 from rlpipe.types import TrainBatch
 
 
@@ -12,7 +12,7 @@ def batches(step: int, num_ranks: int) -> list[TrainBatch]:
 
 def test_every_rank_gets_its_own_share_once_the_step_is_there() -> None:
     async def scenario() -> list[TrainBatch]:
-        board = StepBoard(num_ranks=2)
+        board = StepQueue(num_ranks=2)
         assert board.want(0)
         assert not board.want(0), "a second rank wants the same step"
         waiting = [asyncio.create_task(board.batch(0, rank)) for rank in (0, 1)]
@@ -26,7 +26,7 @@ def test_every_rank_gets_its_own_share_once_the_step_is_there() -> None:
 
 def test_a_slow_rank_still_finds_the_step_before() -> None:
     async def scenario() -> TrainBatch:
-        board = StepBoard(num_ranks=2)
+        board = StepQueue(num_ranks=2)
         for step in (0, 1):
             board.want(step)
             await board.put(step, batches(step, 2))
@@ -37,7 +37,7 @@ def test_a_slow_rank_still_finds_the_step_before() -> None:
 
 def test_a_step_that_was_served_is_not_wanted_again() -> None:
     async def scenario() -> bool:
-        board = StepBoard(num_ranks=1)
+        board = StepQueue(num_ranks=1)
         board.want(0)
         await board.put(0, batches(0, 1))
         return board.want(0)
@@ -47,7 +47,7 @@ def test_a_step_that_was_served_is_not_wanted_again() -> None:
 
 def test_after_a_stop_every_rank_ends_behind_the_same_step() -> None:
     async def scenario() -> list[bool]:
-        board = StepBoard(num_ranks=2)
+        board = StepQueue(num_ranks=2)
         board.want(0)
         await board.put(0, batches(0, 2))
         first = await board.batch(0, 0)
@@ -62,7 +62,7 @@ def test_after_a_stop_every_rank_ends_behind_the_same_step() -> None:
 
 def test_new_ranks_may_begin_at_any_step_and_old_ones_are_answered_with_nothing() -> None:
     async def scenario() -> list[int | None]:
-        board = StepBoard(num_ranks=2)
+        board = StepQueue(num_ranks=2)
         for step in (4, 5):
             board.want(step)
             await board.put(step, batches(step, 2))
@@ -86,7 +86,7 @@ def test_new_ranks_may_begin_at_any_step_and_old_ones_are_answered_with_nothing(
 
 def test_a_stop_holds_for_new_ranks() -> None:
     async def scenario() -> None:
-        board = StepBoard(num_ranks=1)
+        board = StepQueue(num_ranks=1)
         board.want(3)
         await board.put(3, batches(3, 1))
         await board.batch(3, 0)
@@ -100,7 +100,7 @@ def test_a_stop_holds_for_new_ranks() -> None:
 
 def test_the_next_step_is_due_once_ranks_have_one() -> None:
     async def scenario() -> None:
-        board = StepBoard(num_ranks=1)
+        board = StepQueue(num_ranks=1)
         assert board.due is None, "the run may go on anywhere"
         board.want(4)
         assert board.due == 4
@@ -119,7 +119,7 @@ def test_the_next_step_is_due_once_ranks_have_one() -> None:
 
 def test_a_step_that_is_ready_is_not_handed_out_after_a_stop() -> None:
     async def scenario() -> TrainBatch | None:
-        board = StepBoard(num_ranks=1)
+        board = StepQueue(num_ranks=1)
         for step in (0, 1):
             await board.put(step, batches(step, 1))
         await board.batch(0, 0)

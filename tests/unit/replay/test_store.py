@@ -80,14 +80,14 @@ def test_a_new_process_goes_on_where_the_dead_one_was(tmp_path: Path) -> None:
     bring(store, 0, MIXED)
     store.generated([group(1, list(MIXED), scored=False)])
     again = open_store(tmp_path)
-    accounts = again.accounts([])
-    assert [(g.group_id, state) for g, state in accounts.unfinished] == [
+    resume_state = again.resume_state([])
+    assert [(g.group_id, state) for g, state in resume_state.unfinished] == [
         (0, GroupState.SCORED),
         (1, GroupState.GENERATED),
         (2, GroupState.ADMITTED),
         (3, GroupState.ADMITTED),
     ]
-    assert (accounts.next_group_id, accounts.num_places_taken, accounts.place.position) == (4, 4, 4)
+    assert (resume_state.next_group_id, resume_state.num_places_taken, resume_state.place.position) == (4, 4, 4)
     assert [g.group_id for g in again.unscored([0, 1, 2, 3])] == [1]
     assert again.batches(0) is None
     score(again, 1, MIXED)
@@ -189,7 +189,7 @@ def test_an_attempt_that_a_crash_left_open_is_known(tmp_path: Path) -> None:
     bring(store, 0, FLAT)
     bring(store, 1, FLAT)
     admit(store, 2, attempt=1)
-    assert open_store(tmp_path, replay=replay).accounts([]).attempts == [1]
+    assert open_store(tmp_path, replay=replay).resume_state([]).attempts == [1]
 
 
 # Replay of groups with signal -----------------------------------------------------------------------------------------
@@ -255,16 +255,16 @@ def test_prompts_that_earned_nothing_are_named(tmp_path: Path) -> None:
     replay = ReplayConfig(max_staleness=1, reroll_after=0.25)
     store = open_store(tmp_path, replay=replay)
     admit(store, 0, 1, 2)
-    assert [g.group_id for g in bring(store, 0, [0.0, -1.0, None]).fruitless] == [0]
-    assert not bring(store, 1, [0.0, 0.1]).fruitless
-    assert not bring(store, 2, [None, None]).fruitless, "who knows"
-    assert [g.group_id for g in open_store(tmp_path, replay=replay).accounts([]).fruitless] == [0]
+    assert [g.group_id for g in bring(store, 0, [0.0, -1.0, None]).zero_reward] == [0]
+    assert not bring(store, 1, [0.0, 0.1]).zero_reward
+    assert not bring(store, 2, [None, None]).zero_reward, "who knows"
+    assert [g.group_id for g in open_store(tmp_path, replay=replay).resume_state([]).zero_reward] == [0]
 
 
 def test_without_rerolls_nobody_is_named(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     admit(store, 0)
-    assert not bring(store, 0, [0.0, 0.0]).fruitless
+    assert not bring(store, 0, [0.0, 0.0]).zero_reward
 
 
 # Streaming ------------------------------------------------------------------------------------------------------------
@@ -308,6 +308,6 @@ def test_repeated_scores_name_prompts_that_earned_nothing_again(tmp_path: Path) 
     admit(store, 0, 1)
     bring(store, 1, [0.0, 0.0])
     outcome = bring(store, 0, [0.0, -1.0])
-    assert [g.group_id for g in outcome.fruitless] == [0]
+    assert [g.group_id for g in outcome.zero_reward] == [0]
     store = open_store(tmp_path, replay=replay)
     assert score(store, 0, [0.0, -1.0]) == outcome

@@ -248,8 +248,8 @@ def test_a_request_with_its_own_sampling_is_that_of_an_engine_with_it(path: Path
 def test_what_goes_first_does_not_wait_for_the_others(path: Path) -> None:
     engine = open_hf(path, engine_args={"max_batch_size": 2})
     engine.submit([request(0), request(1)])
-    engine.submit([request(2, goes_first=True)])
-    engine.submit([request(3, goes_first=True)])
+    engine.submit([request(2, has_priority=True)])
+    engine.submit([request(3, has_priority=True)])
     assert [group.group_id for _ in range(4) for group in engine.step()] == [2, 3, 0, 1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlpipe.actors.rollout import Receipt
-from rlpipe.run.scoring_pools import GroupFlow
+from rlpipe.run.scoring_pools import ScoringDispatch
 
 
 class Stations:
@@ -19,7 +19,7 @@ class Stations:
         self.calls: list[str] = []
         self.receipt = asyncio.Event()
         self.num_generating = num_generating
-        self.flow = GroupFlow(
+        self.flow = ScoringDispatch(
             [self],  # type: ignore[list-item]
             generated=self.generated,
             scored=self.scored,

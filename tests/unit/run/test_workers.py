@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError
 from rlpipe.errors import RunError
 from rlpipe.run import cluster
 from rlpipe.run.cluster import MAX_STARTS
-from rlpipe.run.workers import Parts
+from rlpipe.run.workers import Workers
 
 
 class Engine:
@@ -26,7 +26,7 @@ class Engine:
 
 
 def start(engine: Engine) -> None:
-    parts = Parts(engines={"rollout-0": None}, start_engine=lambda name: engine.start(), pools=[])
+    parts = Workers(engines={"rollout-0": None}, start_engine=lambda name: engine.start(), pools=[])
     asyncio.run(parts.start(timeout_s=5))
 
 

@@ -68,7 +68,7 @@ def test_an_engine_is_asked_with_the_policys_chat_template() -> None:
     assert TOKENIZER.decode(request.prompt.token_ids) == "<|system|>Be brief.<|end|><|user|>2+2?<|end|><|assistant|>"
     assert (request.group_size, request.temperature, request.max_tokens, request.seed) == (1, 0.5, 7, 3)
     assert request.sampling == SamplingConfig(top_p=0.9)
-    assert request.goes_first
+    assert request.has_priority
     assert not request.use_adapter
     asyncio.run(open_chat(engines.ask).answer(MESSAGES, weights="policy"))
     request = engines.asked[-1][1]
