@@ -82,7 +82,7 @@ def real_rollouts() -> list[Rollout]:
 
 
 def gsm8k_rows() -> Path:
-    """Return the file of GSM8K's 7,473 training rows (Cobbe et al. 2021, arXiv:2110.14168); skip the test without it."""
+    """Return the file of GSM8K's 7,473 training rows (Cobbe et al. 2021, arXiv:2110.14168), or skip the test."""
     file = Path(os.environ.get(GSM8K_VARIABLE) or ROOT.parent / "shared/data/gsm8k/train.jsonl")
     if not file.exists():
         pytest.skip(f"needs GSM8K's training rows: there is no {file}; {GSM8K_VARIABLE} may name another place")

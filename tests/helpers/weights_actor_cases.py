@@ -31,7 +31,7 @@ def next_answer(answers: list[str | Exception], otherwise: str) -> str:
 
 
 def play(make: Callable[[], Actor], act: Callable[[Actor], Coroutine[Any, Any, Any]]) -> Any:
-    """Return the result of ``act`` with an actor that has finished serving version 0."""
+    """Return the result of ``act`` on an actor that has been asked for its served version once."""
 
     async def run() -> Any:
         async with asyncio.timeout(5):

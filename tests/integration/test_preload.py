@@ -1,4 +1,4 @@
-"""Workers of a local cluster are forked with their imports done, replaced in the same way, and started without, too."""
+"""Tests that a local cluster's workers are forked with their imports done, replaced likewise, or started without preload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in a run: bad ones are survived or stop it as their config says, good ones run on several processes."""
+"""Rewards in a run: bad ones are survived or stop it, as their config says, and good ones run on several processes."""
 
 from __future__ import annotations
 
