@@ -43,7 +43,7 @@ Files of whole runs, which have many processes, alternate with files of few proc
 """
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # with Ray's default of 15, other tests' drivers would starve the actors
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # Ray looks for new files at the interval below, not ten times a second
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # look for new files at the interval below, not ten times a second
     "LOG_NAME_UPDATE_INTERVAL_S": "2",
     "REPORTER_UPDATE_INTERVAL_MS": "30000",  # nobody watches these dashboards
 }

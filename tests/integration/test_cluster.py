@@ -48,7 +48,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """Return the environment of a user with an active virtual environment, who joins clusters with this machine's token."""
+    """Return the environment of a user with an active virtual environment who joins clusters with a token."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
     return {**kept, "PATH": f"{SCRIPTS}:{kept['PATH']}", "RAY_AUTH_MODE": "token"}
 
@@ -126,7 +126,7 @@ def dashboard(environment: dict[str, str], tmp_path_factory: pytest.TempPathFact
 
 
 def ask(code: str, dashboard: str, environment: dict[str, str]) -> Any:
-    """Run ``code`` in another process, as this one may have joined another cluster, and return the JSON that it prints."""
+    """Return the JSON that ``code`` prints in another process, because this one may have joined another cluster."""
     command = [sys.executable, "-c", code, dashboard]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ BECAUSE = "as a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, local_ray: None) -> pytest.MonkeyPatch:
-    """Return the patch with which ``becomes`` sets what the cluster's nodes report; training itself runs on this machine."""
+    """Return the patch with which ``becomes`` sets what the cluster's nodes report; the training itself runs here."""
     return monkeypatch
 
 
@@ -74,9 +74,7 @@ def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
     assert line.endswith("takes 98 times as long for a product as in float32")
     assert recorded_types(output, 2) == ["bfloat16", "bfloat16"]
     assert json.loads((output / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert (
-        train("model.dtype=bfloat16", "algorithm.num_steps=3") == 0
-    )  # the same dtype, now requested explicitly: one notice
+    assert train("model.dtype=bfloat16", "algorithm.num_steps=3") == 0  # the same dtype, now explicit: one notice
     (line,) = lines_of(capsys)
     assert line.startswith("model.dtype=bfloat16 is slow here: an old CPU")
     assert train("model.dtype=float32", "algorithm.num_steps=4") == 2

@@ -105,7 +105,7 @@ def test_a_family_learns_and_its_policy_is_loaded_as_it_is(
 
 @pytest.mark.parametrize("adapter", [{"kind": "none"}, {"merge": True}], ids=["full", "merged"])
 def test_engines_serve_what_a_family_has_learned(family: Path, adapter: dict[str, Any]) -> None:
-    """Check that whole models are served in the names and shards of their files, with fused experts in PEFT's all-linear."""
+    """Check whole models with the names and splits of their files; PEFT's all-linear includes fused experts."""
     config = make_model_config(family, adapter=make_adapter_config(**adapter))
     learner = make_learner(family, model=config)
     learner.train_step(make_batches()[0])

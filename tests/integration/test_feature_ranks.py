@@ -1,4 +1,4 @@
-"""Tests that the learner's ranks score groups as a frozen copy of the initial model does, without changing their base."""
+"""Tests that the learner's ranks score groups as a frozen copy of the initial model does, and leave their base as is."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 @pytest.fixture
 def command(hosts: Hosts, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> list[str]:
-    """Return the command of a run with two engines and two ranks, whose groups take long enough to outlast a host's absence."""
+    """Return the command of a run with two engines and two ranks, slow enough to outlast a host's absence."""
     options = run_options(
         tiny_policy,
         prompts_file,

@@ -1,4 +1,4 @@
-"""Tests that rows of which only some have images train alike on one rank and on several, which all have to run alike."""
+"""Tests that batches with images in only some rows train alike on one rank and on several, which all have to run alike."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ HALF = settings(max_examples=1000, stateful_step_count=60, deadline=None, suppre
 
 
 class ManySchedules(Schedule):
-    """The same schedules under another name, so that Hypothesis keeps separate failures and a separate seed for them."""
+    """The same schedules under another name, for which Hypothesis keeps separate failures and another seed."""
 
 
 class ManyMoreSchedules(Schedule):

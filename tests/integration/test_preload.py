@@ -1,4 +1,4 @@
-"""Tests that a local cluster's workers are forked with their imports done, replaced likewise, or started without preload."""
+"""Tests of a local cluster's workers: forked with their imports done, replaced likewise, and started without preloading."""
 
 from __future__ import annotations
 

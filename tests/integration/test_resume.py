@@ -155,9 +155,7 @@ def test_a_run_that_is_told_to_end_while_it_starts_ends_at_once(
     earlier = find_processes("learner")
     with signals(output, {0: "rollout"}, signal.SIGSTOP) as frozen:
         driver = start_driver(run_options(tiny_policy, prompts_file, output, *SIX_STEPS), cluster_environment, log)
-        while (
-            not frozen or find_processes("learner") == earlier
-        ):  # the engine can't start, and the learner has begun to start
+        while not frozen or find_processes("learner") == earlier:  # the engine can't start; the learner is starting
             assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
         driver.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Tests of rewards in Ray Serve: a dead replica loses nothing, a hanging one costs its group, and none outlives a run."""
+"""Tests of rewards in Ray Serve: dead replicas lose nothing, hanging ones cost their group, and none outlives a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that strided EBFT trains alike on one and two gloo ranks, however its documents are split into micro batches."""
+"""Tests that strided EBFT trains alike on one gloo rank and on two, however documents are split into micro batches."""
 
 from __future__ import annotations
 
