@@ -151,7 +151,7 @@ def test_ebft_on_prompts_with_answers(tiny_policy: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
-    """Check that a run resumed after its first step ends like an uninterrupted one, which is evaluated at every step."""
+    """Check a run with evaluations at every step, and that one resumed after its first step ends in the same way."""
     few = ("data.held_out.size=4", "data.held_out.every_steps=1", "algorithm.group_size=2")
     options = ("--config", "examples/ebft_strided/run.yaml", *few)
     whole = run(tmp_path / "whole", tiny_policy, *options)

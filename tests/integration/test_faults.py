@@ -1,4 +1,4 @@
-"""Tests of full disks, damaged files and strange ledgers: a run reports them, overwrites nothing, and resumes if it can."""
+"""Full disks, damaged files and strange ledgers: a run reports them, overwrites nothing, and goes on if it can."""
 
 from __future__ import annotations
 

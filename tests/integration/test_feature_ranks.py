@@ -1,4 +1,4 @@
-"""Tests that the learner's ranks score groups as a frozen copy of the initial model does, and leave their base as is."""
+"""Tests that the learner's ranks score groups like a frozen copy of the initial model, and leave their base unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that batches with images in only some rows train alike on one rank and on several, which all have to run alike."""
+"""Tests that batches with images in some rows train alike on one rank and on several, whose calls have to match."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 class SlowLane(InlineLane):
-    """A lane that copies out as slowly as the search assumes: a unit's swaps end when the second unit after it begins."""
+    """A lane as slow as the search assumes: a unit's copies out end when the second unit after it begins."""
 
     def __init__(self) -> None:
         self._held: list[list[Work]] = [[], []]

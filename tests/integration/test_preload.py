@@ -1,4 +1,4 @@
-"""Tests of a local cluster's workers: forked with their imports done, replaced likewise, and started without preloading."""
+"""A local cluster's workers: forked with their imports done, replaced likewise, and started without preloading."""
 
 from __future__ import annotations
 

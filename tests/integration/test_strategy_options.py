@@ -62,7 +62,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a policy of which half a matrix still exceeds bitsandbytes' minimum of 4,096 elements for 8-bit moments."""
+    """Return a policy of which half a matrix exceeds bitsandbytes' minimum of 4,096 elements for 8-bit moments."""
     return make_tiny_policy(tmp_path_factory.mktemp("wide"), hidden_size=128, num_layers=2, intermediate_size=192)
 
 
