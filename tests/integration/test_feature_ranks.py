@@ -1,4 +1,4 @@
-"""Tests that the learner's ranks score groups like a frozen copy of the initial model, and leave their base unchanged."""
+"""Tests that the learner's ranks score groups like a frozen copy of the initial model, without changing their base."""
 
 from __future__ import annotations
 

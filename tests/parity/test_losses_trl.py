@@ -55,7 +55,7 @@ class Rows:
 
 
 def make_rows(dtype: torch.dtype, seed: int, *, with_gaps: bool) -> Rows:
-    """Return rows; ``with_gaps`` masks single tokens, like tool results, and one whole row, like a truncated rollout."""
+    """Return rows; ``with_gaps`` masks single tokens (like tool results) and one whole row (like truncated ones)."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: Tensor | float) -> Tensor:
@@ -95,7 +95,7 @@ class OneProcess:
 
 @dataclass(kw_only=True)
 class StandInTrainer:
-    """A stand-in with the attributes that TRL's losses read from a trainer, and given tensors as the model's outputs."""
+    """A stand-in with the trainer attributes that TRL's losses read, and given tensors as the model's outputs."""
 
     rows: Rows
     loss_type: str = "grpo"

@@ -1,4 +1,4 @@
-"""Tests of what the replay actor passes to a user's hook: in order, without waiting, and with skipped groups counted."""
+"""Calls of a user's hook by the replay actor: in order, without waiting, and with dropped groups counted."""
 
 from __future__ import annotations
 

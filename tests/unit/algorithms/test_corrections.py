@@ -34,7 +34,7 @@ def make_inputs(ratios: list[list[float]], advantages: list[float]) -> LossInput
 
 
 def gradient(inputs: LossInputs, correction: CorrectionConfig | None, config: LossConfig | None = None) -> list[float]:
-    """Return the negative gradient times the number of loss tokens, which is each token's weight if advantages are 1."""
+    """Return the negative gradient times the number of loss tokens: each token's weight if advantages are 1."""
     loss = policy_loss(inputs, config or LossConfig(), correction).loss
     (grad,) = torch.autograd.grad(loss, inputs.logprobs)
     return (-grad * inputs.num_loss_tokens).tolist()

@@ -48,9 +48,7 @@ def test_equal_samples_are_whitened_by_the_pseudo_inverse() -> None:
     alignment, diversity, _ = score_reference(samples[0].numpy(), one[0, 0].numpy(), "sample")
     np.testing.assert_allclose(scores.alignment[0], alignment, atol=1e-7)
     np.testing.assert_allclose(scores.diversity[0], diversity, atol=1e-7)
-    assert scores.diversity[0, 0] == pytest.approx(
-        0.25
-    )  # two of three samples share a direction, the third is orthogonal
+    assert scores.diversity[0, 0] == pytest.approx(0.25)  # halves of one direction, and a third at right angles
 
 
 def test_float32_features_give_the_rewards_of_float64_ones() -> None:
@@ -200,7 +198,7 @@ def gradient_estimates(logits: Array, count: int, num_groups: int, *, pairwise: 
 
 
 def expected_gradient(logits: Array) -> Array:
-    """Return the gradient of E[2 align_j - 2 div_j] with the samples k != j held fixed, as in the policy gradient with r_j."""
+    """Return the gradient of E[2 align_j - 2 div_j] with the samples k != j held fixed, as r_j gives it."""
     probabilities = np.exp(logits) / np.exp(logits).sum()
     scale = np.arange(1, len(logits) + 1)
     rewards = 2.0 * (np.arange(len(logits)) == 0) - 2 * probabilities * scale**2

@@ -1,4 +1,4 @@
-"""Tests that each source of a mix is prepared separately, streams are not, and images are those a run would have read."""
+"""Tests that each source of a mix is prepared separately, streams are not, and images are read as by the run."""
 
 from __future__ import annotations
 

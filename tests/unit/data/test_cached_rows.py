@@ -1,4 +1,4 @@
-"""Tests that prepared rows are those that the run would render, and that a run that would render others ignores them."""
+"""Tests that prepared rows are those that the run would render, and that runs that would render others ignore them."""
 
 from __future__ import annotations
 

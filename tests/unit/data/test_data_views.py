@@ -37,7 +37,7 @@ def titles(text: str) -> list[str]:
 
 
 def mix(folder: Path) -> list[str]:
-    """Return the options of a mix with three rows of ``a`` per row of ``b``, which has four times as many usable rows."""
+    """Return the options of a mix of three rows of ``a`` per row of ``b``, which has four times as many valid rows."""
     arguments = write_run(folder, [], TOKENIZER, path=None)
     write(folder / "a.jsonl", [conversation("q", f"a{number}") for number in range(5)] + [{"messages": []}])
     write(folder / "b.jsonl", [conversation("qq", f"b{number:02}") for number in range(20)])

@@ -1,4 +1,4 @@
-"""Tests of tool-call messages without content: templates get a value that they render as nothing, and never as ``None``."""
+"""Tests of tool-call messages without content, for which templates get a value that they render as nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKS_OF_REASONING = LOOP.replace(
     "{% if message.reasoning_content is not none %}{% if '</think>' in message.content %}{% endif %}{% endif %}"
     "{{ message.content }}" + CALLS,
 )
-"""A template that tests the reasoning first, like Qwen3's."""
+"""A template that tests the reasoning, like Qwen3's first template."""
 PLACE = RowLocation(row=0, epoch=0, location="row 1")
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
 ASKED = {"role": "user", "content": "hi"}

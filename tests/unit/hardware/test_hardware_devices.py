@@ -1,4 +1,4 @@
-"""The table of devices, and measurements that are stored."""
+"""The table of devices, and stored measurements."""
 
 import json
 import math

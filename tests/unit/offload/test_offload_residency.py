@@ -1,4 +1,4 @@
-"""Which chunks have slots, and what their copies wait for."""
+"""Tests of which chunks have slots, and what their copies wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlpipe.offload.runtime.streams import Done, InlineLane, Lane, StreamEvent, 
 
 
 class FakeChunk:
-    """Memory on the device that must not be written to while it is free."""
+    """A chunk whose device memory must not be written to after its release."""
 
     is_persistent = False
 
@@ -64,7 +64,7 @@ def test_no_copy_is_under_way_once_it_is_closed() -> None:
 
 
 class MarkedLane(InlineLane):
-    """Tells behind what its last work was queued."""
+    """A lane that records the event that its last work waits for."""
 
     behind: StreamEvent | None = None
 
