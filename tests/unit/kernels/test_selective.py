@@ -138,7 +138,7 @@ def test_shapes_that_do_not_fit_are_named(shape: tuple[int, ...], targets: tuple
 
 @BOTH
 def test_logits_are_read_but_not_copied(use_triton: bool) -> None:
-    """Check that a slice of a batch is not copied, and that only the reference's row groups need large memory."""
+    """Check that a slice of a batch is not copied, and that the reference works in groups to save memory."""
     logits = torch.zeros(4, 1025, 512)[:, :-1]
     targets = torch.zeros(4, 1024, dtype=torch.long)
     if use_triton:  # its interpreter is slow

@@ -1,4 +1,4 @@
-"""Tests that both implementations of the row kernels equal plain autograd in float64; Triton's runs in its interpreter."""
+"""Tests that both row kernels equal plain autograd in float64; Triton's runs in its interpreter."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_is_no_number_stays_so(use_triton: bool) -> None:
 
 @EVERY
 def test_columns_of_no_probability_take_no_part(use_triton: bool, dtype: torch.dtype) -> None:
-    """Check masked tokens with logits of -inf, more of them than a block of columns, at the beginning and in between."""
+    """Check tokens with logits of -inf, more of them than a block of columns, at the beginning and in between."""
     logits, how = randn(3, 9000, seed=0).to(dtype), LogitChange(temperature=0.8)
     is_present = torch.arange(9000) % 3000 > 2800
     masked = logits.masked_fill(~is_present, -math.inf)
@@ -208,7 +208,7 @@ def test_the_implementations_agree_on_what_they_leave_out() -> None:
 
 
 def test_fake_tensors_meet_one_operator_that_takes_no_memory() -> None:
-    """Check that a trace of fake tensors sees the same single operator and memory as a GPU."""
+    """Check that a plan's trace with fake tensors has the operators and the memory of a run on a GPU."""
     seen: list[str] = []
 
     class Names(TorchDispatchMode):

@@ -25,7 +25,7 @@ from rlpipe.types import PlacedImage, Rollout
 
 IMAGE, BREAK, END = 90, 91, 92
 VOCABULARY = 100
-GEMMA_LAYERS = {  # the last full layer is not last, in contrast to text-only configs
+GEMMA_LAYERS = {  # one full layer is not the last, whose outputs are read at text tokens only
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "sliding_window": 6,

@@ -222,7 +222,7 @@ def test_knobs_that_are_given_stay() -> None:
 )
 def test_knobs_are_no_negative_numbers(others: dict[str, int]) -> None:
     model = make_qwen()
-    model.register_forward_pre_hook(lambda *_: 1 / 0)  # fails if they trace anything
+    model.register_forward_pre_hook(lambda *_: 1 / 0)  # fails if anything is traced
     with pytest.raises(ValueError, match="num_swapped=-2: give 0 or more"):
         offload(
             model,

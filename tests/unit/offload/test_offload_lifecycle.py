@@ -52,9 +52,7 @@ def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
     found = tensors_of(model)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), (
-            name
-        )  # compared as bytes, because codes may read as NaN
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name  # as codes may be NaN
 
 
 def assert_no_worker() -> None:

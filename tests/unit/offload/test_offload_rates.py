@@ -80,7 +80,7 @@ def test_an_exchange_takes_what_one_of_its_size_does() -> None:
 
 
 def test_a_backward_pass_waits_for_the_host_where_that_adds_slowly() -> None:
-    """Check that the first gradients of an update, which are copied, are faster than the others, which are added."""
+    """Check that all micro batches wait; copying the first gradients takes as long as adding the others."""
     stage = StageProfile(
         is_block=True,
         forward_s=0.0,
@@ -96,9 +96,7 @@ def test_a_backward_pass_waits_for_the_host_where_that_adds_slowly() -> None:
     profile = Profile(stages=[stage], chunks=[CHUNK], num_micro_batches=4)
     moving = Knobs(num_persistent=0, num_slots=1)
     assert predict(profile, moving, rates).backward_s == pytest.approx(4 * 1e6 / 1e9)
-    assert (
-        predict(profile, replace(moving, num_persistent=1, num_slots=0), rates).backward_s < 1e-4
-    )  # added on the device
+    assert predict(profile, replace(moving, num_persistent=1, num_slots=0), rates).backward_s < 1e-4  # by the device
 
 
 class Layers(nn.Module):

@@ -42,7 +42,7 @@ CYCLES = {
     "mixed": [SWAP, CHECKPOINT, OFFLOAD, KEEP],
 }
 SIZES = [100 * 1024]
-"""The chunk size, with which a block of the tiny models takes two chunks, or a little less."""
+"""The chunk size; two chunks hold a block of the tiny models, or a little more."""
 
 
 def assert_equal_training(

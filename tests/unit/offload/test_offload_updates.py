@@ -54,7 +54,7 @@ def log_updates(adam: ChunkAdam, log: list[str]) -> None:
 
 
 def log_of_second_step(worker: LateWorker, *, num_slots: int) -> tuple[list[str], dict[str, int]]:
-    """Return the log of the second step's forward pass on one of two ranks, and how many chunks each layer needs by then."""
+    """Return the log of a second step's forward pass on one of two ranks, and how many chunks each layer needs."""
     log: list[str] = []
     model = make_qwen()
     queues = Queues(copies_in=InlineLane(), copies_out=InlineLane(), worker=worker)
