@@ -140,8 +140,6 @@ def test_data_stats_counts_the_tokens_of_gsm8k(capsys: pytest.CaptureFixture[str
     answers = tokenizer([row["answer"] for row in rows], add_special_tokens=False)["input_ids"]
     assert found["num_trained_tokens"] == sum(len(ids) + 1 for ids in answers)
     beside = HELLO + user("") + "<|im_start|>assistant\n<|im_end|>\n"
-    num_beside = (
-        len(tokenizer(beside, add_special_tokens=False)["input_ids"]) - 1
-    )  # without the end token, which is trained
+    num_beside = len(tokenizer(beside, add_special_tokens=False)["input_ids"]) - 1  # not the end, which is trained
     asked = tokenizer([row["question"] for row in rows], add_special_tokens=False)["input_ids"]
     assert found["tokens"]["total"] == found["num_trained_tokens"] + sum(len(ids) + num_beside for ids in asked)

@@ -1,4 +1,4 @@
-"""Tests that the LoRA linear equals float64, allocates and saves only what it needs, and computes as PEFT's layers do."""
+"""Tests that the LoRA linear equals float64, allocates and saves only what it needs, and agrees with PEFT's layers."""
 
 from __future__ import annotations
 

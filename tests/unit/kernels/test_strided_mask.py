@@ -134,7 +134,7 @@ def test_attention_equals_that_under_the_dense_mask(name: str, window: int | Non
 
 
 def error_of_compiled(case: Case, queries: slice, window: int | None) -> float:
-    """Return the largest error of transformers' compiled attention, compared with plain attention under the dense mask."""
+    """Return the largest error of transformers' compiled attention against plain attention under the dense mask."""
     mask = mask_of(case)
     dense = mask.dense(queries, window=window)
     heads = make_heads(*dense.shape, torch.float32)

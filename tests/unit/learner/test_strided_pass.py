@@ -157,7 +157,7 @@ def test_a_row_without_blocks_still_scores_its_documents() -> None:
     assert len(score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
 
 
-# Likely mistakes, planted one by one -----------------------------------------------------------------------------------
+# Likely mistakes, planted one by one ----------------------------------------------------------------------------------
 
 
 def beside(plan: StridedRow) -> np.ndarray:

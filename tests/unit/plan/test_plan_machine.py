@@ -61,11 +61,7 @@ def test_eight_gpus_are_one_machine() -> None:
     worker = ActorKind(name="worker", count=4, num_gpus=0, gpu_bytes=0, host_bytes=GIB)
     case = MachineCase(kinds=[ranks, engines, worker], device=H100)
     assert case.num_machines == 2
-    assert case.placed == [
-        (ranks, 2),
-        (engines, 6),
-        (worker, 4),
-    ]  # actors with most host memory per GPU are placed together
+    assert case.placed == [(ranks, 2), (engines, 6), (worker, 4)]  # most memory per GPU first
     assert case.num_bytes == (2 * 3 + 6 * 5 + 4) * GIB
     assert MachineCase(kinds=[engines, replace(ranks, count=2)], device=H100).num_machines == 1
 

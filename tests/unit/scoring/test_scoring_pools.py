@@ -1,4 +1,4 @@
-"""Tests of scoring pools: every reward belongs to one pool, whose processes share the groups in calls of limited size."""
+"""Tests of scoring pools: every reward has one pool, whose processes share the groups in calls of limited size."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_every_reward_is_scored_in_one_place(weights: str, served: set[str]) -> 
 
 
 def test_a_config_has_the_pools_that_its_run_will_have() -> None:
-    """Check that classes and rewards with GPUs get processes of their own before they are imported, and EBFT's replicas."""
+    """Check that, before any import, classes and rewards with GPUs have own processes, and EBFT's rewards replicas."""
     rewards = {
         "right": RewardConfig(path="m:right"),
         "judge": RewardConfig(path="rlpipe.scoring.judge:ScoreJudge"),

@@ -132,7 +132,7 @@ def test_given_times_replace_measured_ones(run: Path) -> None:
 
 
 def test_measured_times_are_carried_over_to_another_config(run: Path) -> None:
-    """Check training times, by the rollouts of a rank, and scoring times, which the ledger sums over the run's pools."""
+    """Check training times, by the rollouts of a rank, and scoring times, which the ledger sums over the pools."""
     (run / "config.yaml").write_text(
         "model: {path: org/policy}\ndata: {source: jsonl, path: nowhere.jsonl}\n"
         "learner: {strategy: fsdp2, num_ranks: 2}\n"
