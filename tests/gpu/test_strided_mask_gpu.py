@@ -60,7 +60,7 @@ def test_attention_and_its_gradients_equal_those_of_the_dense_mask(
 def test_rows_of_other_lengths_and_windows_need_no_other_kernel() -> None:
     torch._dynamo.reset()
     counters.clear()
-    for case in (row(300), row(413)):  # of one length, and then of any
+    for case in (row(300), row(413)):  # first a fixed length, then a dynamic one
         attend(case, torch.bfloat16)
     with torch.compiler.set_stance("fail_on_recompile"):
         for case in (row(500), row(640), row(90, 333), row(511, num_samples=1), row(1000)):

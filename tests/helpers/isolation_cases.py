@@ -103,7 +103,7 @@ def leave_alarm(argument: Any, size: int) -> list[float]:
 
 
 def look_around(argument: Any, size: int) -> list[float]:
-    """Check that other calls left neither a signal handler nor a changed working directory behind."""
+    """Wait for leftovers of other calls, and return 1 if alarm handler and working directory are untouched."""
     time.sleep(0.5)
     same = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and os.getcwd() != "/"
     return [float(same)] * size
@@ -112,7 +112,7 @@ def look_around(argument: Any, size: int) -> list[float]:
 def start_children(folder: str, size: int) -> None:
     """Start children by fork and by exec, in and out of the process's session.
 
-    Those started by exec have a child of their own.
+    Programs started by exec have a child of their own.
     """
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=time.sleep, args=(3600,), daemon=True)

@@ -111,7 +111,7 @@ def supervised_row(number: int, chat: bool) -> dict[str, object]:
 
 
 def assert_policy_loads(base: Path, policy: Path, *, is_adapter: bool) -> None:
-    """Check that the policy loads with transformers (and PEFT) alone; a whole model includes its tokenizer."""
+    """Check that an adapter has a nonzero B, and that a whole model and its tokenizer load with transformers alone."""
     if is_adapter:
         assert any(float(tensor.abs().max()) > 0 for name, tensor in read_adapter(policy).items() if "lora_B" in name)
         return

@@ -1,4 +1,4 @@
-"""Tests of which fake engines the actor connects to the learner, whatever dies in between."""
+"""The engines, here fakes, that the actor connects to the learner, whatever dies in between."""
 
 from __future__ import annotations
 

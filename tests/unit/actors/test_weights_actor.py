@@ -1,4 +1,4 @@
-"""Tests of which fake engines receive which version, whatever dies in between."""
+"""The versions that each engine, here a fake, receives, whatever dies in between."""
 
 from __future__ import annotations
 

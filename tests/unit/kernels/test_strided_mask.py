@@ -153,7 +153,7 @@ def test_rows_of_other_lengths_steps_and_windows_need_no_other_kernel() -> None:
 
     torch._dynamo.reset()
     counters.clear()
-    for case in (row(41), row(90)):  # of one length, and then of any
+    for case in (row(41), row(90)):  # first a fixed length, then a dynamic one
         assert error_of_compiled(case, slice(None), None) < 1e-6
     with torch.compiler.set_stance("fail_on_recompile"):
         for case in (row(300), row(33, 70), row(192), row(500, num_samples=1), row(37)):

@@ -1,4 +1,4 @@
-"""Tests of which chunks have slots, and what their copies wait for."""
+"""The assignment of slots to chunks, and the events that their copies wait for."""
 
 from __future__ import annotations
 

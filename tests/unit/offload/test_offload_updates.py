@@ -1,4 +1,4 @@
-"""Tests of when ranks that hold parts of chunks wait for the host's updates."""
+"""The waits for the host's updates, on ranks that hold parts of chunks."""
 
 from __future__ import annotations
 

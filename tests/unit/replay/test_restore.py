@@ -1,4 +1,4 @@
-"""Tests of which ledger a run resumes with, and that no ledger is ever overwritten."""
+"""The choice of the ledger that a run resumes with; no ledger is ever overwritten."""
 
 import shutil
 import sqlite3

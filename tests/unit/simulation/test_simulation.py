@@ -202,7 +202,7 @@ def test_a_gain_is_that_of_the_formula() -> None:
     setup = make_setup("constant:1", "constant:0", "constant:3", max_staleness=2, num_ranks=2, num_steps=200)
     best = advise(simulate(setup, seed=0, limit_s=math.inf), seed=0, add=2)[0]
     assert best.change == "2 more learner ranks"
-    assert best.gain == pytest.approx(1.0, abs=0.03)  # 1.5 s a step instead of 3
+    assert best.gain == pytest.approx(1.0, abs=0.03)  # 1.5 s per step instead of 3
 
 
 def test_a_study_is_printed_and_is_json() -> None:
