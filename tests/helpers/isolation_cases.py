@@ -1,4 +1,4 @@
-"""A reward that treats its process as the row's column ``how`` says."""
+"""A reward that does to its process what the row's column ``how`` names."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def nothing_to_show(argument: Any, size: int) -> Any:
 
 
 def use_alarm(argument: Any, size: int) -> list[float]:
-    """Interrupt itself with an alarm, as math-verify does."""
+    """Interrupt its own sleep with an alarm, as math-verify does."""
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:

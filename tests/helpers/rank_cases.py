@@ -39,7 +39,7 @@ class Ranks:
         )
 
     def run(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function on all ranks; every rank must receive one of the calls."""
+        """Call a function on all ranks; it has to synchronize them, so that each rank takes one call."""
         for result in [self._pool.submit(function, *arguments) for _ in range(self.num_ranks)]:
             result.result()
 

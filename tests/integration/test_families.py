@@ -131,7 +131,7 @@ def test_what_is_tied_is_not_published_apart(tmp_path: Path) -> None:
 
 
 def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path) -> None:
-    """Check an adapter trained elsewhere; rlpipe's own adapters are on the text-only class."""
+    """Check an adapter as other libraries train it; rlpipe's own adapters are on the text-only class."""
     base = make_family("qwen3.5-images", tmp_path / "base")
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj"], r=4))

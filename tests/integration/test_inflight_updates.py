@@ -64,7 +64,7 @@ class Trainer:
     def difference(self, groups: Iterable[RolloutGroup], shift: int = 0) -> float:
         """Return the largest difference between the log-probs of the engine and of the versions that it names.
 
-        ``shift`` takes the versions that the engine names that many tokens away.
+        ``shift`` compares with the versions that the engine names that many tokens away.
         """
         return max(self._difference(rollout, shift) for group in groups for rollout in group)
 

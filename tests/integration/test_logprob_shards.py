@@ -16,7 +16,7 @@ from rlpipe.kernels.head_tiles import VocabularyShard
 from rlpipe.kernels.logprob import linear_logprob
 
 CUTS = [0, 30, 31, 101]
-"""The boundaries of the vocabulary's shards, one of each size per rank."""
+"""The boundaries of the vocabulary's shards, whose sizes differ between ranks."""
 FROZEN = ("weight", "bias", "up")
 HEAD = ("weight", "bias", "up")
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

@@ -379,7 +379,7 @@ def test_a_plan_says_what_an_update_takes(
 BUDGETS = {"lora": 0.5, "none": 1.5}
 """The memory budgets, as shares of the bytes of the weights.
 
-Without offload, a learner takes at least all of them, and four times as much if it trains all weights.
+Without offload, a learner takes more than their bytes, and four times as much if it trains all weights.
 """
 
 

@@ -1,4 +1,4 @@
-"""Tests that two gloo ranks train as one does, and that one rank reads their checkpoints and they read its own."""
+"""Tests that two gloo ranks train as one does, and that either reads the checkpoints of the other."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -225,7 +225,7 @@ def test_fake_tensors_meet_one_operator_that_takes_no_memory() -> None:
 
 
 def test_without_triton_the_reference_runs() -> None:
-    """Check machines for which Triton is not available."""
+    """Check a machine without Triton."""
     code = (
         "import sys, torch; sys.modules['triton'] = None; from rlpipe.kernels.logprob import linear_logprob;"
         "print(*linear_logprob(torch.zeros(2, 3), torch.zeros(8, 3), torch.zeros(2).long())[0].exp().tolist())"

@@ -1,4 +1,4 @@
-"""The modules that ``learner.fsdp.wrap`` makes units."""
+"""The modules that ``learner.fsdp.wrap`` selects as units."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from rlpipe.models.loading import open_model
 
 TEMPERATURE = 0.6
 LINEAR = {"qwen3.5", "qwen3.5-images"}
-"""Families with token mixers other than attention."""
+"""Families with layers of linear attention."""
 FOLDER = TemporaryDirectory()
 CASES = {
     # lengths of the documents, stride, context, tokens of a block, samples

@@ -49,7 +49,7 @@ def test_every_reward_is_scored_in_one_place(weights: str, served: set[str]) -> 
 
 
 def test_a_config_has_the_pools_that_its_run_will_have() -> None:
-    """Check that, before any import, classes and rewards with GPUs have own processes, and EBFT's rewards replicas."""
+    """Check a config's pools before rewards are imported: processes for classes and GPU rewards, and replicas."""
     rewards = {
         "right": RewardConfig(path="m:right"),
         "judge": RewardConfig(path="rlpipe.scoring.judge:ScoreJudge"),
