@@ -1,4 +1,4 @@
-"""Which cases of a matrix `make test` runs, and where tests keep what they measure of this machine."""
+"""Selection of the matrix cases that `make test` runs, and the place where tests keep measurements of this machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from covering import covering
 
-# A shell's background jobs ignore Ctrl-C, and so does what they start: tests send it to their processes.
+# A shell's background jobs ignore Ctrl-C, and so do their children, but tests send it to their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What is measured of this machine is kept there, once for all processes of a test run.
+# Measurements of this machine are kept there, once for all processes of a test run.
 PREFIX = "rlpipe-tests-cache-"
 if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=PREFIX)
@@ -22,7 +22,7 @@ if PREFIX not in os.environ.get("XDG_CACHE_HOME", ""):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked ``covering``, those that nothing else covers stay; the rest is slow."""
+    """Mark cases of ``covering`` tests as slow if other cases of the same test already cover their values."""
     matrices: dict[str, list[Any]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("covering"):

@@ -55,7 +55,7 @@ class Controller:
 
     def __init__(
         self,
-        parts: Workers,
+        workers: Workers,
         config: Config,
         *,
         replay: ActorHandle,
@@ -67,7 +67,7 @@ class Controller:
         first_step: int,
         num_steps_logged: int | None = None,
     ) -> None:
-        self._parts, self._replay, self._weights = parts, replay, weights
+        self._parts, self._replay, self._weights = workers, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
         self._sampling, self._seed = config.rollout.sampling, config.seed
         self._evaluate_every = config.data.held_out.every_steps
@@ -78,7 +78,7 @@ class Controller:
         self._admission = make_admission(config, resume_state, first_step)
         self._rerolls = make_rerolls(config, resume_state)
         self._flow = ScoringDispatch(
-            parts.pools,
+            workers.pools,
             generated=self._generated,
             scored=self._scored,
             num_generating=lambda: self._pool.num_groups,
@@ -86,9 +86,9 @@ class Controller:
             streaming=config.replay.streaming,
         )
         self._pool = EnginePool(
-            parts.engines,
+            workers.engines,
             cluster=config.cluster,
-            start=parts.start_engine,
+            start=workers.start_engine,
             load_newest=self._load_newest,
             collected=self._flow.collected,
             notice=self._notice,

@@ -1,4 +1,4 @@
-"""The log-prob kernels on a GPU equal float64: in every type, at odd sizes, and where offsets pass 32 bits.
+"""Tests that the log-prob kernels on a GPU equal float64, in every dtype, at odd sizes, and with offsets above 32 bits.
 
 ``compute-sanitizer python -m pytest tests/gpu/test_logprob_gpu.py -k "not large"`` looks for reads and writes outside
 of their tensors.
@@ -28,9 +28,9 @@ from rlpipe.kernels.selective import selective_logprob
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Of gradients, which come in the type of their tensor."""
+"""Tolerances of gradients, which have the dtype of their tensor."""
 PRODUCTS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Of products of gradients that were rounded to the type of the factors."""
+"""Tolerances of products of gradients that were rounded to the dtype of the factors."""
 VOCABULARIES = [1, 37, 4096, 4097, 50257, 151936]
 FROZEN = ("weight", "bias", "up")
 
@@ -61,7 +61,7 @@ def test_each_token_may_have_its_own_temperature(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_large_logits_have_offsets_of_64_bits(dtype: torch.dtype, in_place: bool) -> None:
-    """More than 2^31 of them; the last rows lie behind that."""
+    """Check a tensor with more than 2^31 logits, whose last rows have larger offsets than that."""
     vocabulary = 151_936
     num_tokens = 2**31 // vocabulary + 20
     if num_tokens * vocabulary * dtype.itemsize * (2 - in_place) > 0.8 * torch.cuda.mem_get_info()[0]:
@@ -110,7 +110,7 @@ def test_logprobs_from_hidden_states_equal_float64(
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_large_vocabularies_need_less_than_a_gibibyte(trained: bool) -> None:
-    """The goal's shape: 8,192 tokens, 151,936 in the vocabulary, hidden size 4,096."""
+    """Check the target shape: 8,192 tokens, a vocabulary of 151,936, and a hidden size of 4,096."""
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs more memory")
     hidden = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The LoRA linear on a GPU gives what float64 gives, with sums over tokens as wide as the adapter."""
+"""Tests that the LoRA linear on a GPU equals float64, and accumulates sums over tokens in the adapter's dtype."""
 
 from __future__ import annotations
 

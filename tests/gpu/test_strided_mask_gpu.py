@@ -1,4 +1,4 @@
-"""Compiled flex_attention under the block mask of a strided row gives what plain attention does under the dense one."""
+"""Tests that compiled flex_attention under a strided row's block mask equals plain attention under the dense mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def row(*lengths: int, num_samples: int = 4) -> Case:
 def attend(
     case: Case, dtype: torch.dtype, window: int | None = None, queries: slice = slice(None)
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The attention and, of a whole row, the gradients: of transformers' flex_attention, and of torch's in float64."""
+    """Run transformers' flex_attention and torch's attention in float64.
+
+    Return the outputs of both; for a whole row also the gradients.
+    """
     mask = mask_of(case, "cuda")
     dense = mask.dense(queries, window=window)
     num_queries, num_keys = dense.shape
@@ -57,7 +60,7 @@ def test_attention_and_its_gradients_equal_those_of_the_dense_mask(
 def test_rows_of_other_lengths_and_windows_need_no_other_kernel() -> None:
     torch._dynamo.reset()
     counters.clear()
-    for case in (row(300), row(413)):  # of one length, and then of any
+    for case in (row(300), row(413)):  # first a fixed length, then a dynamic one
         attend(case, torch.bfloat16)
     with torch.compiler.set_stance("fail_on_recompile"):
         for case in (row(500), row(640), row(90, 333), row(511, num_samples=1), row(1000)):

@@ -1,6 +1,6 @@
-"""Tokenizers with the markers and chat templates of the families whose markers are built in, in a few lines each.
+"""Tokenizers with the markers and short chat templates of the families whose markers are built in.
 
-A template renders what the family's own does for texts, images, tools and reasoning, and leaves out the rest.
+A template renders texts, images, tools and reasoning as the family's own template does, and leaves out the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = """
   {%- endfor -%}{%- endif -%}
 {%- endmacro -%}
 """
-"""A message's content, a text or a list of parts."""
+"""A template macro that renders a message's content, either a text or a list of parts."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -56,7 +56,7 @@ class Family:
 
 @cache
 def _byte_pairs() -> str:
-    """Words and double line breaks are tokens, as in the families' own tokenizers."""
+    """Return the JSON of a tokenizer in which words and double line breaks are tokens, as in the families' own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,14 +68,14 @@ def _byte_pairs() -> str:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Whose words hold the blank in front of them."""
+    """Return a tokenizer whose words include the preceding space."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_byte_pairs()), eos_token="<|end|>", extra_special_tokens=["<think>"]
     )
 
 
 def piece_tokenizer() -> PreTrainedTokenizerFast:
-    """As that of SentencePiece: blanks are letters of words, and are of their own before a special token."""
+    """Return a SentencePiece-like tokenizer: a space is part of a word, and a separate token before a special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")

@@ -1,4 +1,4 @@
-"""Chooses cases of a matrix of parameters that together have every value, or every pair of values."""
+"""Selection of cases of a parameter matrix that together cover every value, or every pair of values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from itertools import combinations
 from typing import Any
 
 Case = Mapping[str, Any]
-"""Each parameter's value."""
+"""The value of each parameter."""
 
 
 def covering(cases: Sequence[Case], strength: int) -> set[int]:
-    """Indices of cases in which all combinations of ``strength`` values occur that occur in any.
+    """Return the indices of cases that cover every combination of ``strength`` values that occurs in any case.
 
-    Greedy: takes the case with most combinations that are still missing, the first of several.
+    The selection is greedy: it takes the case with the most combinations that are still missing, the first on a tie.
     """
     combined = [_combinations(case, strength) for case in cases]
     missing = set().union(*combined)
@@ -31,7 +31,7 @@ def _combinations(case: Case, strength: int) -> set[tuple[tuple[str, Hashable], 
 
 
 def _key(value: Any) -> Hashable:
-    """Dicts and lists are told apart as objects: all cases share those of a ``parametrize``."""
+    """Return a hashable key, which is the identity of dicts and lists, as the cases of a ``parametrize`` share them."""
     try:
         hash(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Runs of SFT on a few rows, for commands that look at them."""
+"""SFT runs on a few rows, for the commands that inspect rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHATML = FAMILIES["chatml"].tokenizer()
 
 
 def conversation(*texts: str) -> dict[str, Any]:
-    """A row whose messages are the user's and the assistant's in turn."""
+    """Return a row whose messages alternate between user and assistant."""
     roles = ("user", "assistant") * len(texts)
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
@@ -25,7 +25,7 @@ def conversation(*texts: str) -> dict[str, Any]:
 def write_run(
     folder: Path, rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase = CHATML, **data: Any
 ) -> list[str]:
-    """The arguments that name a run of SFT on the rows, of which there is no model."""
+    """Write an SFT run on the rows, whose model does not exist, and return the arguments that name it."""
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     tokenizer.save_pretrained(folder / "tokenizer")
     run = {
@@ -38,7 +38,7 @@ def write_run(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that wrong input to ``rlpipe data`` leaves on standard error."""
+    """Return the one line that ``rlpipe data`` writes to standard error on wrong input."""
     try:
         code = cli.main(["data", *arguments])
     except SystemExit as error:

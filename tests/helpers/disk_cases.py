@@ -1,4 +1,4 @@
-"""A disk that takes no large files, for the tests of what is written to it."""
+"""A limit on file sizes, for tests of writing to a full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Within the block, this process can write no file of more than ``num_bytes``."""
+    """Limit the files that this process can write within the block to ``num_bytes``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

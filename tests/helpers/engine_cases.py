@@ -1,4 +1,4 @@
-"""What the tests of both engines share: requests, adapters with nonzero B, and log-probs of a plain forward pass."""
+"""Helpers for the tests of both engines: requests, adapters with nonzero B, and log-probs of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def versions(groups: Iterable[RolloutGroup]) -> set[int]:
 
 
 def adapted(path: Path, seed: int = 0, *, nf4: bool = False, **config: Any) -> nn.Module:
-    """The policy with a LoRA adapter that changes its distribution, over a base that has been in NF4 if asked for."""
+    """Return the policy with a LoRA adapter that changes its distribution; ``nf4`` rounds its base to NF4 first."""
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if nf4:
@@ -84,7 +84,7 @@ def adapted(path: Path, seed: int = 0, *, nf4: bool = False, **config: Any) -> n
 
 
 def retrained(path: Path, seed: int = 0) -> nn.Module:
-    """The policy with all of its weights changed."""
+    """Return the policy with all of its weights changed."""
     torch.manual_seed(seed)
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for parameter in policy.parameters():
@@ -118,7 +118,7 @@ def _publish(kind: WeightsKind, version: int, named_tensors: Any, **options: Any
 
 
 def corrupted(published: Published, name_part: str) -> Published:
-    """The same version with one bit of one tensor turned over on the way."""
+    """Return the same version with one bit of one tensor flipped."""
     manifest, buckets = published
     damaged = []
     for bucket in buckets:
@@ -131,7 +131,7 @@ def corrupted(published: Published, name_part: str) -> Published:
 
 
 def without(published: Published, name_part: str) -> Published:
-    """The same version, without the tensors whose names contain ``name_part``."""
+    """Return the same version without the tensors whose names contain ``name_part``."""
     manifest, buckets = published
     kept = [{name: tensor for name, tensor in unpack(bucket).items() if name_part not in name} for bucket in buckets]
     return manifest, [encode(tensors) for tensors in kept]
@@ -144,7 +144,7 @@ def load(engine: Engine, published: Published) -> str:
 
 @torch.no_grad()
 def forward_logprobs(policy: nn.Module, rollout: Rollout, temperature: float) -> NDArray[np.float32]:
-    """Log-probs of the drawn tokens in one forward pass of the whole sequence."""
+    """Return the log-probs of the drawn tokens from one forward pass over the whole sequence."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     logprobs = (policy(token_ids[None]).logits[0].float() / temperature).log_softmax(-1)
     return logprobs[:-1].gather(1, token_ids[1:, None])[:, 0].numpy()[rollout.loss_mask[1:]]
@@ -152,10 +152,10 @@ def forward_logprobs(policy: nn.Module, rollout: Rollout, temperature: float) ->
 
 @torch.no_grad()
 def mixed_logprobs(policies: Mapping[int, nn.Module], rollout: Rollout, temperature: float) -> NDArray[np.float32]:
-    """Log-probs of the drawn tokens, each of its own version, which finds in the KV cache what older ones computed."""
+    """Return the log-prob of each drawn token under its own version, on a KV cache that older versions have filled."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     drawn = rollout.policy_versions[rollout.loss_mask].tolist()
-    # A token is drawn from what its predecessor computes; the prompt is computed with the first one.
+    # A token is drawn from its predecessor's logits; the first token's version computes the prompt.
     computed_by = drawn[:1] * (len(token_ids) - len(drawn) - 1) + drawn
     cache, logits, start = DynamicCache(), [], 0
     for version, run in groupby(computed_by):
@@ -167,7 +167,7 @@ def mixed_logprobs(policies: Mapping[int, nn.Module], rollout: Rollout, temperat
 
 
 def largest_difference(policy: nn.Module, groups: Iterable[RolloutGroup], temperature: float) -> float:
-    """The largest difference between the engine's log-probs and those of a forward pass."""
+    """Return the largest difference between the engine's log-probs and those of a forward pass."""
     differences = [
         np.abs(forward_logprobs(policy, rollout, temperature) - rollout.logprobs[rollout.loss_mask]).max()
         for group in groups

@@ -1,4 +1,4 @@
-"""Tiny models of the families that people train, with random weights and the tests' tokenizer."""
+"""Tiny models of popular model families, with random weights and the tests' tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 WINDOW = 6
-"""Shorter than most rows of the tests."""
+"""The sliding window, which is shorter than most rows of the tests."""
 HYBRID = ["sliding_attention", "full_attention"]
 VISION = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
 EXPERTS = {"num_experts_per_tok": 2}
@@ -51,7 +51,7 @@ def _gemma_with_images(vocab_size: int) -> PreTrainedConfig:
 
 
 def _qwen35_with_images(vocab_size: int) -> PreTrainedConfig:
-    """In files of the class with images, of which the one for text alone is trained."""
+    """Return the config of the class with images; only its text model is trained."""
     linear = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
     text = SIZES | linear | {"vocab_size": vocab_size, "linear_num_value_heads": 4}
     vision = VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64}
@@ -60,7 +60,7 @@ def _qwen35_with_images(vocab_size: int) -> PreTrainedConfig:
 
 
 def _qwen_with_images(vocab_size: int) -> PreTrainedConfig:
-    """Of a class that transformers does not have for text alone."""
+    """Return the config of a class that has no text-only counterpart in transformers."""
     text = SIZES | {"vocab_size": vocab_size, "rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
     vision = VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
     return Qwen3VLConfig(text_config=text, vision_config=vision)
@@ -104,7 +104,7 @@ FAMILIES: dict[str, Callable[[int], PreTrainedConfig]] = {
 
 
 def make_family(name: str, folder: Path) -> Path:
-    """Writes the model, in float32, and its tokenizer."""
+    """Write the model, in float32, and its tokenizer."""
     set_seed(0)
     tokenizer = make_tokenizer()
     config = FAMILIES[name](len(tokenizer))

@@ -1,4 +1,4 @@
-"""EBFT's rewards and advantages as plain NumPy in float64, written with loops, for the tests of all folders."""
+"""EBFT's rewards and advantages in plain NumPy and float64, written with loops, for the tests of all folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def unit(vector: Array) -> Array:
 
 
 def whiten_reference(samples: Array, truth: Array, method: str) -> tuple[Array, Array]:
-    """By eigenvectors of the Gram matrices instead of an SVD."""
+    """Whiten with eigenvectors of the Gram matrices instead of an SVD."""
     count = len(samples)
     if method == "none":
         return np.stack([unit(x) for x in samples]), np.stack([unit(truth)] * count)
@@ -37,7 +37,7 @@ def score_reference(samples: Array, truth: Array, method: str) -> tuple[list[flo
 
 
 def baseline_reference(alignment: Array, products: Array, align_coef: float, diversity_coef: float) -> list[float]:
-    """a_j as the spec has it, with the mean over the pairs that do not contain j taken pair by pair."""
+    """Return the spec's advantages a_j, with the mean over the pairs without j computed pair by pair."""
     count = len(alignment)
     diversity = [sum(products[j, k] for k in range(count) if k != j) / (count - 1) for j in range(count)]
     advantages = []

@@ -1,4 +1,7 @@
-"""Twenty configs whose plans are kept as files: ``python tests/helpers/golden_plans.py`` writes them anew."""
+"""Twenty configs whose plans are stored as files.
+
+``python tests/helpers/golden_plans.py`` writes the files again.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ PLANS: dict[str, tuple[str, list[str]]] = {
     "ebft_strided": ("h100-80g", ["experiment=ebft_strided"]),
     "small_gpu": ("rtx3090-24g", ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B"]),
 }
-"""The device and the overrides of each."""
+"""The device and the overrides of each config."""
 
 
 def make_plan(name: str) -> dict[str, Any]:
-    """The plan as ``rlpipe plan --json`` prints it."""
+    """Return the plan as ``rlpipe plan --json`` prints it."""
     device, overrides = PLANS[name]
     plan: dict[str, Any] = json.loads(
         make_report(load_config(overrides, need_files=False), find_device(device)).to_json()

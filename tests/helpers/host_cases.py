@@ -1,4 +1,4 @@
-"""Three hosts of a Ray cluster on one machine: namespaces of networks and processes, with a cable each to a switch."""
+"""Three hosts of a Ray cluster on one machine: network and process namespaces, each with a cable to a switch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COMMANDS = ("ip", "unshare", "nsenter", "setpriv")
 RAY_FOLDER = Path("/tmp/ray")
 RUNNING = "Ray runtime started"
 START_S = 180.0
-"""Seconds that Ray may take to start on a host while other tests have the cores."""
+"""Seconds that Ray may take to start on a host while other tests use the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Namespaces of the network, of processes and of mounts; what runs there ends with their first process."""
+    """A host made of network, PID and mount namespaces; its processes end with their init process."""
 
     name: str
     namespace: str
@@ -38,16 +38,16 @@ class Host:
     address: str
     environment: Mapping[str, str]
     folder: Path
-    """What is ``/tmp/ray`` there; Ray's output is in its ``ray.log``."""
+    """The folder mounted as ``/tmp/ray`` on the host, with Ray's output in ``ray.log``."""
     inits: list[subprocess.Popen[str]] = field(default_factory=list)
-    """The process outside that waits for the first one inside; the last entry counts."""
+    """The outside processes that wait for the host's init; only the last one is current."""
 
     def boot(self) -> None:
-        """Begins anew, with an init that only waits, and reaps what others leave."""
+        """Start a new init process, which only waits and reaps orphans."""
         setup = f'mount --bind "$0" {RAY_FOLDER} && echo ready && while :; do sleep 1; done'
         command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup, str(self.folder)]
         init = subprocess.Popen(
-            # The host ends with the tests, also where these are killed.
+            # The host ends with the tests, even if they are killed.
             ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self.namespace, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,19 +59,19 @@ class Host:
             raise OSError(f"a namespace of processes can't be made: {line.strip()}")
 
     def start(self, *command: str, log: Path) -> subprocess.Popen[bytes]:
-        """Runs a command there, which writes to ``log``."""
+        """Run a command on the host, with its output in ``log``."""
         (first,) = psutil.Process(self.inits[-1].pid).children()
         enter = ["nsenter", f"--target={first.pid}", "--net", "--pid", "--mount", f"--wd={os.getcwd()}", "--"]
         with log.open("w") as file:
             return subprocess.Popen([*enter, *command], env=dict(self.environment), stdout=file, stderr=file)
 
     def pids(self, title: str) -> list[int]:
-        """Its processes whose command line begins so, by their numbers outside."""
+        """Return the outside PIDs of the host's processes whose command line begins with ``title``."""
         listed = run_ip("netns", "pids", self.namespace).split()
         return [pid for pid in map(int, listed) if command_line(pid).startswith(title)]
 
     def kill(self) -> None:
-        """The host is gone, with all its processes at once."""
+        """Kill all of the host's processes at once."""
         init = self.inits[-1]
         with suppress(psutil.Error):
             for first in psutil.Process(init.pid).children():
@@ -79,7 +79,7 @@ class Host:
         init.wait(30)
 
     def pull_cable(self) -> None:
-        """Nothing that it sends arrives any more, and nothing reaches it; to the others it looks as if it were off."""
+        """Cut the host off from the network in both directions, so that it looks powered off to the others."""
         run_ip("-n", self.switch, "link", "set", self.port, "down")
 
     def plug_in(self) -> None:
@@ -88,7 +88,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """A cluster of three; the first one is Ray's head."""
+    """A cluster of three hosts, the first of which is Ray's head."""
 
     head: Host
     second: Host
@@ -104,7 +104,7 @@ class Hosts:
         return f"{self.head.address}:6379"
 
     def start_ray(self, resources: str) -> None:
-        """Boots all hosts, and starts Ray on each with those custom resources, as JSON."""
+        """Boot all hosts, and start Ray on each with the custom ``resources``, given as JSON."""
         for host in self.all:
             host.boot()
             role = ["--head"] if host is self.head else [f"--address={self.ray_address}"]
@@ -116,7 +116,7 @@ class Hosts:
             wait_until(lambda log=log: RUNNING in log.read_text(), process, log, START_S)
 
     def end(self) -> None:
-        """Kills all that runs on the hosts, so that Ray may be started again."""
+        """Kill everything that runs on the hosts, so that Ray can be started again."""
         for host in self.all:
             if host.inits:
                 host.kill()
@@ -126,7 +126,10 @@ class Hosts:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> float:
-    """Seconds until the condition holds, while a process runs whose output is in ``log``."""
+    """Wait until the condition holds, and return the seconds that it took.
+
+    Fail if ``process``, whose output is in ``log``, ends before.
+    """
     started = time.monotonic()
     while not condition():
         assert process.poll() is None, f"the process ended with code {process.returncode}: {log.read_text()}"
@@ -142,13 +145,13 @@ def command_line(pid: int) -> str:
 
 
 def run_ip(*arguments: str) -> str:
-    """What ``ip`` answers; raises ``OSError`` or ``CalledProcessError`` where it can't."""
+    """Return the output of ``ip``; raise ``OSError`` or ``CalledProcessError`` if it fails."""
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
     return done.stdout
 
 
 def why_not() -> str:
-    """Why no hosts can be made here, or nothing."""
+    """Return the reason why no hosts can be made here, or an empty string."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if missing := [command for command in COMMANDS if shutil.which(command) is None]:
@@ -160,9 +163,9 @@ def why_not() -> str:
 
 @contextmanager
 def three_hosts() -> Iterator[Hosts]:
-    """Hosts without Ray; whatever happens, their processes and networks end with the context.
+    """Yield hosts without Ray, and remove their processes and networks on exit.
 
-    Skips the test, and says why, where namespaces can't be made.
+    Skip the test, with the reason, if namespaces can't be made.
     """
     if reason := why_not():
         pytest.skip(f"no hosts in network namespaces: {reason}")
@@ -170,7 +173,7 @@ def three_hosts() -> Iterator[Hosts]:
     prefix, token = f"rlpipe-{os.getpid()}", secrets.token_hex(32)
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS",)}
     environment |= {"PATH": f"{SCRIPTS}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    environment["GLOO_SOCKET_IFNAME"] = "eth0"  # gloo would take the address of the machine's name, which they share
+    environment["GLOO_SOCKET_IFNAME"] = "eth0"  # by default gloo uses the hostname's address, which all hosts share
     with ExitStack() as stack:
         try:
             switch = stack.enter_context(namespace(f"{prefix}-switch"))
@@ -199,7 +202,7 @@ def namespace(name: str) -> Iterator[str]:
 
 @contextmanager
 def connected_host(name: str, number: int, prefix: str, switch: str, environment: Mapping[str, str]) -> Iterator[Host]:
-    """A namespace whose only network is a cable to the switch."""
+    """Yield a namespace whose only network is a cable to the switch."""
     port, address = f"port{number}", f"10.77.0.{number}"
     with (
         namespace(f"{prefix}-{name}") as own,
@@ -210,7 +213,7 @@ def connected_host(name: str, number: int, prefix: str, switch: str, environment
         run_ip("-n", switch, "link", "set", port, "up")
         run_ip("-n", own, "address", "add", f"{address}/24", "dev", "eth0")
         run_ip("-n", own, "link", "set", "eth0", "up")
-        run_ip("-n", own, "route", "add", "default", "dev", "eth0")  # by which Ray finds the host's address
+        run_ip("-n", own, "route", "add", "default", "dev", "eth0")  # Ray finds the host's address with it
         yield Host(
             name=name,
             namespace=own,

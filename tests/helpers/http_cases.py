@@ -1,4 +1,4 @@
-"""A local HTTP server that answers as it is told to, and misbehaves on purpose."""
+"""A local HTTP server with scripted answers, including deliberate failures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 @dataclass(kw_only=True)
 class Reply:
     body: Any = None
-    """Sent as JSON, or as it is if it is bytes."""
+    """The response body, sent unchanged if it is bytes and as JSON otherwise."""
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     hang_up: bool = False
-    """Closes the connection instead of answering."""
+    """Whether to close the connection instead of answering."""
 
 
 class Server:
-    """What a running server was asked, and how it answers."""
+    """The requests that a running server received, and the function that answers them."""
 
     def __init__(self, answer: Callable[[str, Any], Reply]) -> None:
         self._answer = answer
@@ -50,7 +50,7 @@ class Server:
 
 @contextmanager
 def serving(answer: Callable[[str, Any], Reply]) -> Iterator[Server]:
-    """Serves on a loopback port; ``answer`` is called with path and body of one request after the other."""
+    """Serve on a loopback port; ``answer`` is called with the path and body of each request."""
     server = Server(answer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ def serving(answer: Callable[[str, Any], Reply]) -> Iterator[Server]:
                 self.close_connection = True  # the client did not wait
 
         def log_message(self, *args: Any) -> None:
-            """Nothing is printed."""
+            """Print nothing."""
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
@@ -89,6 +89,6 @@ def serving(answer: Callable[[str, Any], Reply]) -> Iterator[Server]:
 
 
 def in_turn(*replies: Reply) -> Callable[[str, Any], Reply]:
-    """Each reply once, the last one from then on."""
+    """Return each reply once, and then the last one for all further requests."""
     left = list(replies)
     return lambda path, body: left.pop(0) if len(left) > 1 else left[0]

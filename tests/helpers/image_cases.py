@@ -1,6 +1,6 @@
 """Tiny models of the families that take images, with their real processors, and rows for them.
 
-Processors of Pixtral, Gemma 4 and Llama 4 need torchvision; stand-ins make what these would of the first two.
+The processors of Pixtral, Gemma 4 and Llama 4 need torchvision; the first two have stand-ins that do without it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 
 @dataclass(kw_only=True, frozen=True)
 class ImageFamily:
     chat: str
-    """Of ``chat_families``, whose tokenizer and template it has."""
+    """The entry of ``chat_families`` that provides the tokenizer and the template."""
     make_config: Callable[[PreTrainedTokenizerFast], PreTrainedConfig]
     make_processor: Callable[[PreTrainedTokenizerFast], Any]
     extra_tokens: tuple[str, ...] = ()
     named: dict[str, str] = field(default_factory=dict)
-    """Tokens by the names under which the tokenizer has them."""
+    """Tokens by their attribute names in the tokenizer."""
     placeholder: str | None = None
-    """What the template writes for an image, if it is not what the chat family's does."""
+    """The template's text for an image, if it differs from the chat family's."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         family = FAMILIES[self.chat]
@@ -60,13 +60,13 @@ class ImageFamily:
         return tokenizer
 
     def write(self, folder: Path) -> Path:
-        """A model with random weights, and its processor."""
+        """Write a model with random weights, and its processor."""
         tokenizer = self.tokenizer()
         config = self.make_config(tokenizer)
         set_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():  # so that images matter, also where gates begin at 0
+            for parameter in model.parameters():  # so that images have an effect even if gates start at 0
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         model.save_pretrained(folder)
         self.make_processor(tokenizer).save_pretrained(folder)
@@ -80,7 +80,7 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Without images, with one, with several in several turns, and with one behind the last answer."""
+    """Return rows without images, with one, with several in several turns, and with one after the last answer."""
     look = {"type": "image"}
     return [
         {"messages": turns("the cat", "sat")},
@@ -122,7 +122,7 @@ def turns(*contents: Any) -> list[dict[str, Any]]:
 
 
 def _qwen(name: str, vision: dict[str, Any], text: dict[str, Any] | None = None) -> ImageFamily:
-    """Qwen2-VL and those after it."""
+    """Return the family of Qwen2-VL or one of its successors."""
 
     def make_config(tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
         find = tokenizer.convert_tokens_to_ids
@@ -270,7 +270,10 @@ IMAGE_FAMILIES = {
 
 
 def rows_with_files(folder: Path, *, as_prompts: bool = False) -> list[dict[str, Any]]:
-    """``rows`` as JSON, or what stands before their last answer; the first image of each is a file of ``folder``."""
+    """Return ``rows`` in JSON-compatible form, with the first image of each as a file in ``folder``.
+
+    ``as_prompts`` returns prompts instead: the messages before the last answer.
+    """
     found = []
     for number, row in enumerate(rows()):
         own: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A reward that does to its process whatever the row's column ``how`` says."""
+"""A reward that does to its process what the row's column ``how`` names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with socket.socket() as client:
 
 
 def behave(completions: list[Any], how: list[str], argument: list[Any], **columns: Any) -> Any:
-    """1 for every completion, unless ``how`` names a function of this file, whose answer counts."""
+    """Return 1 for every completion, or the result of the function of this file that ``how`` names."""
     if how[0] != "well":
         return globals()[how[0]](argument[0], len(completions))
     return [1.0] * len(completions)
@@ -74,7 +74,7 @@ def hoard(argument: Any, size: int) -> None:
 
 
 def share_memory(argument: Any, size: int) -> None:
-    """Memory that is no process's own."""
+    """Fill shared memory, which is charged to no single process."""
     shared = mmap.mmap(-1, MANY_BYTES)
     for start in range(0, MANY_BYTES, mmap.PAGESIZE):
         shared[start] = 1
@@ -85,7 +85,7 @@ def nothing_to_show(argument: Any, size: int) -> Any:
 
 
 def use_alarm(argument: Any, size: int) -> list[float]:
-    """Interrupts itself, as math-verify does."""
+    """Interrupt its own sleep with an alarm, as math-verify does."""
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
@@ -103,14 +103,17 @@ def leave_alarm(argument: Any, size: int) -> list[float]:
 
 
 def look_around(argument: Any, size: int) -> list[float]:
-    """Waits for what others left behind."""
+    """Wait for leftovers of other calls, and return 1 if alarm handler and working directory are untouched."""
     time.sleep(0.5)
     same = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and os.getcwd() != "/"
     return [float(same)] * size
 
 
 def start_children(folder: str, size: int) -> None:
-    """In and out of the process's session, with exec and without, each with a child of its own where it can."""
+    """Start children by fork and by exec, in and out of the process's session.
+
+    Programs started by exec have a child of their own.
+    """
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=time.sleep, args=(3600,), daemon=True)
     child.start()
@@ -140,7 +143,7 @@ def start_children_and_fail(folder: str, size: int) -> None:
 
 
 def start_daemon(folder: str, size: int) -> list[float]:
-    """A process that has left its parent, session and group."""
+    """Start a process that leaves its parent, session and group."""
     daemon = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
     note = f"open({folder + '/pids'!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
     subprocess.run([sys.executable, "-c", daemon + note], check=True)
@@ -161,14 +164,14 @@ def reach(port: int, size: int) -> list[float]:
 
 
 def reach_by_program(port: int, size: int) -> list[float]:
-    """From a program that a program starts."""
+    """Try to connect from a program that another program starts."""
     inner = [sys.executable, "-c", REACH, str(port)]
     outer = f"import subprocess; raise SystemExit(subprocess.run({inner!r}, stderr=subprocess.DEVNULL).returncode)"
     return [float(subprocess.run([sys.executable, "-c", outer]).returncode == 0)] * size
 
 
 def try_families(argument: Any, size: int) -> list[float]:
-    """The number of address families, other than AF_UNIX, that a socket can be made of."""
+    """Return the number of address families, other than AF_UNIX, for which a socket can be created."""
     made = 0
     for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET, socket.AF_VSOCK):
         with suppress(PermissionError):
@@ -207,7 +210,7 @@ def kill_own_group(argument: Any, size: int) -> None:
 
 
 def end_own_child(argument: Any, size: int) -> list[float]:
-    """As code that runs programs with a timeout does."""
+    """Kill the process group of a child, as code that runs programs with a timeout does."""
     child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     os.killpg(os.getpgid(child.pid), signal.SIGKILL)
     return [float(child.wait() == -signal.SIGKILL)] * size

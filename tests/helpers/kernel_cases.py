@@ -1,4 +1,4 @@
-"""Inputs of the log-prob kernels, and what they are compared with: plain autograd in float64.
+"""Inputs of the log-prob kernels, and plain autograd in float64 as their reference.
 
 Shapes: T tokens, H hidden size, V vocabulary, r rank of a LoRA.
 """
@@ -17,7 +17,7 @@ from rlpipe.kernels import softmax
 from rlpipe.kernels.primitives import IGNORED
 
 INTERPRETED = pytest.mark.skipif(
-    # Triton's own functions are made when it is loaded, ours when they are.
+    # Triton's own functions are created when Triton is imported, and ours when our modules are.
     {type(function).__name__ for function in (tl.max, softmax._stats_kernel)} != {"InterpretedFunction"},
     reason="Triton was loaded before tests/unit chose its interpreter: run that folder by itself",
 )
@@ -29,7 +29,7 @@ EVERY = pytest.mark.parametrize(
         *[pytest.param(True, dtype, marks=INTERPRETED) for dtype in (torch.float32, torch.float16)],
     ],
 )
-"""Implementations; Triton's interpreter is wrong in bfloat16."""
+"""All implementations with their dtypes, without bfloat16 for Triton, whose interpreter computes it wrongly."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -58,7 +58,7 @@ def expect_from_logits(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies ``[...]`` of ``[..., V]``, as one writes them down."""
+    """Return the log-probs and entropies ``[...]`` of logits ``[..., V]``, in their textbook form."""
     z = logits.double() * scale
     z = z if softcap is None else softcap * (z / softcap).tanh()
     z = z / (temperature.double()[..., None] if isinstance(temperature, Tensor) else temperature)
@@ -70,7 +70,7 @@ def expect_from_logits(
 
 @dataclass(kw_only=True, slots=True)
 class HeadInputs:
-    """Leaves, all of which require gradients but the targets."""
+    """Leaf tensors; all except the targets require gradients."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H]
@@ -95,7 +95,7 @@ class HeadInputs:
         return self
 
     def to(self, target: Any) -> HeadInputs:
-        """Copies in another type, or on another device."""
+        """Return copies in another dtype or on another device."""
 
         def copy(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.detach().to(target).requires_grad_(tensor.requires_grad)
@@ -105,7 +105,7 @@ class HeadInputs:
         return HeadInputs(**moved, targets=targets)
 
     def expect(self, **change: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies ``[T]`` from all logits."""
+        """Return the log-probs and entropies ``[T]``, computed from all logits at once."""
         wide = {name: tensor.double() for name, tensor in self.tensors.items()}
         logits = wide["hidden"] @ wide["weight"].T
         if "up" in wide:
@@ -126,7 +126,7 @@ def make_head_inputs(
     dtype: torch.dtype = torch.float64,
     spread: float = 1.0,
 ) -> HeadInputs:
-    """Logits have a standard deviation of about ``spread`` for every root of a hidden size."""
+    """Make inputs whose logits have a standard deviation of about ``spread`` times the root of the hidden size."""
     leaves = {
         "hidden": randn(num_tokens, hidden_size, seed=0, dtype=dtype) * spread,
         "weight": randn(vocabulary, hidden_size, seed=1, dtype=dtype),
@@ -141,14 +141,14 @@ def make_head_inputs(
 
 
 def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-    """A weighted sum of the results, so that every entry has a gradient of its own."""
+    """Return a weighted sum of the results, which gives every entry a different gradient."""
     weights = randn(2, logprobs.numel(), seed=6).to(logprobs.device)
     total = (logprobs.double().flatten() * weights[0]).sum()
     return total if entropy is None else total + (entropy.double().flatten() * weights[1]).sum()
 
 
 def assert_near(actual: Any, expected: Any, tolerance: float) -> None:
-    """Entry by entry, of any types, as a share of the largest of each tensor's entries, or of 1 if they are smaller."""
+    """Check that tensors of any dtypes agree, relative to each tensor's largest entry, or to 1 if that is smaller."""
     for got, want in zip(actual, expected, strict=True):
         assert got.shape == want.shape
         bound = tolerance * max(1.0, float(want.detach().abs().max()) if want.numel() else 0.0)

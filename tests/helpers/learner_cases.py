@@ -19,7 +19,7 @@ from rlpipe.types import NO_VERSION, Rollout, TrainBatch
 
 
 def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) -> list[Rollout]:
-    """Groups with a shared prompt; every third rollout has an unmasked gap, as after a tool's answer."""
+    """Return groups with a shared prompt; every third rollout has an untrained gap, as tool results leave."""
     rng = np.random.default_rng(seed)
     rollouts = []
     for group_id in range(num_groups):
@@ -46,7 +46,7 @@ def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) ->
 
 
 def make_document(group_id: int, token_ids: np.ndarray, *, prompt: int = 1) -> Rollout:
-    """A row that no policy drew, of which all tokens behind the first ``prompt`` count."""
+    """Return a row that no policy drew, in which all tokens after the first ``prompt`` are trained."""
     mask = np.arange(len(token_ids)) >= prompt
     return Rollout(
         group_id=group_id,
@@ -69,7 +69,7 @@ def make_batches(
     algorithm: AlgorithmConfig | None = None,
     seed: int = 0,
 ) -> list[TrainBatch]:
-    """One batch a rank; other rollouts for every step."""
+    """Return one batch per rank; every step has different rollouts."""
     algorithm = algorithm or AlgorithmConfig()
     return pack_step(
         make_rollouts(seed=1000 * seed + step),
@@ -107,7 +107,7 @@ def make_learner(
 
 
 def train_steps(learner: Learner, first: int, last: int, *, max_tokens: int = 4096) -> list[dict[str, float]]:
-    """This rank's part of the steps from ``first`` to before ``last``."""
+    """Run this rank's part of the steps from ``first`` up to, but not including, ``last``."""
     sharding = learner.policy.sharding
     batches = [
         make_batches(step=step, num_ranks=sharding.num_ranks, max_tokens=max_tokens)[sharding.rank]
@@ -117,7 +117,7 @@ def train_steps(learner: Learner, first: int, last: int, *, max_tokens: int = 40
 
 
 def parameters_of(learner: Learner) -> dict[str, torch.Tensor]:
-    """Copies of the whole trained parameters, alike on every rank."""
+    """Return copies of the full trained parameters, which are equal on every rank."""
     full = learner.policy.sharding.full
     return {name: full(tensor).detach().clone() for name, tensor in learner.policy.trainable_parameters().items()}
 

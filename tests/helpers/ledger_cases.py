@@ -1,4 +1,4 @@
-"""Runs without engines and learner: what a controller and a learner would have written into the ledger."""
+"""Runs without engines and learner: the ledger entries that a controller and a learner would have written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLAY = ReplayConfig(max_staleness=1, refill_attempts=1, reuse_groups=2, reroll
 
 
 def config_tree(model: str = "org/policy", num_steps: int = 6) -> dict[str, Any]:
-    """What the checks and the tokenizer need of a resolved config."""
+    """Return the part of a resolved config that the checks and the tokenizer need."""
     return {
         "name": "run",
         "seed": 0,
@@ -39,8 +39,8 @@ def config_tree(model: str = "org/policy", num_steps: int = 6) -> dict[str, Any]
 class Run:
     """A run of ``num_steps`` steps of two groups, over rows of which one in seven can't be used.
 
-    Of eleven groups one fails; of seven, one earns everything and one nothing, so that they are replaced once, stand
-    beside groups of earlier steps, or come back.
+    One group in eleven fails. Of every seven, all completions of one have reward 1 and all of another reward 0, so that
+    these are replaced once, combined with groups of earlier steps, or re-rolled.
     """
 
     def __init__(self, folder: Path, *, num_steps: int = 6, model: str = "org/policy") -> None:
@@ -61,7 +61,7 @@ class Run:
         return open_store(self._folder, num_steps=self._num_steps, keep_steps=2, replay=REPLAY)
 
     def crash(self) -> None:
-        """The replay actor dies, and reads the ledger."""
+        """Let the replay actor die, and another one read the ledger."""
         self.ledger.close()
         self.store = self._open()
         self.ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
@@ -95,7 +95,7 @@ class Run:
         )
 
     def bring(self, entry: GroupTicket) -> Outcome:
-        """Generates and scores a group."""
+        """Generate and score a group."""
         made = group(entry.group_id, [1.0, 0.0], version=entry.version, scored=False)
         made.engine, made.generate_s = "rollout-0", 0.25
         if entry.group_id % 11 == 10:
@@ -110,7 +110,7 @@ class Run:
         return outcome
 
     def fill(self, step: int) -> None:
-        """Brings groups until the step can be taken, and admits one more, unless the step was taken before."""
+        """Complete groups until the step can be taken, and admit one more; do nothing if the step was taken before."""
         if self.ledger.groups_of(step) is not None:
             return
         while self.store.batches(step) is None:

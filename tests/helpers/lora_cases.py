@@ -1,6 +1,6 @@
-"""Inputs of the LoRA linear, and what it is compared with: plain autograd in float64.
+"""Inputs of the LoRA linear, and plain autograd in float64 as its reference.
 
-Shapes: I inputs, O outputs, r rank; ``shape`` is that of x without its channels.
+Shapes: I inputs, O outputs, r rank; ``shape`` is the shape of x without its channels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LoraInputs:
         return y if self.bias is None else y + self.bias.double()
 
     def both(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The result and the gradients of a weighted sum of it, as ``lora_linear`` and float64 have them."""
+        """Return the output and the gradients of a weighted sum of it, by ``lora_linear`` and in float64."""
         found = []
         for y in (self.run(), self.expect()):
             weights = randn(*y.shape, seed=9).to(y.device, y.dtype)
@@ -57,7 +57,10 @@ def make_lora_inputs(
     adapter_dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> LoraInputs:
-    """All but the weight require gradients; entries of the result are about 1, and those of the adapter's share."""
+    """Make inputs that all require gradients, except the weight.
+
+    Entries of the result are about 1, and so are those of the adapter's share.
+    """
     wide = adapter_dtype or dtype
     leaves = {
         "x": randn(*shape, inputs, seed=0, dtype=dtype),

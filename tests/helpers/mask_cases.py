@@ -1,4 +1,4 @@
-"""Conversations, and what of them should count in the loss."""
+"""Conversations, with the parts that the loss covers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ def template_of(family: Family, jinja: str | None = None) -> ChatTemplate:
 
 
 def turns(*contents: Any, system: str | None = None) -> ChatMessages:
-    """Of user and assistant in turn."""
+    """Return messages that alternate between user and assistant."""
     roles = ["user", "assistant"] * len(contents)
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
-    """``«what counts»`` and what does not, in order."""
+    """Split a text into its pieces, and whether each is marked as ``«trained»``."""
     return [(piece, bool(index % 2)) for index, piece in enumerate(re.split("[«»]", text))]
 
 
 def assert_marks(tokenizer: PreTrainedTokenizerBase, messages: ChatMessages, expected: str, **options: Any) -> None:
-    """``expected`` is the rendered text with ``«...»`` around what counts, which are tokens of their own."""
+    """Check the rendered text and its mask against ``expected``, which marks what is trained with ``«...»``.
+
+    Each piece of ``expected`` is tokenized separately.
+    """
     data = DataConfig(source="jsonl", **options)
     encoded, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(messages)
     token_ids = encoded.token_ids
@@ -79,4 +82,4 @@ TWO_TURNS = {
 }
 TWO_TURNS["qwen2_vl"] = TWO_TURNS["chatml"]
 TWO_TURNS["qwen3"] = TWO_TURNS["chatml"].replace("«a  mat", "«<think>\n\n</think>\n\na  mat")
-"""What counts of two rounds with a system message."""
+"""The expected marks, by family, of two rounds with a system message."""

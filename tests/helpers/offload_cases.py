@@ -1,4 +1,4 @@
-"""Tiny models, and training them plainly and offloaded, for the tests of chunked offload."""
+"""Tiny models, and plain and offloaded training of them, for the tests of chunked offload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rlpipe.offload.runtime.runtime import OffloadedModel
 from rlpipe.offload.units import find_units
 
 Loss = Callable[[nn.Module, int], Tensor]
-"""Of a model and the number of a micro batch."""
+"""A function that returns the loss of a model on the micro batch with the given number."""
 CPU = torch.device("cpu")
 RATES = Rates(
     host_to_device=5e10,
@@ -74,7 +74,7 @@ def token_loss(model: nn.Module, number: int) -> Tensor:
 
 
 def modes_for(model: nn.Module, *cycle: Mode) -> list[Mode]:
-    """The modes in turn for the model's blocks."""
+    """Return the given modes in turn for the model's blocks."""
     modes, count = [], 0
     for unit in find_units(model):
         modes.append(cycle[count % len(cycle)] if unit.is_block else Mode.KEEP)
@@ -91,7 +91,7 @@ def train_plainly(
     num_micro_batches: int,
     max_norm: float,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, norms, and trained parameters."""
+    """Train plainly, and return the losses, gradient norms, and trained parameters."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = make_optimizer(trained.values(), config)
     losses, norms = [], []
@@ -116,7 +116,7 @@ def train_offloaded(
     max_norm: float,
     optimizer: OffloadedAdamW | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """As ``train_plainly``; of several ranks, each takes every so many-th micro batch."""
+    """Train as ``train_plainly`` does; ranks take the micro batches in turn."""
     model, ranks = offloaded.model, offloaded.ranks
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = optimizer or OffloadedAdamW(offloaded, config)
@@ -135,7 +135,7 @@ def arrange_all(model: nn.Module, *cycle: Mode, num_persistent: int = 0, num_slo
 
 
 def with_lora(model: nn.Module, *, second: bool = False, **options: Any) -> nn.Module:
-    """With an adapter that is not at 0; ``second`` adds one that is not used."""
+    """Add an adapter with nonzero B; ``second`` adds another one that is not used."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **options)
     adapted = get_peft_model(model, config)
@@ -149,21 +149,21 @@ def with_lora(model: nn.Module, *, second: bool = False, **options: Any) -> nn.M
 
 
 def fused(adapted: nn.Module) -> nn.Module:
-    """As the learner runs its adapter."""
+    """Fuse the adapter as the learner does."""
     fuse_lora(adapted)
     assert any(isinstance(module, FusedLora) for module in adapted.modules())
     return adapted
 
 
 def make_nf4() -> nn.Module:
-    """As QLoRA loads it; wide enough for bitsandbytes on a CPU."""
+    """Return a model as QLoRA loads it, wide enough for bitsandbytes on a CPU."""
     return in_nf4(make_qwen(), dtype=torch.float32)
 
 
 def in_nf4(model: PreTrainedModel, *, dtype: torch.dtype) -> nn.Module:
-    """The model as QLoRA loads it, with linear layers in NF4, and all else in ``dtype``."""
+    """Return the model as QLoRA loads it, with linear layers in NF4, and everything else in ``dtype``."""
     with TemporaryDirectory() as folder:
-        # Of ranks, transformers' own way to save would have the first alone write.
+        # With several ranks, transformers' ``save_pretrained`` would write on the first one only.
         model.config.save_pretrained(folder)
         save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
         quantised = type(model).from_pretrained(
@@ -247,7 +247,7 @@ def make_image_text() -> nn.Module:
 
 
 def image_text_loss(model: nn.Module, number: int) -> Tensor:
-    """An image of 4 x 4 patches, which are 4 tokens, between words."""
+    """Return the loss on an image of 4 x 4 patches, which are 4 tokens, between words."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(2, 80, (1, 12), generator=generator)
     tokens[0, 2], tokens[0, 3:7], tokens[0, 7] = 92, 90, 93
@@ -265,7 +265,7 @@ def image_text_loss(model: nn.Module, number: int) -> Tensor:
 
 
 class NarrowLane(InlineStream):
-    """Runs out of memory at its first works, at their end: as a gather does, which comes after the copy."""
+    """A lane that runs out of memory at the end of its first works, as in a gather, which follows the copy."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
@@ -290,7 +290,7 @@ class LateEvent:
 
 
 class LateLane:
-    """Does nothing until somebody waits for it: what is used without waiting is wrong."""
+    """A lane that does nothing until it is waited for, so that results used without waiting are wrong."""
 
     def __init__(self) -> None:
         self._waiting: list[Work] = []
@@ -323,7 +323,7 @@ class LateFuture(Future[Any]):
 
 
 class LateWorker(Executor):
-    """Does nothing until somebody wants a result, and then all that was asked for before it."""
+    """A worker that does nothing until a result is wanted, and then all work up to it."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[LateFuture, Callable[[], Any]]] = []
@@ -347,7 +347,7 @@ class LateWorker(Executor):
 
 
 class EagerWorker(LateWorker):
-    """Does everything at once."""
+    """A worker that does everything at once."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = super().submit(function, *args, **kwargs)
@@ -356,7 +356,7 @@ class EagerWorker(LateWorker):
 
 
 class HostWorker(Executor):
-    """Works at once, as fake tensors belong to one thread; ``live`` is what its work has made, in bytes."""
+    """A worker that works at once, because fake tensors belong to one thread; ``live`` counts the bytes of its work."""
 
     def __init__(self) -> None:
         self._tracker: TensorTracker | None = None

@@ -1,4 +1,4 @@
-"""GRPO in plain PyTorch, as one would write it in an afternoon: what every strategy of the learner is compared with."""
+"""A simple GRPO implementation in plain PyTorch, the reference for every strategy of the learner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_plain(path: Path, adapter: AdapterConfig) -> nn.Module:
 
 
 def rollout_loss(model: nn.Module, rollout: Rollout, entropy_coef: float = 0.0) -> Tensor:
-    """The sum over the tokens of one rollout, run alone; less that of their entropies, weighed."""
+    """Return the loss of one rollout run alone, summed over its tokens, less their weighted entropies."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     mask = torch.from_numpy(rollout.loss_mask)[1:]
     logits = model(token_ids[None]).logits[0, :-1] / TEMPERATURE
@@ -53,7 +53,7 @@ def train_plain(
     max_norm: float,
     entropy_coef: float = 0.0,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The losses, the gradients' norms, and the trained parameters."""
+    """Train, and return the losses, the gradient norms, and the trained parameters."""
     model = load_plain(path, adapter)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=learning_rate, weight_decay=0.0)

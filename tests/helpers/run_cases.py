@@ -1,4 +1,4 @@
-"""Small configs for whole runs, and what such runs leave behind."""
+"""Small configs for whole runs, and readers of their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.configs.schema.root_config import Config
 
 REWARDS_FILE = Path(__file__).with_name("reward_cases.py")
 HOLDS_LOGP_TO = 1e-4
-"""How far the log-probs of engine and learner may differ in fp32."""
+"""The largest allowed difference between the log-probs of engine and learner in fp32."""
 SIX_STEPS = (
     "algorithm.num_steps=6",
     "checkpoint.every_steps=2",
@@ -25,7 +25,7 @@ SIX_STEPS = (
 
 
 def run_options(policy: Path, prompts: Path, output: Path, *overrides: str) -> list[str]:
-    """Three steps of four groups of four short completions, LoRA, one thread each."""
+    """Return the options of three steps of four groups of four short completions, with LoRA and one thread each."""
     return [
         f"model.path={policy}",
         "model.dtype=float32",
@@ -52,7 +52,7 @@ def run_options(policy: Path, prompts: Path, output: Path, *overrides: str) -> l
 
 
 def supervised_options(policy: Path, rows: Path, output: Path, *overrides: str) -> list[str]:
-    """Sixty short steps of supervised fine-tuning on ``rows``, which it makes."""
+    """Write ``rows``, and return the options of sixty short steps of supervised fine-tuning on them."""
     pairs = ((f"{number}+1=", str(number + 1)) for number in range(40))
     rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))
     return [
@@ -81,7 +81,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def trained_steps(output: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` that report a trained step, without those of evaluations."""
+    """Return the lines of ``metrics.jsonl`` that report a trained step, without evaluations."""
     return [row for row in read_jsonl(output / "metrics.jsonl") if "loss" in row]
 
 

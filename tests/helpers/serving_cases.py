@@ -1,4 +1,4 @@
-"""What engines serve of a policy in training, compared with the policy itself."""
+"""A comparison of the policies that engines serve with the policy in training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def publish_policy(policy: Policy, version: int) -> Published:
 
 
 def largest_gap(policy: Policy, groups: Sequence[RolloutGroup]) -> float:
-    """The largest difference between the log-probs of an engine and those of the policy, at temperature 1."""
+    """Return the largest difference between the log-probs of an engine and those of the policy, at temperature 1."""
     rollouts = [
         replace(rollout, advantages=np.ones(len(rollout.token_ids), np.float32))
         for group in groups

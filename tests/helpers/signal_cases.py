@@ -1,4 +1,4 @@
-"""Signals to the processes of a run while it runs, and what its accounts say after that."""
+"""Signals to the processes of a running run, and checks of the run's accounts afterwards."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def steps_done(output: Path) -> int:
 def signals(
     output: Path, plan: Mapping[int, str], number: signal.Signals, also: Callable[[], bool] = lambda: True
 ) -> Iterator[list[str]]:
-    """Sends the signal to one process of a kind as soon as so many steps are done, such a process is there, and
-    ``also`` holds; yields the kinds that got theirs."""
+    """Send the signal to one process of each kind in ``plan``, and yield the kinds that have received it.
+
+    A signal is sent once the given number of steps is done, a process of the kind runs, and ``also`` holds.
+    """
     earlier = {pid for kind in plan.values() for pid in find_processes(kind)}
     hit: list[str] = []
     frozen: list[int] = []

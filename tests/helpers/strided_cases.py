@@ -1,4 +1,4 @@
-"""Rows of EBFT's strided pass, small and of all kinds."""
+"""Small rows of EBFT's strided pass, of all kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of both weights actors share: a play with an actor whose engines are fakes."""
+"""Helpers for the tests of both weights actors, with fake engines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Engine = TypeVar("Engine")
 
 
 def place_engines(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> dict[str, Engine]:
-    """Two engines, that Ray knows by their names."""
+    """Make two engines, and let ``ray.get_actor`` find them by name."""
     found = {name: make() for name in ("a", "b")}
     monkeypatch.setattr(ray, "get_actor", found.__getitem__)
     return found
 
 
 def next_answer(answers: list[str | Exception], otherwise: str) -> str:
-    """The first that is left, raised if it is an error."""
+    """Return the next answer, or ``otherwise`` if none is left; raise it if it is an exception."""
     answer = answers.pop(0) if answers else otherwise
     if isinstance(answer, Exception):
         raise answer
@@ -31,7 +31,7 @@ def next_answer(answers: list[str | Exception], otherwise: str) -> str:
 
 
 def play(make: Callable[[], Actor], act: Callable[[Actor], Coroutine[Any, Any, Any]]) -> Any:
-    """What ``act`` does with an actor that is followed."""
+    """Return the result of ``act`` on an actor that has been asked for its served version once."""
 
     async def run() -> Any:
         async with asyncio.timeout(5):

@@ -1,4 +1,4 @@
-"""What the runs of the integration tests share: one local Ray, one tiny policy, a file of prompts."""
+"""Fixtures for the runs of the integration tests: a local Ray, a tiny policy, and a file of prompts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ FIRST_FILES = (
     "test_faults.py",
     "test_learner_group.py",
 )
-"""Those that take longest, so that none of them is left to run alone at the end; whole runs, which have many processes,
-in turns with files of few."""
+"""The test files that run first, because they take longest and would otherwise run alone at the end.
+
+Files of whole runs, which have many processes, alternate with files of few processes.
+"""
 RAY_ENVIRONMENT = {
-    "RAY_worker_niceness": "0",  # at 15, Ray's default, other tests' drivers would starve the actors
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # looks for new files at the interval below, not ten times a second
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, other tests' drivers would starve the actors
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # look for new files at the interval below, not ten times a second
     "LOG_NAME_UPDATE_INTERVAL_S": "2",
     "REPORTER_UPDATE_INTERVAL_MS": "30000",  # nobody watches these dashboards
 }
@@ -56,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """A local cluster with more CPUs than the machine has, so that every run fits."""
+    """Start a local cluster with more CPUs than the machine has, so that every run fits."""
     started_here = not ray.is_initialized()
     if started_here:
         preloading.begin_stages(["learner", "engine"])
@@ -70,14 +72,20 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of width 64 in fp32; vLLM's CPU attention wants heads of at least 32, NF4 multiples of 64."""
+    """Return a policy with two layers of width 64 in fp32.
+
+    vLLM's CPU attention needs heads of at least 32, and NF4 multiples of 64.
+    """
     folder = tmp_path_factory.mktemp("policy")
     return make_tiny_policy(folder, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=128)
 
 
 @pytest.fixture(scope="module")
 def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
-    """Opens engines that all live until the module's last test: one that stops ends the others in its process."""
+    """Yield a function that opens engines and keeps all of them until the module's last test.
+
+    An engine that stops would end the others in its process.
+    """
     engines: list[Engine] = []
 
     def open_one(
@@ -95,7 +103,7 @@ def open_vllm(tiny_policy: Path) -> Iterator[OpenVllm]:
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plain prompts with an answer each."""
+    """Return a file of plain prompts with one answer each."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     rows = [{"prompt": f"{number}+{number + 3}=", "answer": str(2 * number + 3)} for number in range(NUM_ROWS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,7 +114,7 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed_run(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The output folder of a synchronous LoRA run of six steps, which other runs are compared with."""
+    """Return the output folder of a synchronous LoRA run of six steps, to compare other runs with."""
     output = tmp_path_factory.mktemp("undisturbed")
     rlpipe.train(make_config(tiny_policy, prompts_file, output, *SIX_STEPS))
     return output

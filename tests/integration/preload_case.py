@@ -1,4 +1,4 @@
-"""A driver with a local cluster whose workers are forked: prints what its actors have loaded, as JSON."""
+"""A driver with a local cluster of forked workers, which prints the modules that its actors have loaded, as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark that takes less than a minute runs as its page says, only smaller."""
+"""Tests that every benchmark that takes less than a minute runs as its page says, at a smaller size."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BOUNDS = {
     "learner_memory": {"share": 0.4, "extra_buckets": 2.0},
     "merge_memory": {"ratio": 1.1},
 }
-"""What is promised of memory."""
+"""The memory bounds that the documentation promises."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``rlpipe plan --calibrate`` on the machine of the tests, in full."""
+"""A full run of ``rlpipe plan --calibrate`` on the machine of the tests."""
 
 import json
 from pathlib import Path

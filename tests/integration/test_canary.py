@@ -1,4 +1,4 @@
-"""Weights that are lost or changed on their way to a vLLM engine stop the run, and the error names the engine."""
+"""Tests that weights lost or changed on their way to a vLLM engine stop the run with an error that names the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 ENGINE = "canary-engine"
 POLL_S = 0.5
 SHORT_POLLS = f"cluster.suspect_after_s={3 * POLL_S}"
-"""Engines answer three times in this time."""
+"""An override with which engines are polled three times before they are suspect."""
 REWARDS = {"digits": RewardConfig(path=f"{REWARDS_FILE}:digits")}
 
 
@@ -51,7 +51,7 @@ def config(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_fact
 
 @pytest.fixture(scope="module")
 def engine(config: Config) -> Iterator[ActorHandle]:
-    """One vLLM engine for all cases: a case ends before anything waits in it."""
+    """Yield one vLLM engine for all cases, each of which ends with no request waiting in it."""
     actor = start_actor(RolloutActor, Need(name=ENGINE), ENGINE, max_concurrency=16)
     ray.get(actor.start.remote(config.model, config.rollout, config.weights, config.data.max_prompt_tokens))
     yield actor
@@ -68,12 +68,12 @@ def scorer(config: Config) -> Iterator[ActorHandle]:
 
 @pytest.fixture(scope="module")
 def versions(tiny_policy: Path) -> list[Published]:
-    """Two versions that differ."""
+    """Return two different versions."""
     return [publish_adapter(adapted(tiny_policy, seed=version), version) for version in (0, 1)]
 
 
 def with_other_adapter(versions: list[Published]) -> Published:
-    """Version 1 as announced, but with the tensors of version 0: the engine goes on serving the old adapter."""
+    """Return version 1's manifest with version 0's tensors, so that the engine keeps serving the old adapter."""
     return versions[1][0], versions[0][1]
 
 
@@ -101,7 +101,7 @@ def test_wrong_weights_stop_the_run(
     with pytest.RaisesGroup(WeightsMismatch, flatten_subgroups=True) as caught:
         asyncio.run(run(config, engine, scorer, [versions[0], damage(versions)], reporter, tmp_path))
     assert re.search(message, str(caught.value.exceptions[0]))
-    assert reporter.num_trained == 1  # the step before the wrong version is trained, none after it
+    assert reporter.num_trained == 1  # only the step before the wrong version is trained
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ class StepCounter:
 
 @ray.remote(num_cpus=0)
 def publish_only(replay: ActorHandle, weights: ActorHandle, versions: list[Published]) -> None:
-    """A learner that publishes what it is given, one version after each batch."""
+    """Publish the given versions in place of a learner, one after each batch."""
     for step, (manifest, buckets) in enumerate(versions):
         ray.get(weights.publish.remote(manifest, [ray.put(bucket) for bucket in buckets], 1))
         batch = ray.get(replay.next_batch.remote(step, 0))
@@ -158,7 +158,7 @@ async def run(
     reporter: StepCounter,
     folder: Path,
 ) -> None:
-    """The controller with its real parts, but for the learner."""
+    """Run the controller with its real parts, except for the learner."""
     engines = {ENGINE: engine}
     setup = ReplaySetup.of(config, folder / "ledger.sqlite", REWARDS)
     replay = start_actor(ReplayActor, Need(name="canary-replay"), setup, max_concurrency=100)
@@ -193,5 +193,5 @@ async def run(
             ray.cancel(learner, force=True)
         ray.kill(replay)
         ray.kill(weights)
-        # The engine outlives the run: a collect that still waits there would take the groups of the next one.
+        # The engine outlives the run: a collect call still waiting in it would take the next run's groups.
         time.sleep(2 * POLL_S)

@@ -1,4 +1,4 @@
-"""Two minutes of random deaths over the quickstart, with the real vLLM engine."""
+"""Two minutes of random process deaths during the quickstart, with the real vLLM engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 NOISE = 0.2
-"""Four standard errors of the difference of two accuracies on 200 prompts."""
+"""Four standard errors of the difference between two accuracies on 200 prompts."""
 
 
 @pytest.mark.timeout(1200)

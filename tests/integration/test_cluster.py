@@ -1,4 +1,4 @@
-"""A job that is submitted to a cluster of two nodes, with the engine on one and the learner on the other."""
+"""A job submitted to a cluster of two nodes, with the engine on one and the learner on the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIST_NODES = (
 
 
 def free_ports(count: int) -> list[int]:
-    """Above those of Ray's workers, and below those of connections, of which another test's could take one."""
+    """Return free ports above those of Ray's workers, and below the ephemeral ports that other tests may use."""
     found: list[int] = []
     for port in random.sample(range(20_000, 32_000), 1000):
         with suppress(OSError), socket.socket() as entry:
@@ -48,16 +48,16 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """That of a user whose virtual environment is active, and who joins clusters with the token of this machine."""
+    """Return the environment of a user with an active virtual environment who joins clusters with a token."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
     return {**kept, "PATH": f"{SCRIPTS}:{kept['PATH']}", "RAY_AUTH_MODE": "token"}
 
 
 @contextmanager
 def ray_node(options: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
-    """A node whose processes are a group of their own, and end with it."""
+    """Run a Ray node in its own process group, and kill the group on exit."""
     node = start_node(options, environment, log)
-    if has_died(node, log):  # Ray gives a node 30 s, which may be too few while other tests have the cores
+    if has_died(node, log):  # Ray's limit of 30 s may be too short while other tests use the cores
         kill_group(node)
         node = start_node(options, environment, log)
     try:
@@ -74,7 +74,7 @@ def start_node(options: list[str], environment: dict[str, str], log: Path) -> su
 
 
 def has_died(node: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> bool:
-    """Whether it ends before it runs."""
+    """Return whether the node ends before it is running."""
     deadline = time.monotonic() + timeout_s
     while node.poll() is None and RUNNING not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -101,10 +101,10 @@ def short_folder() -> tempfile.TemporaryDirectory[str]:
 
 @pytest.fixture(scope="module")
 def dashboard(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster of two nodes, one for engines and one for learners."""
+    """Yield the dashboard address of a cluster of two nodes, one for engines and one for learners."""
     logs = tmp_path_factory.mktemp("cluster")
     port, dashboard_port, client_port, *agent_ports = free_ports(5)
-    # Two nodes that share a folder would replace the job's files under each other's feet; paths of sockets are short.
+    # Two nodes sharing a folder would overwrite each other's job files; socket paths have to be short.
     with short_folder() as folder, short_folder() as second_folder:
         head = [
             "--head",
@@ -126,7 +126,7 @@ def dashboard(environment: dict[str, str], tmp_path_factory: pytest.TempPathFact
 
 
 def ask(code: str, dashboard: str, environment: dict[str, str]) -> Any:
-    """What another process prints as JSON, since this one may have joined another cluster."""
+    """Return the JSON that ``code`` prints in another process, because this one may have joined another cluster."""
     command = [sys.executable, "-c", code, dashboard]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

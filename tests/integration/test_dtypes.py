@@ -1,4 +1,4 @@
-"""Runs with ``model.dtype=auto``: engine, learner and checkpoints have one type, which a resumed run keeps."""
+"""Tests that engine, learner and checkpoints of a run with ``model.dtype=auto`` have one dtype, even after a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BECAUSE = "as a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, local_ray: None) -> pytest.MonkeyPatch:
-    """What the cluster's nodes answer is set by ``becomes``; what is trained there is trained here."""
+    """Return the patch with which ``becomes`` sets what the cluster's nodes report; the training itself runs here."""
     return monkeypatch
 
 
@@ -35,7 +35,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def recorded_types(output: Path, step: int) -> list[str]:
-    """Of the checkpoint's config and its model."""
+    """Return the dtypes in the checkpoint's config and of its model."""
     extra = read_extra(output / "checkpoints" / f"step_{step:06d}").extra
     return [extra["config"]["model"]["dtype"], extra["model"]["dtype"]]
 
@@ -49,7 +49,7 @@ def test_engine_and_learner_have_one_type_that_one_line_names(
 ) -> None:
     becomes(machine, NEW)
     options = run_options(tiny_policy, prompts_file, tmp_path / "run", "model.dtype=auto", "algorithm.num_steps=1")
-    assert cli.main(["train", *options]) == 0  # an engine refuses weights of another type
+    assert cli.main(["train", *options]) == 0  # an engine refuses weights of another dtype
     assert lines_of(capsys) == [f"model.dtype=auto: bfloat16, {BECAUSE}"]
     assert recorded_types(tmp_path / "run", 1) == ["bfloat16", "bfloat16"]
     assert "dtype: auto" in (tmp_path / "run" / "config.yaml").read_text()
@@ -74,7 +74,7 @@ def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
     assert line.endswith("takes 98 times as long for a product as in float32")
     assert recorded_types(output, 2) == ["bfloat16", "bfloat16"]
     assert json.loads((output / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert train("model.dtype=bfloat16", "algorithm.num_steps=3") == 0  # the same, and asked for: one notice
+    assert train("model.dtype=bfloat16", "algorithm.num_steps=3") == 0  # the same dtype, now explicit: one notice
     (line,) = lines_of(capsys)
     assert line.startswith("model.dtype=bfloat16 is slow here: an old CPU")
     assert train("model.dtype=float32", "algorithm.num_steps=4") == 2
@@ -96,4 +96,4 @@ def test_a_node_of_the_cluster_times_its_products_once(
         r"\S+ GFLOP/s in bfloat16.*, \S+ times as fast",
         first,
     )
-    assert train(tmp_path / "second") == first  # to the digit: nothing was timed again
+    assert train(tmp_path / "second") == first  # exactly equal, because nothing was timed again

@@ -1,4 +1,4 @@
-"""Whole runs of structured EBFT: with features of a copy and of the learner, over several turns, through deaths."""
+"""Whole runs of structured EBFT: features of a copy and of the learner, conversations of several turns, and deaths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_features_of_the_learner_and_of_a_copy_train_alike(
         summary = rlpipe.train(make_config(tiny_policy, prompts_file, tmp_path / weights, *options))
         assert summary["steps"] == 3
         rows = read_jsonl(tmp_path / weights / "metrics.jsonl")
-        runs.append(sorted(rows, key=lambda row: (row["step"], "loss" in row)))  # an evaluation ends when it ends
+        runs.append(sorted(rows, key=lambda row: (row["step"], "loss" in row)))  # the order of evaluations varies
     own, learner = (
         [{name: value for name, value in row.items() if name.startswith(("ebft/", "eval/"))} for row in rows]
         for rows in runs
@@ -44,7 +44,7 @@ def test_features_of_the_learner_and_of_a_copy_train_alike(
     for mine, theirs in zip(own, learner, strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
-            if value is not None:  # a lone completion has no diversity
+            if value is not None:  # a single completion has no diversity
                 assert theirs[name] == pytest.approx(value, abs=1e-5), name
     alone = rlpipe.evaluate(make_config(tiny_policy, prompts_file, tmp_path / "alone", *options))
     assert alone["eval/ebft/cfm_loss"] == pytest.approx(learner[0]["eval/ebft/cfm_loss"], abs=1e-5)
@@ -74,7 +74,7 @@ def test_ranks_that_score_are_replaced_in_an_asynchronous_run_over_several_turns
         "checkpoint.every_steps=2",
         "replay.max_staleness=2",
         "learner=fsdp2",
-        "rollout.sampling.max_tokens=24",  # so that answers of random weights end by themselves now and then
+        "rollout.sampling.max_tokens=24",  # so that some answers of the random policy end with an end token
     ]
     output = tmp_path / "run"
     with signals(output, {2: "learner", 4: "replay"}, signal.SIGKILL) as killed:

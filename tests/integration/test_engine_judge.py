@@ -1,4 +1,4 @@
-"""Rewards that ask the run's own engines: what the base says, and engines that are killed while they are asked."""
+"""Rewards that query the run's own engines: the base model's answers, and engines killed during a query."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_judged(folder: Path) -> list[tuple[str, str, float]]:
 
 
 class Base:
-    """What the model on the disk answers, sampled by transformers alone."""
+    """A reference judge: the answers of the model on disk, sampled by transformers alone."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Every example and experiment that needs no GPU or hub runs two steps from a random tiny policy."""
+"""Tests that every example and experiment that needs no GPU or hub runs two steps from a random tiny policy."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(output: Path, policy: Path, *arguments: str) -> list[dict[str, float]]:
-    """Runs ``rlpipe train`` in this process, and returns the metrics of its trained steps."""
+    """Run ``rlpipe train`` in this process, and return the metrics of its trained steps."""
     assert main(["train", *arguments, *TWO_SMALL_STEPS, f"model.path={policy}", f"output={output}"]) == 0
     return trained_steps(output)
 
@@ -126,7 +126,7 @@ def test_sft(tiny_policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_images(tmp_path: Path) -> None:
-    """A model with random weights learns to name colours; vLLM, which is given the pictures, then samples the names."""
+    """Check that a model with random weights learns to name colours, which vLLM then samples from the pictures."""
     learned = tmp_path / "sft"
     quiet = ("tracking=quiet", "learner.num_cpus=1", "cluster.schedule_timeout_s=300")
     assert main(["train", "--config", "examples/images/sft.yaml", *quiet, f"output={learned}"]) == 0
@@ -151,7 +151,7 @@ def test_ebft_on_prompts_with_answers(tiny_policy: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
-    """A run that is stopped in the middle draws what a whole run draws, and evaluates as often."""
+    """Check a run with evaluations at every step, and that one resumed after its first step ends in the same way."""
     few = ("data.held_out.size=4", "data.held_out.every_steps=1", "algorithm.group_size=2")
     options = ("--config", "examples/ebft_strided/run.yaml", *few)
     whole = run(tmp_path / "whole", tiny_policy, *options)
@@ -171,7 +171,7 @@ def test_ebft_on_raw_text(tiny_policy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_reward_model(tiny_policy: Path, tmp_path: Path) -> None:
-    """Served by Ray Serve; the reward model itself is trained for two steps."""
+    """Check the reward model, itself trained for two steps, with Ray Serve serving it."""
     folder = tmp_path / "reward_model"
     train_reward_model = import_object("examples/reward_model/prepare.py:train_reward_model")
     train_reward_model(folder, read_jsonl(ROOT / "examples/reward_model/rows.jsonl"), num_steps=2)

@@ -1,4 +1,4 @@
-"""Every family is packed without leaks, trained by SFT and RL, and merged."""
+"""Tests that every family is packed without leaks, trained by SFT and RL, and merged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlpipe.types import WeightsKind
 pytestmark = pytest.mark.covering(1)
 BACK_ENDS = ["sdpa", "eager", "flex_attention"]
 MISSING = [(name, "flex_attention") for name in ("qwen3.5", "qwen3.5-images", "qwen3-vl")]
-"""What transformers has not."""
+"""Combinations of family and attention implementation that transformers lacks."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -39,7 +39,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def compare_with_rows_run_alone(policy: Policy, path: Path) -> None:
-    """Token by token, with transformers' own forward pass over each row."""
+    """Compare token by token with transformers' own forward pass over each row."""
     plain = open_model(str(path), make_model_config(path), torch.float32).eval()
     rollouts = make_rollouts(num_groups=3)
     (micro_batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=4096)[0].mini_batches[0].micro_batches
@@ -54,7 +54,7 @@ def compare_with_rows_run_alone(policy: Policy, path: Path) -> None:
 
 
 def leak(row: Row) -> Row:
-    """The same row with its sequences taken for one, as a wrong plan or wrong position ids would."""
+    """Return the row with its sequences treated as one, as with a wrong plan or wrong position ids."""
     places = torch.arange(len(row.token_ids))
     attention = row.attention and AttentionPlan(blocks=[places[None]], selected=places)
     return replace(row, position_ids=places if attention is None else row.position_ids, attention=attention)
@@ -105,7 +105,7 @@ def test_a_family_learns_and_its_policy_is_loaded_as_it_is(
 
 @pytest.mark.parametrize("adapter", [{"kind": "none"}, {"merge": True}], ids=["full", "merged"])
 def test_engines_serve_what_a_family_has_learned(family: Path, adapter: dict[str, Any]) -> None:
-    """Whole models, in the names and cuts of their files; PEFT's all-linear takes experts that are fused, too."""
+    """Check whole models with the names and splits of their files; PEFT's all-linear includes fused experts."""
     config = make_model_config(family, adapter=make_adapter_config(**adapter))
     learner = make_learner(family, model=config)
     learner.train_step(make_batches()[0])
@@ -131,7 +131,7 @@ def test_what_is_tied_is_not_published_apart(tmp_path: Path) -> None:
 
 
 def test_an_adapter_on_the_class_with_images_is_merged_too(tmp_path: Path) -> None:
-    """As others train it; rlpipe's own are on the class for text alone."""
+    """Check an adapter as other libraries train it; rlpipe's own adapters are on the text-only class."""
     base = make_family("qwen3.5-images", tmp_path / "base")
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj"], r=4))

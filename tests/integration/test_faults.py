@@ -1,4 +1,4 @@
-"""Full disks, damaged files, strange ledgers: a run says what is wrong, overwrites nothing, and goes on if it can."""
+"""Full disks, damaged files and strange ledgers: a run reports them, overwrites nothing, and goes on if it can."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Options = Callable[..., list[str]]
 
 @pytest.fixture
 def options(local_ray: None, tiny_policy: Path, prompts_file: Path) -> Options:
-    """Of a run of six steps in a folder."""
+    """Return a function that makes the options of a run of six steps in a folder."""
     return lambda output, *more: run_options(tiny_policy, prompts_file, output, *SIX_STEPS, *more)
 
 
 @pytest.fixture
 def finished(undisturbed_run: Path, tmp_path: Path) -> Path:
-    """A copy of a run of six steps, with checkpoints after 2, 4 and 6."""
+    """Return a copy of a run of six steps, with checkpoints after 2, 4 and 6."""
     return shutil.copytree(undisturbed_run, tmp_path / "run")
 
 
@@ -52,14 +52,14 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 
 def leave_room(folder: Path, num_bytes: int) -> None:
-    """Fills the disk that is mounted there, and no other, but for that much."""
+    """Fill the disk mounted at ``folder``, but no other, until ``num_bytes`` are free."""
     with suppress(OSError), (folder / "filler").open("ab", buffering=0) as file:
         while folder.is_mount() and (free := shutil.disk_usage(folder).free) > num_bytes:
             file.write(bytes(min(free - num_bytes, 2**20)))
 
 
 def once(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
-    """Does it as soon as the condition holds, beside what the test does."""
+    """Start a thread that calls ``action`` as soon as the condition holds."""
 
     def watch() -> None:
         deadline = time.monotonic() + 300
@@ -74,13 +74,13 @@ def once(condition: Callable[[], bool], action: Callable[[], None]) -> threading
 
 
 def cut(path: Path) -> None:
-    """Takes away the second half."""
+    """Cut off the second half of a file."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of all files but SQLite's index of a log, which a reader makes anew."""
+    """Return the hashes of all files except SQLite's index of its log, which readers create anew."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("-shm"))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -90,7 +90,7 @@ def checkpoint_names(output: Path) -> list[str]:
 
 
 def assert_accounts(output: Path, num_steps: int) -> None:
-    """Each of the four groups of every step is trained, and nothing is left open."""
+    """Check that each of the four groups of every step is trained, and that nothing is left open."""
     ledger = Ledger(output / NAME, read_only=True)
     trained = ledger.rows("SELECT step, count(*) FROM groups WHERE state = 'TRAINED' GROUP BY step")
     assert trained == [(step, 4) for step in range(num_steps)]
@@ -107,7 +107,7 @@ def assert_same_policy(output: Path, other: Path) -> None:
 
 
 def refusal(options: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
-    """The one line on standard error of a command that does not do what it was asked."""
+    """Run a command that is refused, and return its one line on standard error."""
     capsys.readouterr()
     assert cli.main(["train", *options]) == code
     error = capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         output, filler = disk / "run", disk / "filler"
         first = output / "checkpoints" / "step_000002"
 
-        # No room for a second checkpoint: the run goes on, and says so at every attempt.
+        # No room for a second checkpoint: the run goes on, and reports every attempt.
         filling = once(lambda: (first / RECORD).exists(), lambda: leave_room(disk, RESERVE // 2))
         assert cli.main(["train", *options(output)]) == 0
         filling.join()
@@ -135,7 +135,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         assert checkpoint_names(output) == ["step_000002"]
         assert not list((output / "checkpoints").glob(".*")), "nothing half written is left"
 
-        # No room for the ledger: one line, and nothing is lost.
+        # No room for the ledger: the run ends with a one-line error, and nothing is lost.
         def seventh() -> bool:
             return any(row["step"] == 7 for row in read_rows(output / "metrics.jsonl"))
 
@@ -145,7 +145,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         filling.join()
         assert f"the ledger {output / NAME} can't be used: database or disk is full" in error
 
-        # No room at all: nothing is started, and nothing is changed.
+        # No room at all: nothing is started or changed.
         before = hashes(output)
         assert f"output={output} can't be written ([Errno 28] No space left" in refusal(options(output), capsys)
         assert hashes(output) == before
@@ -189,7 +189,7 @@ def test_without_a_whole_checkpoint_nothing_is_touched(
 def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
     options: Options, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Ledger(finished / NAME).close()  # what is in its log goes into the file
+    Ledger(finished / NAME).close()  # merges its log into the file
     content = bytearray((finished / NAME).read_bytes())
     content[4096 * 2 : 4096 * 3] = b"\xff" * 4096
     (finished / NAME).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The learner's ranks score groups as a frozen copy of the initial model does, and leave their base as it was."""
+"""Tests that the learner's ranks score groups like a frozen copy of the initial model, without changing their base."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def make_groups() -> list[RolloutGroup]:
-    """Five, so that the ranks have unequal work."""
+    """Return five groups, so that the ranks have unequal work."""
     rollouts = make_rollouts(num_groups=5, group_size=3, seed=7)
     rng = np.random.default_rng(7)
     groups = []
@@ -62,7 +62,7 @@ def make(tiny: Path, strategy: str, adapter: str, num_ranks: int) -> Learner:
 
 
 def frozen_bits(learner: Learner) -> dict[str, bytes]:
-    """This rank's part of all parameters that are not trained."""
+    """Return this rank's part of all parameters that are not trained."""
     local, model = learner.policy.sharding.local, learner.policy.model
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     return {name: local(parameter).detach().clone().numpy().tobytes() for name, parameter in frozen.items()}

@@ -1,4 +1,4 @@
-"""Every part of a run is frozen, from its start or while it runs: the run goes on without it, or says what hangs."""
+"""Tests with every part of a run frozen, at its start or later: the run goes on without it, or names it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_frozen_scorer_is_replaced_and_named(
 
 
 AT_START: dict[str, tuple[str, str]] = {
-    "rollout.start": (  # before that, Ray has not reached it yet: it would give it up and put another in its place
+    "rollout.start": (  # earlier, before Ray has reached the process, Ray would give it up and replace it
         "cluster.start_timeout_s=20",
         "actor rollout-0 has not started within cluster.start_timeout_s=20 seconds",
     ),

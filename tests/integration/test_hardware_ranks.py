@@ -1,4 +1,4 @@
-"""Two gloo ranks measure their link, and agree on one machine."""
+"""Tests that two gloo ranks measure their link, and agree on one machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def check_own_device(cache: Path) -> None:
         assert first.link is not None
         curves = [first.link.all_gather, first.link.reduce_scatter, first.link.all_reduce]
         for curve, rounds in zip(curves, (1, 1, 2), strict=True):
-            # Of two ranks, each receives one's half, of a sum that both are given twice.
+            # Each of two ranks receives half of a tensor, and all_reduce takes two such rounds.
             assert curve.num_bytes == tuple(rounds * 4 * (int(0.01 * size) // 8) for size in TENSOR_BYTES)
             assert all(0 < seconds < 10 for seconds in curve.seconds)
             assert 1e6 < curve.rate(curve.num_bytes[-1]) < 1e12

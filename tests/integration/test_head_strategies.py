@@ -1,4 +1,4 @@
-"""Whatever the lm_head is, and wherever its weights lie, the learner trains as plain PyTorch does."""
+"""Tests that the learner trains as plain PyTorch does, whatever the lm_head is, and wherever its weights lie."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from rlpipe.models.tiny import make_tokenizer
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4
 MAX_TOKENS = 48
-"""Of a micro batch: every step of each rank has several."""
+"""The tokens of a micro batch, so few that every step of each rank has several micro batches."""
 FEW_TOKENS, MANY_TOKENS = 8, 1024
-"""Whose logits exist at one time."""
+"""The numbers of tokens whose logits exist at one time."""
 ENTROPY_COEF = 0.3
 VARIANTS = [(0.0, FEW_TOKENS), (ENTROPY_COEF, FEW_TOKENS), (0.0, MANY_TOKENS), (ENTROPY_COEF, MANY_TOKENS)]
 """Entropy coefficients and chunks of tokens, in turns over heads and strategies."""
 SPREAD = {"initializer_range": 0.1, "intermediate_size": 128}
-"""Of weights so wide, logits differ so much that entropies have a gradient worth the name."""
+"""A wide initialization, with which logits differ so much that entropies have a significant gradient."""
 MODELS: dict[str, type[PreTrainedConfig]] = {
     "tied": Qwen3Config,
     "untied": Qwen3Config,
@@ -195,7 +195,7 @@ def run(
     groups: dict[int, Ranks], path: Path, head: str, strategy: str, entropy_coef: float, chunk_tokens: int, out: Path,
     **model: Any,
 ) -> Iterator[tuple[list[float], list[float], dict[str, torch.Tensor]]]:  # fmt: skip
-    """Of each rank the losses, the gradients' norms, and the trained parameters."""
+    """Yield each rank's losses, gradient norms, and trained parameters."""
     num_ranks = STRATEGIES[strategy].num_ranks
     groups[num_ranks].run(train, path, head, strategy, entropy_coef, chunk_tokens, model, out)
     for rank in range(num_ranks):
@@ -222,7 +222,7 @@ def test_every_head_trains_under_every_strategy_as_in_plain_pytorch(
 def test_bfloat16_stays_within_its_rounding(
     models: dict, groups: dict, tmp_path: Path, head: str, strategy: str, entropy_coef: float
 ) -> None:
-    """Plain PyTorch's norms are off by most of an epsilon, too, where it runs these models under autocast."""
+    """Check the errors in bfloat16; plain PyTorch's norms under autocast are off by most of an epsilon, too."""
     path = models[HEADS[head].model]
     expected_losses, expected_norms, _ = expect(path, head, entropy_coef)
     epsilon = torch.finfo(torch.bfloat16).eps
@@ -234,7 +234,7 @@ def test_bfloat16_stays_within_its_rounding(
 
 
 def publish(path: Path, head: str, strategy: str, out: Path) -> None:
-    """Trains one step, and writes the trained parameters beside what engines and users are given."""
+    """Train one step, and write the trained parameters with the weights that engines and users receive."""
     options = STRATEGIES[strategy].options
     config = LearnerConfig(num_ranks=STRATEGIES[strategy].num_ranks, optimizer=OptimizerConfig(lr=1e-2), **options)
     adapter = make_adapter_config(**HEADS[head].adapter, merge=True)

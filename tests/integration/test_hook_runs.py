@@ -1,4 +1,4 @@
-"""A user's hook sees every scored group, and a bad one costs the run nothing."""
+"""Tests that a user's hook sees every scored group, and that a bad hook costs the run nothing."""
 
 from __future__ import annotations
 

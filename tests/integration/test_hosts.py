@@ -1,4 +1,4 @@
-"""A run on three hosts, of which one dies, loses its cable for good, or is silent for a while."""
+"""Runs on three hosts, of which one dies, loses its cable for good, or is silent for a while."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ QUICK_TO_NOTICE = {
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""What docs/cluster.md advises for the head: a host that is cut off counts as dead after half a minute."""
+"""The settings that docs/cluster.md recommends for the head: a host that is cut off counts as dead after 30 s."""
 EVERYWHERE = '{"engine_host": 1, "rank_host": 1}'
 
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    """A cluster in which each host has room for one of two engines and one of two learner ranks."""
+    """Yield a cluster in which each host has room for one of two engines and one of two learner ranks."""
     for option, value in QUICK_TO_NOTICE.items():
         monkeypatch.setenv(option, value)
     with three_hosts() as hosts:
@@ -41,7 +41,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 @pytest.fixture
 def command(hosts: Hosts, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> list[str]:
-    """A run with two engines and two ranks; its groups take long enough that it lasts while a host is away."""
+    """Return the command of a run with two engines and two ranks, slow enough to outlast a host's absence."""
     options = run_options(
         tiny_policy,
         prompts_file,
@@ -74,13 +74,13 @@ def be_silent(host: Host) -> None:
 
 
 def host_with_a_rank(hosts: Hosts) -> Host:
-    """Not the head; one that has an engine, too, if there is one."""
+    """Return a host with a rank that is not the head, and preferably also has an engine."""
     found = [host for host in (hosts.second, hosts.third) if host.pids("ray::RayTrainWorker")]
     return next((host for host in found if host.pids("ray::RolloutActor")), found[0])
 
 
 def begin(host: Host, command: list[str], output: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """The command on that host, once some steps are trained, and its terminal."""
+    """Start the command on a host, wait until some steps are trained, and return its process and terminal log."""
     terminal = output.with_name("terminal.log")
     driver = host.start(*command, log=terminal)
     wait_until(lambda: steps_done(output) >= STEPS_BEFORE, driver, terminal, START_S)

@@ -1,4 +1,4 @@
-"""Rows of which only some have images train alike on one rank and on several, where every rank must run the same."""
+"""Tests that batches with images in some rows train alike on one rank and on several, whose calls have to match."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 def make(model_folder: Path, strategy: str, num_ranks: int, adapter: str) -> Learner:
     options = CHUNKED if strategy == "chunked" else {"strategy": strategy}
     model = ModelConfig(path=str(model_folder), dtype="float32", adapter=AdapterConfig(kind=adapter, r=4))
-    # A large epsilon: AdamW would turn rounding errors of the gradients that are 0, as those of key biases, into steps.
+    # A large epsilon, because AdamW would turn rounding errors of zero gradients, as of key biases, into steps.
     learner = LearnerConfig(**options, num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, eps=1e-2))
     return make_learner(model_folder, adapter=adapter, learner=learner, model=model)
 

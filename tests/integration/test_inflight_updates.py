@@ -1,4 +1,4 @@
-"""Weights that are replaced while vLLM samples: every token has the version that drew it, and its log-prob."""
+"""Tests of weight updates while vLLM samples: every token has the version that drew it, and its log-prob."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENDLESS = {"max_tokens": NUM_TOKENS, "extra": {"ignore_eos": True}}
 
 @dataclass
 class Trainer:
-    """Publishes versions to one engine; the same version has the same weights every time."""
+    """A publisher of versions to one engine; the same version always has the same weights."""
 
     engine: Engine
     path: Path
@@ -62,7 +62,10 @@ class Trainer:
         assert (health.version, health.digest) == (version, published[0].digest)
 
     def difference(self, groups: Iterable[RolloutGroup], shift: int = 0) -> float:
-        """Between the log-probs of the engine and of the versions that it names, or those ``shift`` tokens away."""
+        """Return the largest difference between the log-probs of the engine and of the versions that it names.
+
+        ``shift`` compares with the versions that the engine names that many tokens away.
+        """
         return max(self._difference(rollout, shift) for group in groups for rollout in group)
 
     def _difference(self, rollout: Rollout, shift: int) -> float:
@@ -84,7 +87,7 @@ def long_request(group_id: int, **options: Any) -> GroupRequest:
 
 
 def steps(engine: Engine, count: int) -> None:
-    """Each draws one token of every sequence, none of which ends."""
+    """Run engine steps, each of which draws one token of every sequence and ends none."""
     for _ in range(count):
         assert engine.step() == []
 
@@ -280,7 +283,7 @@ def test_tokens_that_are_sampled_but_not_delivered_keep_their_version(
 ) -> None:
     from vllm.config import VllmConfig
 
-    # As on GPUs, where a batch is computed while the one before it is delivered; the CPU platform has no such mode.
+    # As on GPUs, which compute a batch while the previous one is delivered; the CPU platform has no such mode.
     monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
     trainer = Trainer(open_vllm(kind, "inflight", sampling=ENDLESS), tiny_policy, kind)
     trainer.publish(1)

@@ -1,4 +1,4 @@
-"""The real pool on real Ray: whatever a reward does, it costs its own group, and nothing of it stays."""
+"""Tests of the real pool on real Ray: a bad reward costs only its own group, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_group(group_id: int, how: How) -> RolloutGroup:
 
 @pytest.fixture
 def start_pool(local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path) -> StartPool:
-    """A pool of one scoring process for the reward ``behave`` with some options."""
+    """Return a function that starts a pool of one scoring process for the reward ``behave`` with some options."""
 
     @contextmanager
     def start(**options: Any) -> Iterator[ScorerPool]:
@@ -84,7 +84,7 @@ def score(pool: ScorerPool, hows: Sequence[How]) -> Mapping[int, GroupScores]:
 
 
 def check(pool: ScorerPool, cases: Mapping[How, str]) -> None:
-    """Each case fails with the words that are its value, and each group beside one succeeds."""
+    """Check that each case fails with its message, and that the groups between the cases succeed."""
     hows: list[How] = [("well", None)]
     for how in cases:
         hows += [how, ("well", None)]

@@ -1,4 +1,4 @@
-"""The learner group under Ray Train: two ranks train as one does, and supervised runs on one and two ranks."""
+"""The learner group under Ray Train: two ranks that train as one does, and supervised runs on one and two ranks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def supervised_row(number: int, chat: bool) -> dict[str, object]:
 
 
 def assert_policy_loads(base: Path, policy: Path, *, is_adapter: bool) -> None:
-    """With transformers (and PEFT) alone; the whole model comes with its tokenizer."""
+    """Check that an adapter has a nonzero B, and that a whole model and its tokenizer load with transformers alone."""
     if is_adapter:
         assert any(float(tensor.abs().max()) > 0 for name, tensor in read_adapter(policy).items() if "lora_B" in name)
         return

@@ -1,4 +1,4 @@
-"""A vocabulary that is spread over ranks gives each of them what the whole one gives."""
+"""Tests that a vocabulary that is sharded over ranks gives each of them the results of the whole one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_cases import Ranks
 from rlpipe.kernels.logprob import VocabularyShard, linear_logprob
 
 CUTS = [0, 30, 31, 101]
-"""Of the vocabulary: a rank each, of unlike sizes."""
+"""The boundaries of the vocabulary's shards, whose sizes differ between ranks."""
 FROZEN = ("weight", "bias", "up")
 HEAD = ("weight", "bias", "up")
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -38,7 +38,7 @@ def ranks() -> Iterator[Ranks]:
 def compute(
     case: str, shard: VocabularyShard | None, rows: slice
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The results, and the gradients by name."""
+    """Return the results, and the gradients by name."""
     frozen, options = CASES[case]
     inputs = make_head_inputs(vocabulary=CUTS[-1]).freeze(*frozen)
     own = {

@@ -16,11 +16,11 @@ HALF = settings(max_examples=1000, stateful_step_count=60, deadline=None, suppre
 
 
 class ManySchedules(Schedule):
-    """The same under another name, as is the next, so that each remembers its own failures and has its own seed."""
+    """The same schedules under another name, for which Hypothesis keeps separate failures and another seed."""
 
 
 class ManyMoreSchedules(Schedule):
-    """See ``ManySchedules``."""
+    """A second copy for the same reason as ``ManySchedules``."""
 
 
 TestManySchedules, TestManyMoreSchedules = ManySchedules.TestCase, ManyMoreSchedules.TestCase

@@ -1,4 +1,4 @@
-"""A run on a mix of sources that is resumed trains the rows that an uninterrupted one does, in the same order."""
+"""Tests that a resumed run on a mix of sources trains the rows of an uninterrupted run, in the same order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(path: Path, name: str, count: int) -> Path:
 
 
 def trained_rows(output: Path) -> list[tuple[int, int, int]]:
-    """Place, prompt and step of every group that was trained."""
+    """Return the position, prompt and step of every trained group."""
     with reading(output / NAME) as ledger:
         assert audit(ledger).problems == []
         return ledger.rows("SELECT position, prompt_id, step FROM groups WHERE state = 'TRAINED' ORDER BY position")
@@ -51,6 +51,6 @@ def test_a_mix_goes_on_where_it_was(local_ray: None, tiny_policy: Path, tmp_path
     whole, resumed = (trained_steps(output) for output in outputs)
     assert len(resumed) == 2
     for name in ("num_tokens", "rows/taken/small", "rows/taken/large", "epoch/small"):
-        if name == "num_tokens" or algorithm == "sft":  # the prompts of RL are taken ahead of the steps
+        if name == "num_tokens" or algorithm == "sft":  # RL takes prompts ahead of the steps
             assert [step[name] for step in resumed] == [step[name] for step in whole[2:]], name
     assert largest_difference(*(read_adapter(output / "policy") for output in outputs)) < 1e-5

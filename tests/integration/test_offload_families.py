@@ -1,4 +1,4 @@
-"""Every family of models trains in chunks as it does without."""
+"""Tests that every family of models trains in chunks as it does without them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_family_trains_in_chunks_as_without(families: dict[str, Path], fam
     chunked, found = train(families[family], adapter, offload="chunked", chunked=CHUNKS)
     assert "0 of" in chunked.policy.notes[0]
     assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], abs=1e-5)
-    # Relative, as float32 is: Gemma 4's norm is 11, where an absolute 1e-5 is a few roundings and depends on the CPU.
+    # A relative bound: Gemma 4's norm is 11, where an absolute 1e-5 is a few roundings and depends on the CPU.
     norms = [step["grad_norm"] for step in expected]
     assert [step["grad_norm"] for step in found] == pytest.approx(norms, rel=5e-6, abs=0)
     assert_close(parameters_of(plain), parameters_of(chunked), 1e-5)

@@ -1,6 +1,6 @@
-"""The memory that a step is predicted to take is what it takes: fake tensors, counted as they come and go.
+"""Tests that a step takes the memory that is predicted, counted over fake tensors as they are created and freed.
 
-What runs is the runtime itself, with its chunks, slots and buffers; only the values are missing.
+The runtime itself runs, with its chunks, slots and buffers; only the values are missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 class SlowLane(InlineStream):
-    """Copies out as slowly as the search counts on: what a unit swaps is through when the next but one begins."""
+    """A lane as slow as the search assumes: a unit's copies out end when the second unit after it begins."""
 
     def __init__(self) -> None:
         self._held: list[list[Work]] = [[], []]
@@ -166,7 +166,7 @@ def image_text() -> nn.Module:
 
 
 def image_text_loss(model: nn.Module) -> Tensor:
-    """An image of 32 x 32 patches, which are 256 tokens."""
+    """Return the loss on an image of 32 x 32 patches, which are 256 tokens."""
     tokens = torch.zeros(1, 512, dtype=torch.long)
     tokens[0, 10:266] = 3990
     return model(
@@ -220,7 +220,7 @@ CASES = {
 
 
 def knobs_for(num_chunks: int, num_blocks: int, least: int) -> list[Knobs]:
-    """All ways of a kind, and mixtures."""
+    """Return knobs that treat all blocks alike, and mixtures."""
     half, third = num_blocks // 2, num_blocks // 3
     slots = max(least, 3)
     return [
@@ -240,13 +240,13 @@ def knobs_for(num_chunks: int, num_blocks: int, least: int) -> list[Knobs]:
 
 
 def make_model(case: Case) -> nn.Module:
-    """On the meta device, as PEFT casts; what is quantised has values of its own."""
+    """Make the model on the meta device with PEFT's casts; quantized weights have real values."""
     with torch.device("meta"):
         return case.make()
 
 
 def make_fake(case: Case) -> nn.Module:
-    """Within a fake mode: the model with fake parameters and buffers."""
+    """Make the model with fake parameters and buffers, within a fake mode."""
     with unset_fake_temporarily():
         model = make_model(case)
     fakes: dict[int, nn.Parameter] = {}
@@ -265,7 +265,7 @@ def fake_like(tensor: Tensor) -> Tensor:
 
 
 def fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """With what bitsandbytes keeps beside it: its scales are fake, too, but not its codebooks."""
+    """Return a fake parameter with bitsandbytes' attributes, of which the scales are fake and the codebooks real."""
     fake = nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
     for key in BITSANDBYTES:
         if hasattr(parameter, key):
@@ -278,7 +278,7 @@ def fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class NumbersAreTwo(TorchDispatchMode):
-    """Within a fake mode: what is read of tensors, as norms are, is known, and large enough to be clipped."""
+    """A mode in which every number read from a fake tensor, such as a norm, is 2, so that gradients are clipped."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -287,7 +287,7 @@ class NumbersAreTwo(TorchDispatchMode):
 
 
 def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
-    """The most bytes that an update's last micro batch and its end take, once buffers have grown."""
+    """Return the peak bytes of an update's last micro batch and of its end, once buffers have grown."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, lane, worker = make_fake(case), SlowLane(), HostWorker()
         offloaded = OffloadedModel(
@@ -305,7 +305,7 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
         def look(_: object) -> None:
             nonlocal on_device, on_host
             on_host = max(on_host, offloaded.host_bytes + worker.live)
-            if not worker.is_busy:  # what it makes is on the host
+            if not worker.is_busy:  # the worker's results are on the host
                 on_device = max(on_device, tracker.live + offloaded.device_bytes)
 
         def run() -> None:
@@ -360,5 +360,5 @@ def test_the_predicted_peaks_are_the_measured_ones(name: str) -> None:
 
 
 def ratio(predicted: float, measured: float) -> float:
-    """1 where nothing is taken, as predicted."""
+    """Return predicted over measured; 1 if nothing is predicted and nothing measured."""
     return predicted / measured if measured else 1.0 + predicted

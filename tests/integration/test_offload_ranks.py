@@ -1,4 +1,4 @@
-"""Training through the chunks on two gloo ranks equals plain training on one, with whole copies and with shares."""
+"""Tests that training in chunks on two gloo ranks equals plain training on one, with full copies and with shards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def assert_equal_training(
 
 
 def save_and_go_on(folder: Path) -> None:
-    """What ranks with shares saved goes on with whole copies, and the other way round."""
+    """Save with shards and go on with full copies, and the other way round."""
     options = OPTIONS | {"num_steps": 2}
     for sharing, other in ((Sharded, Replicated), (Replicated, Sharded)):
         where, found = folder / sharing.__name__, []
@@ -138,7 +138,7 @@ def test_two_ranks_train_as_one_does_without_offload(ranks: Ranks, kind: str, mo
 
 
 LITTLE = 1400 * 1024
-"""Bytes of a device that holds not all of the model."""
+"""The bytes of a device that can't hold the whole model."""
 
 
 def compare_decided(sharing: str) -> None:
@@ -206,7 +206,7 @@ def test_ranks_that_call_other_units_are_told(ranks: Ranks) -> None:
 
 
 class Experts(nn.Module):
-    """A block of two experts, each a chunk of its own, of which a pass uses one."""
+    """A block of two experts, each in its own chunk, of which a pass uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def make_mixture() -> nn.Module:
 
 
 def mixture_loss(model: nn.Module, number: int) -> Tensor:
-    """Ranks that take turns use another expert than each other, and another one in their next micro batch."""
+    """Return a loss for which the ranks use different experts, which change with their next micro batch."""
     hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
     return model(hidden, (0, 1, 1, 0)[number % 4])
 
@@ -314,7 +314,7 @@ def test_gradients_of_ranks_take_the_room_that_is_predicted(ranks: Ranks, dtype:
 
 
 class Wide(Layers):
-    """With a head that takes four slots."""
+    """A model whose head takes four slots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ def fail_on_the_first_rank() -> None:
         with pytest.raises(KeyError), offloaded:
             raise KeyError("the first rank alone")
         assert time.perf_counter() - began_s < 1
-    # The group is still in step: what the first rank does next meets what the other does.
+    # The group is still in step: the next collectives of both ranks match.
     total = torch.tensor([1.0 + dist.get_rank()])
     dist.all_reduce(total)
     assert total.item() == 3

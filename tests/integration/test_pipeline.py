@@ -72,7 +72,7 @@ SUMMARY_FIGURES = {
 
 
 def assert_steps_agree(output: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Every step once, without staleness, and with the log-probs of the engine equal to the learner's."""
+    """Check that every step is there once, without staleness, and that engine and learner log-probs agree."""
     steps = trained_steps(output)
     assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
     for row in steps:
@@ -115,7 +115,7 @@ def test_synchronous_lora_run_on_vllm(local_ray: None, tiny_policy: Path, prompt
 
 
 def assert_adapter_loads_alone(policy: Path, adapter: Path) -> None:
-    """With PEFT and transformers only, and it changes what the model says."""
+    """Check that the adapter loads with PEFT and transformers only, and changes the model's output."""
     model = AutoModelForCausalLM.from_pretrained(policy)
     token_ids = torch.tensor([[10, 20, 30]])
     before = model(token_ids).logits
@@ -200,12 +200,12 @@ def test_rollouts_go_on_with_new_weights_while_they_are_sampled(
 
 
 class EngineWatch:
-    """Asks engines now and then, while a run goes on, how many tokens they have drawn."""
+    """A thread that polls how many tokens the engines have drawn while a run goes on."""
 
     def __init__(self, names: list[str]) -> None:
         self.num_tokens = dict.fromkeys(names, 0)
         self.names: set[str] = set()
-        """Of all actors that were there."""
+        """The names of all actors that existed at any time."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
@@ -224,7 +224,7 @@ class EngineWatch:
                 try:
                     health = ray.get(ray.get_actor(name).health.remote(), timeout=5)
                 except (ValueError, AssertionError, ray.exceptions.RayError):
-                    continue  # not there yet, not open yet, or gone already
+                    continue  # not started yet, not open yet, or gone already
                 self.num_tokens[name] = max(self.num_tokens[name], health.num_tokens)
 
 

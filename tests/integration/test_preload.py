@@ -1,4 +1,4 @@
-"""Workers of a local cluster are forked with their imports done, replaced in the same way, and started without, too."""
+"""A local cluster's workers: forked with their imports done, replaced likewise, and started without preloading."""
 
 from __future__ import annotations
 

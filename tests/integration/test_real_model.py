@@ -1,4 +1,4 @@
-"""A real model goes through every part: 49,152 tokens, tied embeddings, three heads of queries for each of keys."""
+"""A real model in every part: a vocabulary of 49,152, tied embeddings, and three query heads per key head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rlpipe.types import ALIGNMENT, DIVERSITY, Prompt, RolloutGroup, TrainBatch,
 CPU = torch.device("cpu")
 GIB = 2**30
 FULL = 256
-"""Tokens of a full micro batch."""
+"""The tokens of a full micro batch."""
 KINDS: dict[str, dict[str, object]] = {
     "lora": {},
     "dora": {"use_dora": True},
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, object]] = {
     "full": {"kind": "none"},
 }
 NUM_DRAWN = 1250
-"""Tokens that an engine draws of each kind of policy: 5,000 of all."""
+"""The tokens that an engine draws with each kind of policy, 5,000 in total."""
 Record = Callable[[str, object], None]
 
 require_real_model()
@@ -61,7 +61,7 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def chat_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts of a text, and of messages with a system turn and an earlier answer."""
+    """Return a file of text prompts, and of message prompts with a system turn and an earlier answer."""
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     rows = [{"prompt": question, "answer": answers[1]} for question, answers in QUESTIONS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,7 +99,7 @@ def config_of(path: Path, kind: str) -> ModelConfig:
 
 
 def changed_policy(config: ModelConfig) -> Policy:
-    """As after training: every part of it that is trained differs from what engines load."""
+    """Return a policy whose trained parameters all differ from the weights that engines load, as after training."""
     policy = load_policy(config, LearnerConfig(), CPU)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def changed_policy(config: ModelConfig) -> Policy:
 
 
 def assert_log_probs_agree(engine: Engine, config: ModelConfig, record: Record) -> None:
-    """Between the engine, which draws tokens with the policy that it is sent, and the learner, which packs them."""
+    """Check that the engine, which draws with a published policy, agrees with the learner, which packs its tokens."""
     policy = changed_policy(config)
     published = publish_policy(policy, 1)
     assert load(engine, published) == published[0].digest
@@ -156,7 +156,7 @@ def test_vllm_draws_tokens_with_the_learners_log_probs(
 @pytest.mark.slow
 @pytest.mark.ray
 def test_sft_learns_how_gsm8k_answers(local_ray: None, path: Path, tmp_path: Path, record_property: Record) -> None:
-    """On short rows, so that a step takes seconds."""
+    """Check SFT on short rows, so that a step takes seconds."""
     rows = [json.loads(line) for line in gsm8k_rows().read_text().splitlines()[:500]]
     short = sorted(rows, key=lambda row: len(row["question"] + row["answer"]))[:38]
     file = tmp_path / "rows.jsonl"
@@ -189,7 +189,7 @@ def test_sft_learns_how_gsm8k_answers(local_ray: None, path: Path, tmp_path: Pat
 
 
 def answer_batches(num_ranks: int = 1) -> list[list[TrainBatch]]:
-    """Two steps of fine-tuning on answers, for every rank."""
+    """Return two steps of fine-tuning on answers, for every rank."""
     return [pack_step(real_rollouts()[step::2], step=step, num_ranks=num_ranks, max_tokens=256) for step in range(2)]
 
 
@@ -212,7 +212,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def train_on_ranks(path: Path, adapter: str, batches: list[list[TrainBatch]], folder: Path) -> None:
-    """Two steps, with a checkpoint between them; then once more from there."""
+    """Train two steps with a checkpoint between them, then resume from it and compare."""
     rank, store = dist.get_rank(), CheckpointStore(folder, keep=1)
     learner = make_supervised(path, adapter, strategy="fsdp2", num_ranks=2)
     losses = [learner.train_step(batches[0][rank])["loss"]]
@@ -283,7 +283,7 @@ def test_ebft_rewards_completions_by_the_models_own_features(
 
 
 def feature_groups() -> list[RolloutGroup]:
-    """Answers to each question, of which the last is the ground truth of the others."""
+    """Return groups of answers to each question, with the last answer as the ground truth."""
     groups = []
     for group_id in range(len(QUESTIONS)):
         *members, last = (rollout for rollout in real_rollouts() if rollout.group_id == group_id)
@@ -332,7 +332,7 @@ def plan_options(path: Path, adapter: str, *options: str) -> list[str]:
 
 
 def planned(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, int]:
-    """What `rlpipe plan` says that a rank takes on its device, in bytes."""
+    """Return the bytes that `rlpipe plan` predicts for a rank on its device."""
     capsys.readouterr()
     assert cli.main(["plan", "--json", "--device", "h100-80g", *arguments]) == 0
     memory = json.loads(capsys.readouterr().out)["learner"]["memory"]
@@ -342,7 +342,7 @@ def planned(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[st
 
 
 def full_batch(num_micro_batches: int) -> TrainBatch:
-    """Sequences that fill a micro batch each."""
+    """Return a batch of sequences that each fill a micro batch."""
     rollouts = real_rollouts()
     token_ids = np.resize(np.concatenate([rollout.token_ids for rollout in rollouts]), FULL)
     long = replace(
@@ -376,13 +376,16 @@ def test_a_plan_says_what_an_update_takes(
 
 
 BUDGETS = {"lora": 0.5, "none": 1.5}
-"""Of what the weights take: a learner without offload takes that and more, and four times as much if it trains all."""
+"""The memory budgets, as shares of the bytes of the weights.
+
+Without offload, a learner takes more than their bytes, and four times as much if it trains all weights.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", BUDGETS)
 def test_chunks_train_within_a_small_budget_as_without(path: Path, adapter: str, record_property: Record) -> None:
-    # What the host holds of activations grows between two steps: the third one has it as large as it gets.
+    # The host's buffers of activations grow between two steps, and have their full size in the third one.
     batches = [full_batch(1), answer_batches()[0][0], full_batch(1)]
     plain = make_supervised(path, adapter)
     budget = BUDGETS[adapter] * weights_bytes(plain)

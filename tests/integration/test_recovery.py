@@ -1,4 +1,4 @@
-"""Every part of a run is killed while it runs: the run ends as an undisturbed one, or says why not."""
+"""Tests that kill every part of a running run, which then ends as an undisturbed one does, or gives the reason."""
 
 from __future__ import annotations
 

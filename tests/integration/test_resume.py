@@ -1,4 +1,4 @@
-"""A run whose driver was killed goes on from its checkpoint, and ends where an undisturbed one does."""
+"""Tests that a run whose driver was killed resumes from its checkpoint, and ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rlpipe import cli
 
 pytestmark = pytest.mark.ray
 HANGS_S = 300
-"""No run here needs that long, also where the runs of two other files share the cores."""
+"""A time limit that no run here reaches, even if runs of two other files share the cores."""
 
 
 @pytest.fixture
 def cluster_environment(local_ray: None) -> dict[str, str]:
-    """Lets another process join the tests' cluster."""
+    """Return an environment with which another process can join the tests' cluster."""
     address = ray.get_runtime_context().gcs_address
     return {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
 
 
 def start_driver(options: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A process group of its own, as a terminal makes one."""
+    """Start a driver in its own process group, as a terminal does."""
     command = [sys.executable, "-m", "rlpipe", "train", *options]
     with log.open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -105,7 +105,7 @@ def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     number: signal.Signals,
 ) -> None:
     environment = cluster_environment
-    if number is signal.SIGINT:  # Ctrl-C goes to the whole group, in which a local cluster's processes are
+    if number is signal.SIGINT:  # Ctrl-C goes to the whole group, which includes a local cluster's processes
         environment = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
     output, log = tmp_path / "run", tmp_path / "log.txt"
     options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS, "checkpoint.every_steps=0")
@@ -155,7 +155,7 @@ def test_a_run_that_is_told_to_end_while_it_starts_ends_at_once(
     earlier = find_processes("learner")
     with signals(output, {0: "rollout"}, signal.SIGSTOP) as frozen:
         driver = start_driver(run_options(tiny_policy, prompts_file, output, *SIX_STEPS), cluster_environment, log)
-        while not frozen or find_processes("learner") == earlier:  # the engine will not start; the learner has begun to
+        while not frozen or find_processes("learner") == earlier:  # the engine can't start; the learner is starting
             assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
         driver.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Rewards in a run: bad ones are survived or stop it as their config says, good ones run on several processes."""
+"""Rewards in a run: bad ones are survived or stop it, as their config says, and good ones run on several processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_run_survives_bad_rewards_and_scores_on_several_processes(
         assert row["rewards/patient/mean"] == 0.5
         assert row["rewards/handed_over/mean"] == 0.25
         assert 0 < row["rewards/length/mean"] <= 1
-        assert row["rewards/misbehave/mean"] == 1.5  # of 0, 1, 2, 3
+        assert row["rewards/misbehave/mean"] == 1.5  # the mean of 0, 1, 2, 3
     trained = {row["prompt_id"] for row in read_jsonl(output / "completions.jsonl")}
     assert trained == set(range(len(BAD_ROWS), len(BAD_ROWS) + 12))
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Rewards that Ray Serve serves: a dead replica loses nothing, one that hangs costs its group, none outlives a run."""
+"""Tests of rewards in Ray Serve: dead replicas lose nothing, hanging ones cost their group, and none outlives a run."""
 
 from __future__ import annotations
 

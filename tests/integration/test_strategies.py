@@ -1,4 +1,4 @@
-"""Every strategy, on any number of ranks, trains as plain PyTorch does, and goes on where any other stopped."""
+"""Tests that every strategy trains as plain PyTorch does on any number of ranks, and resumes any other's checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from rlpipe.offload.runtime.chunk_adam import FlatPart
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, HALF, MAX_NORM = 5, 3, 0.05
 LEARNING_RATE = 1e-4
-"""AdamW turns rounding errors of gradients near 0 into parts of it."""
+"""A small learning rate, because AdamW turns rounding errors of gradients near 0 into parts of it."""
 MAX_TOKENS = {1: 4096, 3: 70}
-"""Of a micro batch, by how many of them the steps of a single rank have."""
+"""The tokens of a micro batch, by the number of micro batches in a step of a single rank."""
 STRATEGIES = [
     *[("single", 1), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("zero3", 2)],
     *[("chunked", 1), ("replicated", 2), ("sharded", 2)],
@@ -71,7 +71,7 @@ def make(tiny: Path, strategy: str, adapter: str) -> Learner:
 
 
 def train_whole(tiny: Path, strategy: str, adapter: str, max_tokens: int, folder: Path) -> None:
-    """Trains all steps, with a checkpoint after ``HALF`` of them."""
+    """Train all steps, with a checkpoint after ``HALF`` of them."""
     learner = make(tiny, strategy, adapter)
     metrics = train_steps(learner, 0, HALF, max_tokens=max_tokens)
     CheckpointStore(folder, keep=5).save(learner, step=HALF, extra={})
@@ -120,7 +120,7 @@ def test_every_strategy_trains_as_plain_pytorch(
 
 @pytest.fixture(scope="module")
 def checkpoints(tiny: Path, groups: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Path]:
-    """The folder of every strategy's whole run, with a checkpoint in its middle."""
+    """Return the folders of every strategy's whole run, each with a checkpoint after half of the steps."""
     folders = {}
     for adapter in ADAPTERS:
         for strategy, num_ranks in STRATEGIES:
@@ -135,7 +135,7 @@ PAIRS = [
     for mine, theirs in product(STRATEGIES, STRATEGIES)
     if not ({mine[0], theirs[0]} & CHUNKED.keys()) or {mine, theirs} <= {("single", 1), ("fsdp2", 2), *STRATEGIES[5:]}
 ]
-"""Chunked ones among each other, and with one of one rank and one of two."""
+"""Pairs of strategies; chunked ones are paired only with each other, with one rank, and with FSDP2 on two."""
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

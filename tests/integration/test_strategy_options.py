@@ -1,4 +1,4 @@
-"""What saves memory, and what an adapter consists of, trains as plain PyTorch does under every strategy."""
+"""Tests that options for memory and for the adapter train as plain PyTorch does under every strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlpipe.models.tiny import make_tiny_policy
 pytestmark = pytest.mark.covering(1)
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 3, 0.05, 1e-4
 PADDED_BUDGET = 45
-"""A packed micro batch of more tokens is cut."""
+"""A token budget below the largest packed micro batch, so that some are split."""
 NUM_RANKS = {"single": 1, "fsdp2": 2, "zero3": 2}
 WRAPS: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -62,7 +62,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half of its matrices still is more than the 4,096 elements below which bitsandbytes keeps moments in float32."""
+    """Return a policy of which half a matrix exceeds bitsandbytes' minimum of 4,096 elements for 8-bit moments."""
     return make_tiny_policy(tmp_path_factory.mktemp("wide"), hidden_size=128, num_layers=2, intermediate_size=192)
 
 
@@ -73,7 +73,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With linear attention, which sees across the sequences of a row."""
+    """Return a policy with linear attention, which sees across the sequences of a row."""
     return make_family("qwen3.5", tmp_path_factory.mktemp("hybrid"))
 
 
@@ -113,7 +113,7 @@ def run(
     groups: dict[str, Ranks], path: Path, out: Path, strategy: str, adapter: str, model: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[list[float], list[float], dict[str, torch.Tensor]]]:  # fmt: skip
-    """Of each rank the losses, the gradients' norms, and the trained parameters."""
+    """Yield each rank's losses, gradient norms, and trained parameters."""
     groups[strategy].run(train, path, strategy, adapter, options, model or {}, out)
     for rank in range(NUM_RANKS[strategy]):
         metrics, parameters = torch.load(out / f"rank{rank}.pt", weights_only=False)
@@ -173,7 +173,7 @@ def test_adapters_of_experts_under_every_strategy(mixture: Path, groups: dict, t
 
 
 def publish(path: Path, strategy: str, adapter: AdapterConfig, out: Path) -> None:
-    """Trains one step, and writes the trained parameters beside what engines are given."""
+    """Train one step, and write the trained parameters with the weights that engines receive."""
     config = LearnerConfig(strategy=strategy, num_ranks=NUM_RANKS[strategy], optimizer=OptimizerConfig(lr=1e-2))
     learner = make_learner(path, learner=config, model=make_model_config(path, adapter=adapter))
     train_steps(learner, 0, 1)
@@ -213,7 +213,7 @@ def test_engines_are_given_what_peft_merges(
 def test_rows_that_are_filled_up_keep_to_the_budget_on_all_ranks(
     hybrid: Path, groups: dict, tmp_path: Path, strategy: str, adapter: str
 ) -> None:
-    """Ranks cut their micro batches into differently many, and run as many as any other."""
+    """Check ranks that split their micro batches into different numbers of parts, but run equally many."""
     check(groups, hybrid, tmp_path, strategy, adapter, max_tokens_per_microbatch=PADDED_BUDGET)
 
 
@@ -243,7 +243,7 @@ def test_narrow_types_stay_within_their_rounding(
 def test_moments_in_eight_bit_stay_near_those_in_float32(
     wide: Path, groups: dict, tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
-    """They are rounded in blocks that every strategy cuts in other places."""
+    """Check moments in 8 bit, which are rounded in blocks that differ between strategies."""
     expected_losses, expected_norms, expected = expect(wide, "full")
     config = OptimizerConfig(name=optimizer, lr=LEARNING_RATE)
     for losses, norms, parameters in run(groups, wide, tmp_path, strategy, "full", optimizer=config):

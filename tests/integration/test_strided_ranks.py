@@ -1,4 +1,4 @@
-"""Strided EBFT on two gloo ranks trains as it does on one, however its documents are cut into micro batches."""
+"""Tests that strided EBFT trains alike on one gloo rank and on two, however documents are split into micro batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlpipe.types import TrainBatch
 pytestmark = pytest.mark.covering(1)
 NUM_RANKS, NUM_STEPS = 2, 3
 LENGTHS = (30, 6, 22, 17, 26)
-"""One of them is too short for a block."""
+"""The lengths of the documents, one of which is too short for a block."""
 CASES = [(strategy, adapter) for strategy in ("fsdp2", "zero3") for adapter in ("lora", "none")]
 
 
@@ -90,7 +90,7 @@ def test_two_ranks_train_as_one(ranks: Ranks, tiny: Path, tmp_path: Path, strate
 
 
 def be_idle(tiny: Path) -> None:
-    """One rank has documents that are too short for a block, and nothing to do but to keep step."""
+    """Train a step in which one rank only has a document that is too short for a block."""
     for strategy, adapter in CASES:
         learner = make(tiny, strategy, adapter, NUM_RANKS)
         (batch, _) = make_documents(0, NUM_RANKS, 200)

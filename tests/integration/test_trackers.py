@@ -58,7 +58,7 @@ def test_ray_serves_the_metrics_to_prometheus(tmp_path: Path) -> None:
 
 
 def wait_for_line(url: str, start: str, timeout_s: float) -> str:
-    """The first line of a page that begins so, read again until it is there."""
+    """Return the first line of a page that begins with ``start``, and reload the page until there is one."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with urllib.request.urlopen(url, timeout=10) as page:

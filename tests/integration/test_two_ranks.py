@@ -1,4 +1,4 @@
-"""Two gloo ranks train as one does, write what one can read, and the other way round."""
+"""Tests that two gloo ranks train as one does, and that either reads the checkpoints of the other."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whole models that vLLM holds in another form than their files do. A mixture comes first: it sets up the process."""
+"""Whole models that vLLM holds in another form than their files; a mixture is first, because it sets up the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.covering(1)]
 def test_whole_models_of_other_families(
     open_vllm: OpenVllm, tmp_path: Path, family: str, adapter: dict[str, Any]
 ) -> None:
-    """Experts that vLLM packs, in widths that it fills up or not; and saved buffers."""
+    """Check experts that vLLM packs, in widths with and without padding, and saved buffers."""
     folder = make_family(family, tmp_path)
     config = make_model_config(folder, adapter=make_adapter_config(**adapter))
     learner = make_learner(folder, model=config)

@@ -1,4 +1,4 @@
-"""vLLM samples prompts with images with the log-probs that the learner computes, whatever weights it serves."""
+"""Tests that vLLM samples prompts with images with the learner's log-probs, whatever weights it serves."""
 
 from __future__ import annotations
 

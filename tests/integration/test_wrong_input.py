@@ -1,4 +1,4 @@
-"""Wrong input as a user meets it: one line on standard error, exit code 2, and no Ray started for it."""
+"""Tests of wrong input as a user meets it: one line on standard error, exit code 2, and no Ray started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ray
 from run_cases import REWARDS_FILE, run_options
 
 NO_CLUSTER = "127.0.0.1:1"
-"""Where no Ray answers, so that a run which gets as far as joining it fails with another message."""
+"""An address without Ray, so that a run that gets as far as joining a cluster fails with another message."""
 
 CASES = {
     "unknown key": (["algorithm.grop_size=3"], r"algorithm\.grop_size: .* did you mean algorithm\.group_size\?"),
@@ -34,7 +34,7 @@ CASES = {
 
 
 def fails(options: list[str], environment: dict[str, str], exit_code: int = 2) -> str:
-    """The one line on standard error of a command that ends with the exit code."""
+    """Return the one line on standard error of a command that ends with the exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "rlpipe", "train", *options],
         env={**os.environ, **environment},

@@ -1,4 +1,4 @@
-"""A rank that torchrun starts, without Ray: trains some steps with the strategy given, writes what it learned."""
+"""A rank started by torchrun, without Ray, that trains some steps with the given strategy and writes its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(policy: Path, strategy: str, output: Path) -> None:
     torch.save((losses, parameters_of(learner)), output / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # threads of gloo that have not ended yet sometimes abort an orderly exit
+    os._exit(0)  # gloo threads that are still running sometimes abort an orderly exit
 
 
 if __name__ == "__main__":

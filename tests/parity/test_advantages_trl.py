@@ -1,4 +1,4 @@
-"""The advantages equal those that TRL's trainers compute from the same rewards, some of them missing.
+"""Tests that the advantages equal those that TRL's trainers compute from the same rewards, some of them missing.
 
 The trainers are TRL's own, with the tiny policy: their rewards are looked up instead of computed, and they draw two
 tokens per completion because they can't be asked for advantages alone.
@@ -28,7 +28,7 @@ Rewards = list[list[float | None]]
 
 
 class RewardTable:
-    """The rewards ``[G times groups, R]`` that the trainer's reward functions find."""
+    """The rewards ``[G times groups, R]`` that the trainer's reward functions return."""
 
     def __init__(self) -> None:
         self.rows: Rewards = []
@@ -86,7 +86,7 @@ def rloo_trainer(policy: Path, table: RewardTable, tmp_path_factory: pytest.Temp
 
 
 def make_rewards(*, with_gaps: bool) -> Rewards:
-    """Groups with signal, with equal rewards, and (``with_gaps``) with one, several or all rewards missing."""
+    """Return groups with signal, with equal rewards, and (``with_gaps``) with one, several or all rewards missing."""
     random = np.random.default_rng(3)
     rows: Rewards = random.choice([0.0, 0.3, 1.0], size=(len(ROWS), len(WEIGHTS))).tolist()
     for row in rows[GROUP_SIZE : 2 * GROUP_SIZE]:

@@ -1,7 +1,7 @@
-"""The losses and their gradients equal those that TRL's own code computes from the same tensors.
+"""Tests that the losses and their gradients equal those that TRL's own code computes from the same tensors.
 
 TRL's ``_compute_loss`` runs on a stand-in for its trainer that hands it log-probs and entropies as leaf tensors. It
-sees right-padded rows ``[B, T]``; rlpipe sees the same rows packed ``[N]``, each behind a prompt of its own.
+sees right-padded rows ``[B, T]``; rlpipe sees the same rows packed ``[N]``, each after a prompt of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENTROPY_COEF = 0.01
 
 
 def loss_config(algorithm: str) -> LossConfig:
-    """What the shipped config group makes of the defaults."""
+    """Return the loss config that the shipped config group makes of the defaults."""
     merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(CONFIGS / f"{algorithm}.yaml"))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, AlgorithmConfig)
@@ -51,11 +51,11 @@ class Rows:
     ref_logprobs: Tensor
     mask: Tensor  # [B, T] of 0 and 1
     advantages: Tensor  # [B]
-    sampling_logprobs: Tensor | None = None  # None: the old policy's
+    sampling_logprobs: Tensor | None = None  # None means the old policy's
 
 
 def make_rows(dtype: torch.dtype, seed: int, *, with_gaps: bool) -> Rows:
-    """``with_gaps`` masks single tokens (as tool results are), and one row as a whole (as truncated ones are)."""
+    """Return rows; ``with_gaps`` masks single tokens (like tool results) and one whole row (like truncated ones)."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: Tensor | float) -> Tensor:
@@ -81,7 +81,7 @@ def make_rows(dtype: torch.dtype, seed: int, *, with_gaps: bool) -> Rows:
 
 
 class OneProcess:
-    """An accelerator without anyone to talk to."""
+    """An accelerator with a single process."""
 
     num_processes = 1
 
@@ -95,7 +95,7 @@ class OneProcess:
 
 @dataclass(kw_only=True)
 class StandInTrainer:
-    """The attributes of TRL's trainers that their loss reads, and given tensors for the model's outputs."""
+    """A stand-in with the trainer attributes that TRL's losses read, and given tensors as the model's outputs."""
 
     rows: Rows
     loss_type: str = "grpo"
@@ -137,7 +137,7 @@ class StandInTrainer:
 
 
 def padded_inputs(rows: Rows) -> dict[str, Tensor]:
-    """What TRL's loss reads from a batch; the token ids only say how many there are."""
+    """Return what TRL's loss reads from a batch; of the token ids it uses only the number."""
     return {
         "prompt_ids": torch.zeros(BATCH, PROMPT, dtype=torch.long),
         "prompt_mask": torch.ones(BATCH, PROMPT, dtype=torch.long),
@@ -152,7 +152,7 @@ def padded_inputs(rows: Rows) -> dict[str, Tensor]:
 
 
 def packed_inputs(rows: Rows) -> LossInputs:
-    """Each row up to its last loss token, behind a prompt whose values are never to be read."""
+    """Return each row up to its last loss token, after a prompt whose values must never be read."""
     lengths = [int(row.nonzero().max()) + 1 if row.any() else LENGTH for row in rows.mask]
 
     def pack(values: Tensor, prompt: float) -> Tensor:
@@ -175,7 +175,7 @@ def packed_inputs(rows: Rows) -> LossInputs:
 
 
 def assert_equal(rows: Rows, ours: LossOutput, theirs: Tensor) -> None:
-    """The losses, and their gradients by every log-prob and every entropy."""
+    """Compare the losses, and their gradients with respect to every log-prob and every entropy."""
     tolerance = TOLERANCE[rows.logprobs.dtype]
     torch.testing.assert_close(ours.loss, theirs, rtol=tolerance, atol=tolerance)
     leaves = (rows.logprobs, rows.entropy)
@@ -267,7 +267,7 @@ def test_on_policy_without_old_logprobs_equals_trl() -> None:
 
 
 def importance_ratio(trainer: StandInTrainer, rows: Rows, sampling_logprobs: Tensor) -> Tensor:
-    """What TRL weighs tokens with ``[B, T]`` or ``[B, 1]``: the block of its batch preparation that computes it."""
+    """Return TRL's token weights ``[B, T]`` or ``[B, 1]``, computed by the code block of its batch preparation."""
     method = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
     condition = "self.use_vllm and self.vllm_importance_sampling_correction"
     (block,) = [

@@ -1,4 +1,4 @@
-"""The house of docs/architecture.md: imports point down, heavy libraries stay behind their fences, names are unique."""
+"""Tests of docs/architecture.md: imports point downwards, heavy libraries are isolated, and names are unique."""
 
 import ast
 import os
@@ -21,7 +21,7 @@ def modules() -> Iterator[tuple[str, Path]]:
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if folder == "rlpipe" and parts[1] in LINKED:
-                continue  # the links; their targets are visited themselves
+                continue  # symbolic links, whose targets are visited themselves
             name = ".".join(parts if folder == "rlpipe" else ("rlpipe", *parts)).removesuffix(".__init__")
             yield name, path
 
@@ -40,7 +40,7 @@ def test_the_tree_is_found() -> None:
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the contracts of pyproject.toml on a copy without links, as import-linter does not follow them."""
+    """Run the contracts of pyproject.toml on a copy without links, because import-linter does not follow them."""
     if not (folder / "rlpipe").exists():
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "rlpipe", folder / "rlpipe", symlinks=False, ignore=skipped)

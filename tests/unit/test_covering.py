@@ -1,4 +1,4 @@
-"""The cases of a matrix that `make test` runs have every value, or every pair of values."""
+"""Tests that the matrix cases that `make test` runs cover every value, or every pair of values."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""The experiments and examples compose, and the code of the examples does what their pages say."""
+"""Tests that the experiments and examples compose, and that the code of the examples does what their pages say."""
 
 import json
 import runpy
@@ -203,7 +203,7 @@ def test_gsm8k_on_eight_gpus_uses_all_of_them() -> None:
 
 
 def hub_rows(experiment: str, *overrides: str) -> Any:
-    """The made rows with the columns of the experiment's data set, as its recipe turns them."""
+    """Return the example's rows, with the columns of the experiment's data set, after its recipe's transform."""
     local = ["data=jsonl", "data.name=null", "data.split=train", "data.held_out.split=null", "data.held_out.size=1"]
     path = f"data.path=examples/{experiment}/hub_rows.jsonl"
     config = load_config([f"experiment={experiment}", *local, path, *overrides])

@@ -1,4 +1,4 @@
-"""The quickstart's rows: bare sums with their grader's entry, and held-out prompts that are never trained on."""
+"""The quickstart's rows: plain sums with their grader's entry, and held-out prompts that are never trained on."""
 
 from rlpipe.configs.compose import load_config
 from rlpipe.data.prompts import open_prompts, open_sft_rows

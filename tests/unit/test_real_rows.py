@@ -1,4 +1,4 @@
-"""Rows of a real tokenizer and a real model: which tokens count, and that packed rows are what plain ones are."""
+"""Rows of a real tokenizer and a real model: their trained tokens, and packed rows against plain ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ require_real_model()
 pytestmark = pytest.mark.slow
 
 HELLO = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-"""What the template begins with where there is no system turn."""
+"""The beginning of the template's output without a system turn."""
 CPU = torch.device("cpu")
 Record = Callable[[str, object], None]
 
@@ -91,7 +91,7 @@ def load(attention: str = "sdpa") -> Policy:
 
 
 def plain_logprobs(model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
-    """By transformers' own forward pass over one row."""
+    """Return the log-probs of transformers' own forward pass over one row."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     logprobs = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(1, token_ids[1:, None])[:, 0][torch.from_numpy(rollout.loss_mask)[1:]]
@@ -99,8 +99,10 @@ def plain_logprobs(model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs of each row run alone, and the gradients of their mean: in float64, as in float32 transformers' own
-    backward pass is off by 3e-4 on this model."""
+    """Return the log-probs of each row run alone, and the gradients of their mean, in float64.
+
+    In float32, transformers' own backward pass is off by 3e-4 on this model.
+    """
     model = AutoModelForCausalLM.from_pretrained(real_model(), dtype=torch.float64)
     logprobs = torch.cat([plain_logprobs(model, rollout) for rollout in real_rollouts()])
     logprobs.mean().backward()
@@ -138,6 +140,6 @@ def test_data_stats_counts_the_tokens_of_gsm8k(capsys: pytest.CaptureFixture[str
     answers = tokenizer([row["answer"] for row in rows], add_special_tokens=False)["input_ids"]
     assert found["num_trained_tokens"] == sum(len(ids) + 1 for ids in answers)
     beside = HELLO + user("") + "<|im_start|>assistant\n<|im_end|>\n"
-    num_beside = len(tokenizer(beside, add_special_tokens=False)["input_ids"]) - 1  # the end, which counts
+    num_beside = len(tokenizer(beside, add_special_tokens=False)["input_ids"]) - 1  # not the end, which is trained
     asked = tokenizer([row["question"] for row in rows], add_special_tokens=False)["input_ids"]
     assert found["tokens"]["total"] == found["num_trained_tokens"] + sum(len(ids) + num_beside for ids in asked)

@@ -1,4 +1,4 @@
-"""Which engines are brought together with the learner, whatever dies in between; the engines are fakes."""
+"""The engines, here fakes, that the actor connects to the learner, whatever dies in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRANSFER = Transfer(
 
 
 class FakeEngine:
-    """As a handle of a rollout actor; it answers what the learner sends, but for the ``answers`` that come first."""
+    """A stand-in for a rollout actor's handle that answers with ``answers`` first, and then with the right digest."""
 
     def __init__(self) -> None:
         self.load = self
@@ -53,7 +53,7 @@ def manifest(version: int) -> WeightsManifest:
 
 
 async def send(actor: DirectWeightsActor, version: int, life: int = 1) -> int:
-    """As the learner does."""
+    """Offer and publish a version, as the learner does."""
     num_processes = await actor.offer(replace(manifest(version), digest="", transfer=TRANSFER), life)
     if num_processes:
         await actor.publish(manifest(version), [], life)

@@ -1,4 +1,4 @@
-"""What the replay actor hands to a user's hook: in order, without waiting, and with what it could not take counted."""
+"""Calls of a user's hook by the replay actor: in order, without waiting, and with dropped groups counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_group(group_id: int) -> RolloutGroup:
 
 
 class FakeHook:
-    """Stands where Ray's handle does; its calls end when ``going_on`` is set."""
+    """A stand-in for Ray's handle, whose calls end once ``going_on`` is set."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Waiting for remote calls."""
+"""Tests of waiting for remote calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def wait_for_notice(done: asyncio.Future[None]) -> None:
 def test_what_is_cancelled_ends_though_its_answer_comes_at_that_moment(
     wait: Callable[[asyncio.Future[None]], Awaitable[None]], num_turns: int
 ) -> None:
-    """A task that ran on would never end, and neither would the run that waits for it."""
+    """Check that the cancelled task ends; otherwise a run that waits for it would never end."""
 
     async def run() -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

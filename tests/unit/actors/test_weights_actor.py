@@ -1,4 +1,4 @@
-"""Which engines get which version, whatever dies in between; the engines are fakes."""
+"""The versions that each engine, here a fake, receives, whatever dies in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIGEST = "right"
 
 
 class FakeEngine:
-    """As a handle of a rollout actor; ``answers`` are what its next loads come to, and after these the right digest."""
+    """A stand-in for a rollout actor's handle, whose loads return ``answers`` first, and then the right digest."""
 
     def __init__(self) -> None:
         self.load = self
@@ -89,7 +89,7 @@ def test_a_learner_that_begins_again_publishes_older_versions(engines: dict[str,
     async def act(actor: WeightsActor) -> None:
         await actor.publish(manifest(7), [], 1)
         await actor.publish(manifest(4), [], 2)
-        await actor.publish(manifest(8), [], 1)  # a late repetition of the dead learner's
+        await actor.publish(manifest(8), [], 1)  # a late retry of the dead learner's call
         assert (await served(actor)).version == 4
 
     play(act)

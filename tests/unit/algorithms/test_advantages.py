@@ -126,7 +126,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 def plain_advantages(groups: list[list[float]], name: str, scale: str, eps: float) -> list[list[float]]:
-    """The formulas, one rollout at a time, for groups of at least two."""
+    """Compute the formulas one rollout at a time, for groups of at least two."""
     everything = [reward for group in groups for reward in group]
     centered = [[reward - statistics.fmean(group) for reward in group] for group in groups]
     baseline_std = statistics.stdev([value for group in centered for value in group]) + eps

@@ -13,7 +13,7 @@ from rlpipe.algorithms.losses import LossInputs, policy_loss
 from rlpipe.configs.schema.algorithm_config import CorrectionConfig, LossConfig
 
 RATIOS = [[1.5, 0.2], [4.0, 3.0]]
-"""w of each token of two sequences; their products are 0.3 and 12."""
+"""The importance ratios w of the tokens of two sequences, whose products are 0.3 and 12."""
 UNBOUNDED = 1e9
 
 
@@ -34,7 +34,7 @@ def make_inputs(ratios: list[list[float]], advantages: list[float]) -> LossInput
 
 
 def gradient(inputs: LossInputs, correction: CorrectionConfig | None, config: LossConfig | None = None) -> list[float]:
-    """Times minus the number of loss tokens: for advantages of 1, each token's weight."""
+    """Return the negative gradient times the number of loss tokens: each token's weight if advantages are 1."""
     loss = policy_loss(inputs, config or LossConfig(), correction).loss
     (grad,) = torch.autograd.grad(loss, inputs.logprobs)
     return (-grad * inputs.num_loss_tokens).tolist()
@@ -122,7 +122,7 @@ VOCABULARY, LENGTH, NUM_SEQUENCES, SAMPLER_TEMPERATURE = 4, 3, 40_000, 1.6
 
 
 def true_gradient(logits: Tensor, rewards: Tensor) -> Tensor:
-    """Of the expected reward over all sequences; ``logits`` ``[L, V]``, ``rewards`` ``[V] * L``."""
+    """Return the gradient of the expected reward over all sequences; ``logits`` ``[L, V]``, ``rewards`` ``[V] * L``."""
     logits = logits.clone().requires_grad_()
     probabilities = torch.tensor(1.0, dtype=logits.dtype)
     for position in logits.softmax(-1):
@@ -132,7 +132,7 @@ def true_gradient(logits: Tensor, rewards: Tensor) -> Tensor:
 
 
 def estimated_gradients(logits: Tensor, rewards: Tensor, correction: CorrectionConfig, batches: int = 10) -> Tensor:
-    """The policy gradient from sequences that a hotter sampler drew ``[batches, L, V]``, by the loss itself."""
+    """Return the loss's policy gradients ``[batches, L, V]`` from sequences of a sampler with a higher temperature."""
     generator = torch.Generator().manual_seed(0)
     sampler = (logits / SAMPLER_TEMPERATURE).log_softmax(-1)
     estimates = []
@@ -163,7 +163,7 @@ def test_gradient_of_another_sampler_is_biased_and_the_corrected_one_is_not() ->
     want = true_gradient(logits, rewards)
 
     def distance(mode: str, cap: float = UNBOUNDED) -> float:
-        """The largest distance from the true gradient, in standard errors."""
+        """Return the largest distance from the true gradient, in standard errors."""
         found = estimated_gradients(logits, rewards, CorrectionConfig(mode=mode, cap=cap))
         return float(((found.mean(0) - want) / (found.std(0) / math.sqrt(len(found)))).abs().max())
 

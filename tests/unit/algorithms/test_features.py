@@ -48,7 +48,7 @@ def test_equal_samples_are_whitened_by_the_pseudo_inverse() -> None:
     alignment, diversity, _ = score_reference(samples[0].numpy(), one[0, 0].numpy(), "sample")
     np.testing.assert_allclose(scores.alignment[0], alignment, atol=1e-7)
     np.testing.assert_allclose(scores.diversity[0], diversity, atol=1e-7)
-    assert scores.diversity[0, 0] == pytest.approx(0.25)  # two halves of one direction, next to an orthogonal third
+    assert scores.diversity[0, 0] == pytest.approx(0.25)  # halves of one direction, and a third at right angles
 
 
 def test_float32_features_give_the_rewards_of_float64_ones() -> None:
@@ -111,7 +111,7 @@ def test_layers_are_normalised_each_by_itself() -> None:
 
 LENGTHS = (7, 4, 1)
 COMPLETIONS = ((3, 4, 6), (2, 3), ())
-"""Positions of completion tokens; a conversation's need not stand together."""
+"""Positions of completion tokens, which need not be adjacent in a conversation."""
 
 
 def masks() -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def test_a_sample_alone_keeps_its_reward(name: str) -> None:
 
 
 def gradient_estimates(logits: Array, count: int, num_groups: int, *, pairwise: bool) -> Array:
-    """Estimates [num_groups, V] of the gradient of expected reward, of a policy that draws one of V tokens.
+    """Return estimates ``[num_groups, V]`` of the gradient of expected reward, for a policy that draws one of V tokens.
 
     Token v has the feature vector e_v scaled by v + 1, and the ground truth is the first; nothing is whitened.
     """
@@ -198,7 +198,7 @@ def gradient_estimates(logits: Array, count: int, num_groups: int, *, pairwise: 
 
 
 def expected_gradient(logits: Array) -> Array:
-    """Of E[2 align_j - 2 div_j] with the samples k != j held fixed, as the policy gradient with r_j has it."""
+    """Return the gradient of E[2 align_j - 2 div_j] with the samples k != j held fixed, as r_j gives it."""
     probabilities = np.exp(logits) / np.exp(logits).sum()
     scale = np.arange(1, len(logits) + 1)
     rewards = 2.0 * (np.arange(len(logits)) == 0) - 2 * probabilities * scale**2

@@ -1,4 +1,4 @@
-"""Losses against numbers worked out by hand, and their independence of how a step is cut."""
+"""Losses against numbers worked out by hand, and their independence of how a step is split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_COMPLETION_TOKENS = 12
 def make_inputs(
     ratios: Sequence[Sequence[float]], advantages: Sequence[float], *, logprob: float = -1.0, **others: Tensor
 ) -> LossInputs:
-    """One sequence per row of ratios to the old policy, all of whose tokens count, with one advantage each."""
+    """Return one fully trained sequence with one advantage for each row of ratios to the old policy."""
     lengths = torch.tensor([len(row) for row in ratios])
     flat = torch.tensor(list(itertools.chain(*ratios)), dtype=torch.float64)
     logprobs = torch.full_like(flat, logprob)
@@ -57,10 +57,10 @@ def gradient(inputs: LossInputs, config: LossConfig) -> list[float]:
     ("ratio", "advantage", "loss", "grad"),
     [
         (1.1, 2.0, -2.2, -2.2),  # within the bounds
-        (1.5, 2.0, -2.6, 0.0),  # cut off above
-        (0.5, 2.0, -1.0, -1.0),  # a good token that became rarer is not cut off
-        (0.5, -2.0, 1.6, 0.0),  # cut off below
-        (1.5, -2.0, 3.0, 3.0),  # a bad token that became likelier is not cut off
+        (1.5, 2.0, -2.6, 0.0),  # clipped above
+        (0.5, 2.0, -1.0, -1.0),  # a good token that became less likely is not clipped
+        (0.5, -2.0, 1.6, 0.0),  # clipped below
+        (1.5, -2.0, 3.0, 3.0),  # a bad token that became likelier is not clipped
         (4.0, -2.0, 6.0, 0.0),  # except by the outer bound
     ],
 )
@@ -150,7 +150,7 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
 
 
 def random_step(*, seed: int = 0, num_sequences: int = 9) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """A policy (one vector) and its step: sequences of features, of which the first tokens are not trained."""
+    """Return a policy (one vector) and a step of feature sequences whose first tokens are not trained."""
     generator = torch.Generator().manual_seed(seed)
     policy = torch.randn(4, generator=generator)
     sequences = []
@@ -188,14 +188,14 @@ def pack(policy: Tensor, sequences: list[dict[str, Tensor]], num_loss_tokens: in
 
 
 def run_cut(cut: list[list[int]], config: LossConfig | None) -> tuple[Tensor, float, dict[str, float]]:
-    """Gradient, loss and metrics of the step in these micro batches, in this order; no config: SFT."""
+    """Return the gradient, loss and metrics of the step in the given micro batches; without a config, of SFT."""
     policy, sequences = random_step()
     num_loss_tokens = int(sum(sequence["loss_mask"].sum() for sequence in sequences))
     total: MetricSums | None = None
     loss = 0.0
     for members in cut:
         micro_batch = [sequences[index] for index in members]
-        if not micro_batch:  # what a rank runs that has less to do
+        if not micro_batch:  # the placeholder of a rank that has less to do
             micro_batch = [{name: value[:2] for name, value in sequences[0].items()}]
             micro_batch[0]["loss_mask"] = torch.zeros(2, dtype=torch.bool)
         inputs = pack(policy, micro_batch, num_loss_tokens, len(sequences) - 1)
@@ -212,7 +212,7 @@ def run_cut(cut: list[list[int]], config: LossConfig | None) -> tuple[Tensor, fl
 
 
 def random_cut(seed: int, num_sequences: int = 9) -> list[list[int]]:
-    """Any number of micro batches, some of them empty, with the sequences in any order."""
+    """Return a random number of micro batches, some of them empty, with the sequences in random order."""
     random = np.random.default_rng(seed)
     cut: list[list[int]] = [[] for _ in range(random.integers(2, 7))]
     for index in random.permutation(num_sequences).tolist():
@@ -230,7 +230,7 @@ CONFIGS = [
     "config", [*CONFIGS, None], ids=lambda c: "sft" if c is None else f"{c.name}-{c.level}-{c.aggregate}"
 )
 def test_every_cut_into_micro_batches_and_ranks_gives_the_same_step(config: LossConfig | None) -> None:
-    """Ranks add up like micro batches do: gradients are summed, so one list of micro batches stands for both."""
+    """Check one list of micro batches for both, because ranks, too, sum their gradients."""
     whole_gradient, whole_loss, whole_metrics = run_cut([list(range(9))], config)
     assert whole_gradient.abs().max() > 1e-3
     for cut in [[[index] for index in range(9)], *(random_cut(seed) for seed in range(4))]:

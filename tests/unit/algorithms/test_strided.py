@@ -1,4 +1,4 @@
-"""The strided pass: its places and masks against plain loops, and its log-probs against every block run alone."""
+"""The strided pass: its positions and masks against plain loops, and its log-probs against every block run alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlpipe.algorithms.strided import block_contexts
 
 @dataclass(kw_only=True, frozen=True)
 class Token:
-    """A token of the row, as the spec says where it stands and what it sees."""
+    """A token of the row, with its position and what it sees according to the spec."""
 
     document: int
     place: int
-    """In its document, or where it would stand there."""
+    """The position in the document, or the one that a drawn token would have there."""
     column: int = -1
     step: int = -1
     context: int = 0

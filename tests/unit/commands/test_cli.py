@@ -37,7 +37,7 @@ HEAVY = "{'torch', 'ray', 'hydra', 'transformers', 'vllm', 'numpy', 'omegaconf'}
 
 
 def loaded_after(code: str) -> str:
-    """The heavy modules that a fresh interpreter has imported after the code."""
+    """Return the heavy modules that a fresh interpreter has imported after running ``code``."""
     script = (
         f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nprint('LOADED', sorted({HEAVY} & set(sys.modules)))"
     )
@@ -45,7 +45,7 @@ def loaded_after(code: str) -> str:
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that wrong input leaves on standard error."""
+    """Return the one line that wrong input leaves on standard error."""
     try:
         code = cli.main(arguments)
     except SystemExit as error:
@@ -177,7 +177,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 
 def test_simulate_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
-    # Two engines with 4 places each: 16 groups of a step take 4 s, and are scored at once.
+    # Two engines with 4 places each: the 16 groups of a step take 4 s, and are scored at once.
     arguments = ["simulate", *BASE, *TIMES, "--engines", "2", "--places", "4", "--score", "constant:0.5"]
     arguments += ["algorithm.groups_per_step=16", "scoring.num_processes=16"]
     assert cli.main(arguments) == 0
@@ -236,7 +236,7 @@ def test_closed_pipe_is_no_error() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     finished = Run(tmp_path / "run")
     finished.train_all()
     finished.ledger.close()
@@ -308,7 +308,7 @@ def test_lines_of_libraries_that_nobody_can_act_on_are_not_shown(
     assert cli.main(["config", "experiment=quickstart"]) == 0
     logger = logging.getLogger(library)
     caplog.handler.records.clear()
-    logger.addHandler(caplog.handler)  # DeepSpeed's hands nothing on
+    logger.addHandler(caplog.handler)  # DeepSpeed's logger does not propagate
     logger.warning(line)
     assert caplog.records == []
     logger.warning("something else is wrong")

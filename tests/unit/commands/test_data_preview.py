@@ -1,4 +1,4 @@
-"""Rows are shown as the run renders them, with what is trained marked, and without Ray or a model."""
+"""Tests that rows are shown as the run renders them, with trained tokens marked, and without Ray or a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_terminal_gets_colours_and_no_colour_brings_brackets(
     text = printed(capsys, *arguments)
     assert "\x1b[30;42mtwo\x1b[0m" in text
     assert "\x1b[36m<|im_start|>\x1b[0m" in text
-    assert "\x1b[31m" not in text  # what the data has is shown, not obeyed
+    assert "\x1b[31m" not in text  # escape codes in the data are shown, not obeyed
     assert "␛[31mone" in text
     monkeypatch.setenv("NO_COLOR", "1")
     assert "⟦two<|im_end|>⟧" in printed(capsys, *arguments)
@@ -70,7 +70,7 @@ def test_skipped_rows_are_shown_with_place_and_reason(tmp_path: Path, capsys: py
         r"line 2\): skipped, too_long: \d+ tokens, more than learner.max_tokens_per_microbatch=1100\n", text
     )
     assert "⟦a<|im_end|>⟧" in text
-    assert "⟦y<|im_end|>⟧" not in text  # three rows are shown
+    assert "⟦y<|im_end|>⟧" not in text  # only three rows are shown
 
 
 def test_rows_are_shown_where_all_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

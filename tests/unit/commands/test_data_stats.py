@@ -1,4 +1,4 @@
-"""The figures of ``rlpipe data stats`` are those of the rows as the run renders and packs them."""
+"""Tests that ``rlpipe data stats`` reports figures of the rows as the run renders and packs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_lengths_and_trained_tokens_are_those_of_the_rows(tmp_path: Path, capsys
     rows = [conversation("q" * length, "a" * (length % 7 + 1), "and?", "yes") for length in range(1, 41)]
     arguments = write_run(tmp_path, rows, TOKENIZER)
     found = stats(capsys, *arguments)
-    # A token for each character, and two around each turn; the answers' end tokens are trained.
+    # One token per character, and two around each turn; the end tokens of answers are trained.
     lengths = np.array([length + (length % 7 + 1) + 7 + 8 for length in range(1, 41)])
     trained = sum(length % 7 + 1 + 3 + 2 for length in range(1, 41))
     assert (found["num_rows"], found["num_used"], found["num_repeated"], found["skipped"]) == (40, 40, 0, {})

@@ -22,7 +22,7 @@ from rlpipe.types import GroupRequest, Prompt, RolloutGroup
 
 
 class EchoEngine:
-    """Repeats each prompt's last tokens; finishes the newest request first."""
+    """A fake engine that repeats each prompt's last tokens, and finishes the newest request first."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.fails, self.stopped = fails, False
@@ -110,7 +110,7 @@ def test_prompts_go_through_the_chat_template_unless_raw() -> None:
 
 
 def save_adapter(policy: Path, folder: Path) -> Path:
-    """Saves a LoRA adapter that changes what the policy finds likeliest."""
+    """Save a LoRA adapter that changes the policy's most likely tokens."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(policy)
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=64, target_modules="all-linear"))
@@ -156,7 +156,7 @@ def test_command_reads_standard_input(
 def test_images_stand_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = IMAGE_FAMILIES["idefics3"].write(tmp_path / "model")
     (tmp_path / "one.png").write_bytes(picture(20, 20))
-    capsys.readouterr()  # what libraries wrote as the model was made
+    capsys.readouterr()  # drop what libraries printed while the model was made
     arguments = ["generate", "--model", str(folder), "--engine", "hf", "--dtype", "float32", "--max-tokens", "3"]
     assert cli.main([*arguments, "--image", str(tmp_path / "one.png"), "--json", "the cat"]) == 0
     (completion,) = json.loads(capsys.readouterr().out)["completions"]

@@ -1,4 +1,4 @@
-"""What people see of a ledger: tables, one group, and what comes while a run is written, killed and restored."""
+"""Displays of a ledger: tables, one group, and what is followed while a run is written, killed and restored."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_metrics_that_are_not_numbers_are_null(tmp_path: Path, capsys: pytest.Ca
 
 
 def trained_group(folder: Path, model: Path) -> Path:
-    """A group of two completions, "2+2" and "4", in step 3."""
+    """Write a ledger with a group of two completions, "2+2" and "4", that step 3 has trained."""
     tokenizer = load_tokenizer(ModelConfig(path=str(model))) if (model / "tokenizer.json").exists() else None
     one = group(5, [1.0, 0.0], lengths=[3, 1], version=2)
     object.__setattr__(one.prompt, "prompt", [{"role": "user", "content": "what is\n2+2?"}])

@@ -1,4 +1,4 @@
-"""``rlpipe plan`` from its arguments to what it prints."""
+"""Tests of ``rlpipe plan``, from its arguments to its output."""
 
 import json
 import subprocess

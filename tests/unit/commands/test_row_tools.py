@@ -1,4 +1,4 @@
-"""A row's own tools are shown to the policy by the chat template, and nothing of them is trained."""
+"""Tests that the chat template shows a row's own tools to the policy, and that nothing of them is trained."""
 
 from __future__ import annotations
 

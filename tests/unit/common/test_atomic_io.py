@@ -1,4 +1,4 @@
-"""Folders and files appear whole or not at all."""
+"""Tests that folders and files appear whole or not at all."""
 
 import shutil
 from pathlib import Path

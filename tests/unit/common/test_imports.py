@@ -1,4 +1,4 @@
-"""What a config names by path is imported, or refused with a message that helps."""
+"""Tests that an object named by path in a config is imported, or refused with a helpful message."""
 
 from pathlib import Path
 

@@ -35,7 +35,7 @@ def error_of(*overrides: str, file: Path | None = None) -> str:
 
 @pytest.fixture
 def own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the config groups that a test may add files to."""
+    """Return a copy of the config groups that a test may add files to."""
     folder = tmp_path / "groups"
     shutil.copytree(config_folder(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "experiment"))
     monkeypatch.setattr(compose, "config_folder", lambda: folder)

@@ -1,4 +1,4 @@
-"""The config says which tokens count, and by which markers; what can't be is refused by name."""
+"""Tests that the config selects the trained tokens and the markers, and that impossible values are refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_end_markers_count_as_the_config_says(family: str, ends: str) -> None:
     if ends == "none":
         expected = expected.replace(second, f"a  mat»{own.end}")
     if ends == "all":
-        for content in ("sys", "hi", "who"):  # of which Mistral's user has no end of its own
+        for content in ("sys", "hi", "who"):  # Mistral's user turn has no end of its own
             expected = expected.replace(f"{content}{own.end}", f"{content}«{own.end}»")
         expected = expected.replace("sys[/SYSTEM_PROMPT]", "sys«[/SYSTEM_PROMPT]»")
     messages = turns("hi", "the cat", "who", "a  mat", system="sys")
@@ -67,7 +67,7 @@ def test_a_system_message_in_the_users_turn_counts_with_it() -> None:
 
 @pytest.mark.parametrize("options", [{"train_on_inputs": True}, {"loss_mask": "all"}])
 def test_all_tokens_count_where_the_config_says_so(options: dict[str, Any]) -> None:
-    first = "<|im_start|>"  # which nothing predicts
+    first = "<|im_start|>"  # no earlier token predicts it
     assert_marks(
         FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), f"{first}«{PLAIN.removeprefix(first)}»", **options
     )
@@ -272,7 +272,7 @@ def test_markers_that_are_unknown_to_the_tokenizer_are_refused(marker: str) -> N
 
 def test_an_unknown_token_that_is_written_out_is_a_marker() -> None:
     tokenizer = make_tokenizer()
-    tokenizer.unk_token = tokenizer.eos_token  # as GPT-2's
+    tokenizer.unk_token = tokenizer.eos_token  # as in GPT-2's tokenizer
     data = DataConfig(source="jsonl", role_boundaries=[ASSISTANT | {"start": "<|assistant|>", "end": "<|end|>"}])
     assert resolve_mask(ChatTemplate(tokenizer, data), data).boundaries[0].end == (tokenizer.eos_token_id,)
 

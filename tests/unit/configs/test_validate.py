@@ -26,7 +26,7 @@ CHECKPOINTING = {"model.gradient_checkpointing": True}
 
 
 def config_with(changes: dict[str, Any]) -> Config:
-    """A valid config but for the changes, which are named by dotted option."""
+    """Return a valid config with the given changes, which are named by dotted option."""
     config = Config()
     valid = {"model.path": "org/policy", "data.source": "reasoning_gym", "data.task": "basic_arithmetic"}
     for name, value in {**valid, **changes}.items():

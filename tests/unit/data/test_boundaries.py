@@ -1,4 +1,4 @@
-"""Turns are found where their markers stand, whatever else the tokens hold."""
+"""Tests that turns are found at their markers, whatever else the tokens contain."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ RESULT = RoleBoundary(role="tool", start=(7,), end=(8,), interrupts=True)
 
 
 def test_a_turn_goes_on_behind_one_that_interrupts_it() -> None:
-    """The start of the other is the end of its first part."""
+    """Check that the interrupting turn's start ends the first part of the outer turn."""
     assert places([1, 3, 60, 7, 70, 8, 61, 9, 1, 2, 50, 9], USER, ASSISTANT, RESULT) == [
         ("assistant", 0, 2, 3, 4),
         ("tool", 3, 4, 5, 6),

@@ -1,4 +1,4 @@
-"""Each source of a mix is prepared on its own, streams are not, and images are those that the run would have read."""
+"""Tests that each source of a mix is prepared separately, streams are not, and images are read as by the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [{"question": f"{number}?", "ground_truth": f"{number}!"} for number i
 
 
 def sources(folder: Path, **options: str) -> list[str]:
-    """A mix of files ``a`` and ``b``."""
+    """Return the options of a mix of files ``a`` and ``b``."""
     make_tokenizer().save_pretrained(folder / "tokenizer")
     named = [f"data.sources.{name}.{key}={value}" for name in "ab" for key, value in options.items()]
     return [
@@ -58,7 +58,7 @@ def prompts(folder: Path) -> list[str]:
 
 
 def num_found(options: list[str], caplog: pytest.LogCaptureFixture) -> int:
-    """How many sources a run finds prepared."""
+    """Return how many sources a run finds prepared."""
     caplog.clear()
     with caplog.at_level(logging.INFO):
         story(config_of(options))

@@ -1,4 +1,4 @@
-"""Prepared rows are those that the run would render, and are found by no run that would render others."""
+"""Tests that prepared rows are those that the run would render, and that runs that would render others ignore them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def truths(folder: Path) -> list[str]:
 
 
 def tables(folder: Path) -> list[str]:
-    """Columns of kinds that JSON does not have."""
+    """Write columns of types that JSON lacks, and return the options of a run on them."""
     rows = [
         {"prompt": row["prompt"], "at": datetime.datetime(2024, 1, index % 28 + 1), "raw": bytes([index])}
         for index, row in enumerate(PROMPTS)
@@ -150,7 +150,7 @@ def tables(folder: Path) -> list[str]:
 
 
 def tools(folder: Path) -> list[str]:
-    """Each row has tools of its own, which its template writes."""
+    """Write rows with tools of their own, which the template renders, and return the options of a run on them."""
     schema = {"type": "function", "function": {"name": "look"}}
     rows = [{**row, "tools": [schema] * (number % 3)} for number, row in enumerate(CONVERSATIONS)]
     (folder / "template.jinja").write_text("{{ tools | length }}" + CHAT_TEMPLATE)
@@ -332,7 +332,7 @@ def test_a_damaged_file_is_not_used_and_written_anew(tmp_path: Path, caplog: pyt
 
 
 def dying(folder: Path) -> list[str]:
-    """A transform that kills its process, unless it is this one, at the row 66."""
+    """Return the options of a transform that kills its process at row 66, unless it is this process."""
     (folder / "recipe.py").write_text(DYING)
     return [f"data.transform={folder / 'recipe.py'}:die", f"data.transform_args.survivor={os.getpid()}"]
 

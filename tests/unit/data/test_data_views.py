@@ -37,7 +37,7 @@ def titles(text: str) -> list[str]:
 
 
 def mix(folder: Path) -> list[str]:
-    """Three of ``a`` for one of ``b``, which has four times as many rows."""
+    """Return the options of a mix of three rows of ``a`` per row of ``b``, which has four times as many valid rows."""
     arguments = write_run(folder, [], TOKENIZER, path=None)
     write(folder / "a.jsonl", [conversation("q", f"a{number}") for number in range(5)] + [{"messages": []}])
     write(folder / "b.jsonl", [conversation("qq", f"b{number:02}") for number in range(20)])
@@ -62,7 +62,7 @@ def test_rows_of_a_mix_are_those_that_the_run_takes(tmp_path: Path, capsys: pyte
 
 
 def file_of(arguments: list[str]) -> list[str]:
-    """The options that the file names which ``write_run`` wrote."""
+    """Return the options in the file that ``write_run`` wrote."""
     run = json.loads(Path(arguments[0]).read_text())
     return ["algorithm=sft", *(f"model.{name}={value}" for name, value in run["model"].items())]
 

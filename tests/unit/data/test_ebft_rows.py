@@ -1,4 +1,4 @@
-"""Pairs, conversations and reasoning become rows with a prompt and a ground truth, or say why they can't."""
+"""Tests that pairs, conversations and reasoning become rows with a prompt and a ground truth, or are refused."""
 
 from __future__ import annotations
 

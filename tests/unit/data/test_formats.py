@@ -1,4 +1,4 @@
-"""Rows written for other libraries train as those with messages do, or the message names the key that is wrong."""
+"""Tests that rows written for other libraries train like message rows, or are refused by the name of the wrong key."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def rendered(row: Row, **options: Any) -> Rollout:
 
 
 def texts(row: Row, **options: Any) -> tuple[str, str]:
-    """The whole sequence, and what counts in it."""
+    """Return the text of the whole sequence, and the text of its trained tokens."""
     rollout = rendered(row, **options)
     return str(TOKENIZER.decode(rollout.token_ids)), str(TOKENIZER.decode(rollout.token_ids[rollout.loss_mask]))
 

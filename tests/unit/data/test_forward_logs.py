@@ -1,4 +1,4 @@
-"""What a run's user is told of its rows."""
+"""Tests of the log lines about a run's rows that reach its user."""
 
 import logging
 

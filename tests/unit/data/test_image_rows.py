@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @torch.no_grad()
 def alone(model: ModelConfig, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """A row's tokens, and the log-probs of all but the first, by transformers alone."""
+    """Return a row's tokens, and the log-probs of all but the first, by transformers alone."""
     policy = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
     processor, tokenizer = ImageProcessor(model).hf_processor, load_tokenizer(model)
     images = {"images": [[open_image(image) for image in row["images"]]]} if "images" in row else {}
@@ -63,7 +63,7 @@ def alone(model: ModelConfig, row: dict[str, Any]) -> tuple[np.ndarray, np.ndarr
 
 
 def packed(model: ModelConfig, rollouts: list[Rollout]) -> np.ndarray:
-    """Log-probs of all loss tokens, of one micro batch."""
+    """Return the log-probs of all loss tokens, packed into one micro batch."""
     (batch,) = pack_step(rollouts, step=0, num_ranks=1, max_tokens=4096)
     (micro_batch,) = batch.mini_batches[0].micro_batches
     policy = load_policy(model, LearnerConfig(), CPU)
@@ -121,7 +121,7 @@ def test_sampled_tokens_have_the_log_probs_that_the_learner_computes(
         rollout.advantages = np.ones(len(rollout.token_ids), np.float32)
     sampled = np.concatenate([rollout.logprobs[rollout.loss_mask] for rollout in rollouts])
     assert sum(len(rollout.images) for rollout in rollouts) == 2 * 4
-    # Qwen3.5 draws tokens by the recurrent form of its linear attention and trains by the one in chunks. Their
+    # Qwen3.5 draws with the recurrent form of its linear attention and trains with the chunked form. Their
     # exponentials round differently: torch's vector code for AVX2 puts them 3.1e-5 apart, its plain code 1.4e-5.
     atol = 5e-5 if request.node.callspec.params["model"] == "qwen3.5" else 2e-5
     np.testing.assert_allclose(packed(model, rollouts), sampled, atol=atol)

@@ -1,4 +1,4 @@
-"""Images of rows: where they are, what they are given as, and what is said of those that can't be used."""
+"""Images of rows: where they may be, in which forms they may be given, and the errors for unusable ones."""
 
 from __future__ import annotations
 

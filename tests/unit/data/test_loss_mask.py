@@ -1,4 +1,4 @@
-"""Tokens count by the role of their turn, and end markers as ``train_on_eos`` says; nothing of padding or media."""
+"""Tests that turns are trained by role and end markers by ``train_on_eos``, but never padding or media."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURNS = [USER, 50, END, ASSISTANT, 60, 61, END, USER, 51, END, ASSISTANT, 62, EN
 
 
 def marked(rules: LossMask, token_ids: list[int]) -> list[int]:
-    """The places that count."""
+    """Return the positions of the trained tokens."""
     return np.flatnonzero(rules.mark(np.array(token_ids, np.int32))).tolist()
 
 
@@ -116,5 +116,5 @@ RULES = st.builds(
 @settings(max_examples=1000, deadline=None)
 @given(rules=RULES, token_ids=st.lists(st.integers(0, 6), max_size=40))
 def test_masks_equal_those_made_token_by_token(rules: LossMask, token_ids: list[int]) -> None:
-    """So few different tokens that markers overlap, nest and break off."""
+    """Check sequences of so few different tokens that markers overlap, nest and break off."""
     assert rules.mark(np.array(token_ids, np.int32)).tolist() == plain_mask(rules, token_ids)

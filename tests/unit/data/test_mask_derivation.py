@@ -1,4 +1,4 @@
-"""Markers are derived from what a template writes, and refused by name where that can be read in several ways."""
+"""Tests that markers are derived from a template's output, and that ambiguous ones are refused by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ TWO_ENDS = {
 @pytest.mark.parametrize("case", TWO_ENDS)
 @pytest.mark.parametrize("has_system", [False, True])
 def test_assistants_whose_last_turn_ends_in_another_way_are_refused(case: str, has_system: bool) -> None:
-    """Where a system turn comes first, the other end stands before each turn of the user."""
+    """Check a different end of the last turn; after a system turn, that end also precedes each user turn."""
     end, last = TWO_ENDS[case]
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
@@ -117,7 +117,7 @@ def test_what_stands_behind_the_end_of_the_last_turn_does_not_count(end: str, ex
     [({}, True), ({"roles_to_train": ["assistant", "user"]}, True), ({"roles_to_train": ["user"]}, False)],
 )
 def test_turns_without_an_end_are_told(options: dict, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a template that ends only turns of the user; a policy that is trained so does not learn to stop."""
+    """Check a template that ends only user turns, with which a policy would not learn to stop."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'user' }}{% endfor %}"
@@ -155,12 +155,12 @@ OPEN_BLANK = (
     ("kind", "jinja", "answer", "expected"),
     [
         ("of characters", BLANKS, "the cat", "User: hi<|end|>\nAssistant: «the cat<|end|>»\n"),
-        ("of words", BLANKS, "the cat", "User: hi<|end|>\nAssistant:« the cat<|end|>»\n"),  # one token with its blank
+        ("of words", BLANKS, "the cat", "User: hi<|end|>\nAssistant:« the cat<|end|>»\n"),  # one token with its space
         ("of words", BLANKS, "<think>", "User: hi<|end|>\nAssistant: «<think><|end|>»\n"),
         ("of words", BLANKS, "", "User: hi<|end|>\nAssistant: «<|end|>»\n"),
         ("of pieces", BLANKS, "the cat", "User: hi<|end|>\nAssistant:« the cat<|end|>»\n"),
         ("of pieces", BLANKS, "<think>", "User: hi<|end|>\nAssistant: «<think><|end|>»\n"),
-        # Which a prompt does not end with, so that the policy has to write it.
+        # A prompt does not end with this, so that the policy has to write it.
         ("of characters", OPEN_BLANK, "the cat", "[INST] hi [/INST]« the cat<|end|>»"),
         (
             "of characters",
@@ -223,7 +223,7 @@ def test_rows_with_results_are_skipped_where_nothing_shows_where_these_begin_and
 
 
 def test_results_that_the_template_writes_under_the_assistants_name_do_not_count() -> None:
-    """As Falcon 3 does; their start is longer than that of the assistant's turns."""
+    """Check tool results like Falcon 3's, whose start is longer than that of the assistant's turns."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}<|assistant|><tool>{{ m.content }}</tool>"
@@ -236,7 +236,7 @@ def test_results_that_the_template_writes_under_the_assistants_name_do_not_count
 def test_generation_blocks_are_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         mask = ConversationMask(ChatTemplate(make_tokenizer(), DATA), DATA)
-        assert caplog.messages == []  # nobody has asked for a conversation yet
+        assert caplog.messages == []  # no conversation has been rendered yet
         mask.tokens(turns("hi", "yo"))
         mask.tokens(turns("hi", "yo"))
     assert caplog.messages == [

@@ -1,4 +1,4 @@
-"""Masks of each family at the edges: rows that are cut off, padding, batches, and turns of one role in a row."""
+"""Masks of each family at the edges: truncated rows, padding, batches, and consecutive turns of one role."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rules_of(family: str) -> LossMask:
 
 
 def encoded(family: str, marked: str) -> tuple[list[int], list[bool]]:
-    """The tokens of a text with ``«what counts»``, and which of them count."""
+    """Return the tokens of a text with ``«trained»`` parts, and which of them are trained."""
     tokenizer = FAMILIES[family].tokenizer()
     parts = [(tokenizer(piece, add_special_tokens=False)["input_ids"], counts) for piece, counts in pieces(marked)]
     return [token for ids, _ in parts for token in ids], [counts for ids, counts in parts for _ in ids]
@@ -41,7 +41,7 @@ def encoded(family: str, marked: str) -> tuple[list[int], list[bool]]:
 
 @pytest.mark.parametrize(("family", "marked"), CASES)
 def test_rows_that_are_cut_off_count_as_far_as_they_go(family: str, marked: str) -> None:
-    """In the middle of a turn of anybody, of a marker, and between turns."""
+    """Check rows that are cut within any turn or marker, and between turns."""
     token_ids, expected = encoded(family, marked)
     rules = rules_of(family)
     assert sum(expected) > 2
@@ -60,7 +60,7 @@ def test_padding_never_counts_on_either_side(family: str, marked: str) -> None:
 
 @pytest.mark.parametrize(("family", "marked"), CASES)
 def test_ends_count_where_they_are_the_padding_too(family: str, marked: str) -> None:
-    """Also the one right behind a turn that is cut off, which can't be told from that turn's own."""
+    """Check end tokens as padding; the first one after a truncated turn counts, as it could be that turn's own end."""
     token_ids, expected = encoded(family, marked)
     rules = replace(rules_of(family), pad_id=rules_of(family).end_id)
     assert rules.end_id is not None
@@ -83,7 +83,7 @@ def test_rows_of_padding_only_count_nothing(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "marked"), CASES)
 def test_batches_are_marked_by_rows(family: str, marked: str) -> None:
-    """Whole, cut off in the middle and empty, padded on the left or on the right."""
+    """Check whole, truncated and empty rows, padded on the left or on the right."""
     token_ids, expected = encoded(family, marked)
     rules = rules_of(family)
     half = len(token_ids) // 2
@@ -106,7 +106,7 @@ IN_A_ROW = {
     "llama4": "<|begin_of_text|><|header_start|>user<|header_end|>\n\nhi<|eot|>"
     "<|header_start|>assistant<|header_end|>\n\n«the cat<|eot|>»"
     "<|header_start|>assistant<|header_end|>\n\n«a  mat<|eot|>»",
-    # Nothing tells the model to write the second one, so there is nothing to learn from it.
+    # Nothing prompts the model to write the second one, so there is nothing to learn from it.
     "pixtral": "<s>[INST]hi[/INST]«the cat</s>»a  mat</s>",
     "mistral_v7": "<s>[INST]hi[/INST]«the cat</s>»a  mat</s>",
 }

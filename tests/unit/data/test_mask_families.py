@@ -49,8 +49,8 @@ def test_the_families_markers_are_derived_from_the_template_alone(family: str) -
     derived = derive_markers(Probe(template))
     known = list(BUILT_IN[NAMES[family]])
     unseen = {
-        "gemma4": "<|turn>tool\n",  # of an earlier template
-        "qwen3": "<|im_start|>tool\n",  # results are a part of the user's turn
+        "gemma4": "<|turn>tool\n",  # in an earlier template
+        "qwen3": "<|im_start|>tool\n",  # results are part of the user's turn
     }
     assert derived == [marker for marker in known if marker.start != unseen.get(family)]
     assert are_found(encode_markers(derived, template.tokenizer), Probe(template))
@@ -90,7 +90,7 @@ def test_tool_calls_count_and_results_do_not(num_results: int) -> None:
 def test_results_within_the_assistants_turn_do_not_count(
     options: dict[str, Any], expected: str, is_derived: bool
 ) -> None:
-    """The start of a result is the end of what the model writes."""
+    """Check that the start of a tool result ends what the model writes."""
     tokenizer = FAMILIES["gemma4"].tokenizer()
     if is_derived:
         options |= {
@@ -145,7 +145,7 @@ def test_reasoning_counts_where_the_template_keeps_it() -> None:
 
 @EVERY
 def test_images_never_count(family: str) -> None:
-    """Neither in turns of users that are trained, nor in those of the assistant."""
+    """Check images both in trained user turns and in those of the assistant."""
     own = FAMILIES[family]
     image = [{"type": "image"}, {"type": "text", "text": "the cat"}]
     answer: Any = image if family != "qwen3" else "the cat"

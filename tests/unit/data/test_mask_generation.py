@@ -1,4 +1,4 @@
-"""Masks by markers equal those that transformers makes of a template's ``{% generation %}`` blocks."""
+"""Tests that masks by markers equal those that transformers makes of a template's ``{% generation %}`` blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = st.text(st.sampled_from("aeinrst 012,.!?\n"), min_size=1, max_size=12).m
 
 @st.composite
 def marked_templates(draw: st.DrawFn) -> tuple[PreTrainedTokenizerBase, str, bool]:
-    """A tokenizer, a template, and whether its blocks hold the end of a turn."""
+    """Return a tokenizer, a template, and whether its blocks include the end of a turn."""
     tokenizer = TOKENIZERS[draw(st.sampled_from([*TOKENIZERS]))]
     start, end = draw(st.sampled_from(STARTS)), tokenizer.eos_token
     behind, includes_end = draw(st.sampled_from(["", "\n"])), draw(st.booleans())

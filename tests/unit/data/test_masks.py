@@ -1,4 +1,4 @@
-"""The loss mask covers what the assistant writes and nothing else, or says that it can't tell."""
+"""Tests that the loss mask covers exactly what the assistant writes, or is refused if that is unclear."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def template_of(jinja: str) -> ChatTemplate:
 
 
 def marked(jinja: str, messages: ChatMessages, first_message: int = 0) -> list[str]:
-    """The runs of marked tokens, as text."""
+    """Return the runs of trained tokens, as text."""
     template = template_of(jinja)
     encoded, mask = ConversationMask(template, DATA).tokens(messages, first_message=first_message)
     token_ids = encoded.token_ids

@@ -1,4 +1,4 @@
-"""Messages that call tools may have no content: templates get what they render as nothing, and never write ``None``."""
+"""Tests of tool-call messages without content, for which templates get a value that they render as nothing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ TURN = "<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation 
 LOOP = "{% for message in messages %}" + TURN + "{% endif %}{% endfor %}"
 CALLS = "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}<|end|>"
 PRINTS = LOOP.replace("BODY", "{{ message.content }}" + CALLS)
-"""As GLM-4.5's template."""
+"""A template that prints the content, like GLM-4.5's."""
 PARTS = LOOP.replace("BODY", "{% for part in message.content %}{{ part.text }}{% endfor %}" + CALLS)
-"""As Qwen3-VL's, if it took no texts."""
+"""A template that loops over content parts, like Qwen3-VL's, but without text content."""
 ASKS = LOOP.replace(
     "BODY", "{% if message['content'] is none %}" + CALLS + "{% else %}{{ message.content }}<|end|>{% endif %}"
 )
-"""As DeepSeek's."""
+"""A template that tests whether the content is none, like DeepSeek's."""
 ASKS_OF_REASONING = LOOP.replace(
     "BODY",
     "{% if message.reasoning_content is not none %}{% if '</think>' in message.content %}{% endif %}{% endif %}"
     "{{ message.content }}" + CALLS,
 )
-"""As Qwen3's first."""
+"""A template that tests the reasoning, like Qwen3's first template."""
 PLACE = RowLocation(row=0, epoch=0, location="row 1")
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
 ASKED = {"role": "user", "content": "hi"}
@@ -36,7 +36,7 @@ FOUND = [{"role": "tool", "content": "a cat"}, {"role": "assistant", "content": 
 
 
 def trained(template: str, message: dict[str, Any], role_boundaries: Any = None) -> tuple[str, str]:
-    """The rendered conversation, and what of it counts."""
+    """Return the rendered conversation, and the trained part of it."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", role_boundaries=role_boundaries), max_tokens=512)

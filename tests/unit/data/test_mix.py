@@ -1,4 +1,4 @@
-"""A mix takes each source's rows by weight, in epochs of its own, and goes on anywhere as if it had never stopped."""
+"""Tests that a mix takes each source's rows by weight, in epochs of its own, and can resume anywhere."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ TOKENIZER = make_tokenizer()
 
 
 def mix(folder: Path, rows: Mapping[str, Sequence[Any]], sources: Mapping[str, Any], **options: Any) -> DataConfig:
-    """Rows by source: prompts as they are, or as whole rows."""
+    """Write the rows of each source, given as prompts or as whole rows, and return the config of their mix."""
     own: dict[str, Any] = {}
     for name, values in rows.items():
         lines = [value if isinstance(value, dict) else {"prompt": value, "completion": "y"} for value in values]

@@ -1,4 +1,4 @@
-"""Every place of a mix has a source that its number alone determines, and sources have the shares of their weights."""
+"""Tests that each position of a mix alone determines its source, and that sources have the shares of their weights."""
 
 from collections import Counter
 

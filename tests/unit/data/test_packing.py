@@ -1,4 +1,4 @@
-"""Every rollout is trained once an epoch, within the budget, under denominators that are the same on all ranks."""
+"""Tests that every rollout is trained once an epoch, within the budget, with equal denominators on all ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from rlpipe.types import MicroBatch, PlacedImage, Rollout, TrainBatch
 
 
 def rollout(index: int, length: int, *, group: int | None = None, num_loss: int | None = None) -> Rollout:
-    """Its tokens and log-probs name it: token t of rollout i is 1000 i + t."""
+    """Return a rollout whose tokens and log-probs identify it: token t, from 1 on, of rollout i is 1000 i + t."""
     num_loss = length - 1 if num_loss is None else min(num_loss, length - 1)
     tokens = np.arange(length, dtype=np.int32) + 1000 * index + 1
     mask = np.arange(length) >= length - num_loss
@@ -38,7 +38,7 @@ def micro_batches(batches: Sequence[TrainBatch], minibatch: int) -> list[MicroBa
 
 
 def sequences(micro: MicroBatch) -> list[tuple[int, ...]]:
-    """Token ids of each sequence with tokens of a rollout in it."""
+    """Return the token ids of each sequence, without placeholders."""
     starts = micro.sequence_starts
     pieces = [micro.token_ids[start:end] for start, end in pairwise(starts)]
     return [tuple(piece.tolist()) for piece in pieces if piece[0] != 0]
@@ -209,7 +209,7 @@ def test_sequences_that_are_filled_up_keep_to_the_budget(lengths: list[int], max
 
 
 def test_images_stay_with_their_sequences() -> None:
-    """Packed, split again, and beside a blank that another rank's images ask for."""
+    """Check images when packed, when split again, and with the blank image that other ranks' images require."""
     rollouts = [rollout(index, length) for index, length in enumerate([9, 5, 7, 4])]
     for index, places in ((0, [2, 5]), (2, [1]), (3, [2])):
         rollouts[index].images = tuple(

@@ -1,4 +1,4 @@
-"""Sources are endless, resumable to the prompt, loud about skipped rows, and never yield a held-out prompt."""
+"""Tests that sources are endless, resume at any prompt, report skipped rows, and never yield a held-out prompt."""
 
 import json
 import logging

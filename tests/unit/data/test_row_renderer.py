@@ -1,4 +1,4 @@
-"""Tokenizers load or fail in one line; rows become prompts and SFT sequences."""
+"""Tests that tokenizers load or fail with one line, and that rows become prompts and SFT sequences."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def sequence_of(row: dict[str, Any], *, max_tokens: int = 100, **options: Any) -
 
 
 def texts(rollout: Rollout) -> tuple[str, str]:
-    """Text of the tokens without and with loss."""
+    """Return the text of the tokens without loss, and of those with loss."""
     return (
         str(TOKENIZER.decode(rollout.token_ids[~rollout.loss_mask])),
         str(TOKENIZER.decode(rollout.token_ids[rollout.loss_mask])),

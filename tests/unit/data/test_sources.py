@@ -1,4 +1,4 @@
-"""Rows come out of files, data sets and reasoning-gym tasks, or the message says what is wrong and where."""
+"""Tests that rows are read from files, data sets and reasoning-gym tasks, or fail with what is wrong and where."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Images of data sets reach the row as the bytes that were stored, and all else as the library reads it."""
+"""Tests that images of data sets reach the row as the stored bytes, and other values as the library reads them."""
 
 from __future__ import annotations
 

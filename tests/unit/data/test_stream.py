@@ -1,4 +1,4 @@
-"""Streams give every row once in an epoch, keep a few blocks, and go on anywhere as if they had never stopped."""
+"""Tests that streams give every row once in an epoch, keep only a few blocks, and can resume anywhere."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets", "saved"]
 
 
 def make(folder: Path, kind: str, rows: Sequence[Row], **options: Any) -> DataConfig:
-    """The rows in three files (one in a saved data set), with a blank line in each of JSONL."""
+    """Write the rows in three files (one in a saved data set), with a blank line in each JSONL file."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
     third = -(-len(rows) // 3)
     for number in range(3):
@@ -172,7 +172,7 @@ def test_what_stands_at_a_place_does_not_depend_on_the_way_there(
 
 
 class CountedReader:
-    """Rows that are their numbers; keeps what it was asked for."""
+    """A reader of rows that are their numbers, which records the starts of its reads."""
 
     def __init__(self, length: int) -> None:
         self.name = "counted"

@@ -1,4 +1,4 @@
-"""Row transforms written for axolotl, TRL and Hugging Face's ``map`` work unchanged."""
+"""Tests that row transforms written for axolotl, TRL and Hugging Face's ``map`` work unchanged."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""What control groups leave of a machine, read from files written by hand."""
+"""Limits of a machine by control groups, read from hand-written files."""
 
 import os
 from pathlib import Path

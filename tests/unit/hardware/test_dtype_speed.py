@@ -1,4 +1,4 @@
-"""What ``dtype: auto`` goes by on a CPU: the rates of a model's products, which are timed once and kept."""
+"""The measurement behind ``dtype: auto`` on a CPU: the speed of a model's matrix products, timed once and stored."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ SLOWER, TIE, FASTER = (
 
 
 class Machine:
-    """A CPU whose products have the rates that it is given, each time that they are timed."""
+    """A CPU whose products have the given rates whenever they are timed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: Mapping[str, float]) -> None:
         self.rates = rates
@@ -117,7 +117,7 @@ def test_calibrating_the_machine_times_products_again(monkeypatch: pytest.Monkey
 
 
 def this_machine(rates: Mapping[str, float]) -> Device:
-    """This machine's profile, of large products with these rates."""
+    """Return this machine's profile, with the given rates of large products."""
     return replace(
         DEVICES["h100-80g"], kind="cpu", name=own_name("cpu"), hardware=dtypes.cpu_name(), matmul_flops=rates
     )

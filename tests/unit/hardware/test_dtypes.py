@@ -1,4 +1,4 @@
-"""``dtype: auto``: what a device computes in, the one type of a run, and the line that says which and why."""
+"""Tests of ``dtype: auto``: what a device computes in, the one dtype of a run, and the line that explains it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ ENGINE, RANK = Need(name="rollout-0", num_cpus=1), Need(name="learner-0", num_cp
 
 
 def cpu(speedup: float) -> DeviceTypes:
-    """One that multiplies so many times as fast in bfloat16."""
+    """Return a CPU with the given speedup in bfloat16."""
     return DeviceTypes(device="a CPU", rates={"float32": 100e9, "bfloat16": speedup * 100e9})
 
 
@@ -102,7 +102,7 @@ def test_a_slow_type_that_was_asked_for_is_kept_with_its_factor() -> None:
 @pytest.mark.parametrize("asked", ["float32", "bfloat16"])
 def test_a_fast_type_that_was_asked_for_needs_no_line(asked: str) -> None:
     assert choose_dtype(asked, [NEW]).line is None
-    assert choose_dtype(asked, [cpu(1.1)]).line is None  # not fast enough for auto, and not slow
+    assert choose_dtype(asked, [cpu(1.1)]).line is None  # not fast enough for auto, but not slow either
 
 
 def test_a_run_keeps_the_type_that_it_began_in() -> None:

@@ -1,4 +1,4 @@
-"""Sums of tensors of different types, block by block."""
+"""Sums of tensors of different dtypes, block by block."""
 
 import pytest
 import torch

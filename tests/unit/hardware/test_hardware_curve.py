@@ -1,4 +1,4 @@
-"""Times of collectives between and beyond the sizes that were measured."""
+"""Times of collectives between and beyond the measured sizes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The table of devices, and measurements that are stored."""
+"""The table of devices, and stored measurements."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def test_rates_of_the_table_are_shares_of_the_data_sheets() -> None:
     h100 = find_device("h100-80g")
     assert h100.flops("bfloat16") == pytest.approx(0.55 * 989e12)
     assert h100.memory_bandwidth == pytest.approx(0.8 * 3.35e12)
-    adam = {"float32": 7 * 4, "bfloat16": 7 * 2}  # bytes an element
+    adam = {"float32": 7 * 4, "bfloat16": 7 * 2}  # bytes per element
     assert h100.device_adam == pytest.approx({name: 0.8 * 3.35e12 / size for name, size in adam.items()})
     assert h100.host_adam == pytest.approx({name: 150e9 / size for name, size in adam.items()})
     assert h100.host_adding["bfloat16 to float32"] == pytest.approx(150e9 / 10)

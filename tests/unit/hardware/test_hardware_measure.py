@@ -1,4 +1,4 @@
-"""This machine is measured, roughly, and its measurement found again."""
+"""A quick measurement of this machine, and the lookup of a stored one."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What the benchmark of kernels makes of its measurements, and that it sees what is wrong, at tiny shapes."""
+"""The kernel benchmark at tiny sizes: its evaluation of measurements, and its detection of wrong results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_wrong_gradient_shows() -> None:
 def test_bare_products_give_what_products_give() -> None:
     inputs = kernels_head.make_inputs(HEAD, CPU)
     _, _, grad_hidden, grad_weight = kernels_head.make_gemms(inputs).both()
-    slope = (inputs.hidden[:5] @ inputs.weight.T) / HEAD.vocabulary  # what stands for the gradient of each chunk
+    slope = (inputs.hidden[:5] @ inputs.weight.T) / HEAD.vocabulary  # a stand-in for the gradient of each chunk
     slopes = torch.cat([slope, slope, slope[:2]]).detach()
     torch.testing.assert_close(grad_hidden, slopes @ inputs.weight.detach())
     torch.testing.assert_close(grad_weight, slopes.T @ inputs.hidden.detach())
@@ -110,7 +110,7 @@ def test_lora_sides_compute_the_layer_and_its_gradients(variant: str) -> None:
     found: dict[str, Outcome] = {}
     comparison = kernels_lora.compare(case, ["gemms", "rlpipe", "peft"], CPU)
     for name, make in comparison.makers.items():
-        torch.manual_seed(1)  # all have the same weights
+        torch.manual_seed(1)  # all implementations have the same weights
         found[name] = make().both()
         assert [tensor.shape for tensor in found[name] if tensor is not None] == [(6, 8), (6, 64), (2, 64), (8, 2)]
     for ours, theirs in zip(found["rlpipe"], found["peft"], strict=True):

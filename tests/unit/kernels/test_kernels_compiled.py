@@ -1,4 +1,4 @@
-"""Triton's compiler takes the kernels, for GPUs that are not there; its interpreter, as in other tests, takes more."""
+"""Tests that Triton compiles the kernels for absent GPUs, because the other tests' interpreter accepts more."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_kernels_compile_without_spills_and_wait_for_memory_alone(capability: in
     assert kinds == set(product(("statistics", "gradient"), ("bf16", "fp16", "fp32"), (False, True)))
     for row in rows:
         assert row["spilled_bytes"] == 0, row
-        # Logits of the fused lm_head are in float32, whatever is done to them; those of others come as they are.
+        # Only the fused lm_head changes logits, which are in float32; other logits are used as they are.
         if row["logits"] == "fp32" or not row["changed"]:
             assert row["issue_over_memory"] < 1, row

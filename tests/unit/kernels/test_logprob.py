@@ -1,4 +1,4 @@
-"""The log-probs and entropies of the fused lm_head equal those of plain autograd in float64, forward and backward."""
+"""Tests that log-probs and entropies of the fused lm_head equal plain autograd in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlpipe.kernels.logprob import linear_logits, linear_logprob
 from rlpipe.kernels.primitives import IGNORED
 
 FROZEN = ("weight", "bias", "up")
-"""What a head has of its own."""
+"""The head's own parameters."""
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},
     "without bias": {"with_bias": False},
@@ -45,7 +45,7 @@ def test_equals_float64_autograd_for_every_chunking(chunk_tokens: int, temperatu
 
 @pytest.mark.parametrize("vocabulary", [63, 64, 65, 200])
 def test_equals_float64_autograd_for_every_tiling(vocabulary: int) -> None:
-    """Parts of the vocabulary are multiples of 64 wide."""
+    """Check vocabularies around the tile width, which is a multiple of 64."""
     for chunk_tokens in (1, 2, 3, 5, 8):
         check(make_head_inputs(vocabulary=vocabulary), 1e-12, chunk_tokens=chunk_tokens)
 
@@ -92,7 +92,7 @@ def test_each_token_may_have_its_own_temperature(frozen: tuple[str, ...]) -> Non
 def test_triton_equals_float64_autograd(
     dtype: torch.dtype, frozen: tuple[str, ...], entropy_gradient: bool, change: dict
 ) -> None:
-    """In its interpreter, which is wrong in bfloat16."""
+    """Check float32 and float16, because Triton's interpreter computes bfloat16 wrongly."""
     inputs = make_head_inputs(5, 4, 70, dtype=dtype, ignored=(1,)).freeze(*frozen)
     tolerance = 3e-6 if dtype is torch.float32 else 5e-3
     check(inputs, tolerance, chunk_tokens=2, entropy_gradient=entropy_gradient, use_triton=True, **change)
@@ -156,14 +156,14 @@ def test_low_precision_inputs_have_float32_results(
 
 
 def test_hidden_states_come_in_the_type_of_the_weight_and_a_lora_may_be_wider() -> None:
-    """As a policy has them: an adapter in float32 beside a base in bfloat16."""
+    """Check the dtypes of a typical policy, with an adapter in float32 on a base in bfloat16."""
     inputs = make_head_inputs(dtype=torch.bfloat16).freeze("weight", "bias")
     inputs.up = inputs.up.detach().float().requires_grad_()
     check(inputs, 0.02, chunk_tokens=4)
 
 
 def count_products(inputs: HeadInputs, *, backward: bool, **options: Any) -> int:
-    """Matrix products with the whole weight."""
+    """Return the number of matrix products with the whole weight."""
     with torch.profiler.profile(record_shapes=True) as forward_profile:
         logprobs, _ = linear_logprob(targets=inputs.targets, chunk_tokens=100, **inputs.tensors, **options)
     with torch.profiler.profile(record_shapes=True) as backward_profile:
@@ -184,7 +184,7 @@ def count_products(inputs: HeadInputs, *, backward: bool, **options: Any) -> int
 def test_a_head_costs_no_more_products_than_it_needs(
     frozen: tuple[str, ...], entropy_gradient: bool, forward: int, backward: int
 ) -> None:
-    """A frozen one has none of its own, and none in the backward pass."""
+    """Check that a frozen head needs no product for its gradient, and none at all in the backward pass."""
     for in_backward, expected in ((False, forward), (True, backward)):
         inputs = make_head_inputs(rank=None, with_bias=False).freeze(*frozen)
         assert count_products(inputs, backward=in_backward, entropy_gradient=entropy_gradient) == expected
@@ -255,7 +255,7 @@ def test_no_operation_allocates_all_logits(frozen: tuple[str, ...]) -> None:
 
 
 def test_the_backward_pass_of_a_frozen_head_holds_one_row_of_hidden_states() -> None:
-    """What is saved are the slopes, in place of hidden states and weight."""
+    """Check that only the slopes are saved, instead of the hidden states and the weight."""
     inputs = make_head_inputs(32, 16, 100, rank=None, with_bias=False, ignored=()).freeze("weight")
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):

@@ -1,4 +1,4 @@
-"""The LoRA linear gives what float64 gives, makes and keeps no more than it needs, and computes as PEFT's layers do."""
+"""Tests that the LoRA linear equals float64, allocates and saves only what it needs, and agrees with PEFT's layers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_only_what_requires_a_gradient_gets_one(trained: list[str]) -> None:
 def test_each_product_runs_once_and_none_is_for_the_weight() -> None:
     inputs = make_lora_inputs(with_bias=False)
     y = inputs.run()
-    # Forward: of the weight, and two of the adapter; backward: those of the gradients to x, and two sums over tokens.
+    # Forward: one with the weight, two with the adapter; backward: those for x's gradient, and two sums over tokens.
     assert sum(products_of(inputs.run).values()) == 3
     assert sum(products_of(lambda: y.backward(torch.ones_like(y))).values()) == 5
     inputs.x.requires_grad_(False)
@@ -177,7 +177,7 @@ def layer_of(model: PeftModel) -> Any:
 
 
 def outcome(model: PeftModel, dtype: torch.dtype, autocast: torch.dtype | None = None, **options: Any) -> list[Tensor]:
-    """The result, and the gradients of x and all that is trained."""
+    """Return the output, and the gradients of x and of all trained parameters."""
     x = randn(2, 20, 64, seed=3, dtype=dtype).requires_grad_()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         y = layer_of(model)(x, **options)
@@ -207,7 +207,7 @@ def test_layers_compute_what_those_of_peft_do(
     assert "_LoraLinear" in type(actual[0].grad_fn).__name__
     assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
     assert actual[0].dtype is dtype
-    assert actual[2].dtype is torch.float32  # the adapter's
+    assert actual[2].dtype is torch.float32  # the adapter's dtype
     assert_near(actual, expected, tolerance)
 
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from logits equal plain autograd in float64, forward and backward."""
+"""Tests that log-probs and entropies from logits equal plain autograd in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernel_cases import BOTH, CHANGES, EVERY, assert_near, expect_from_logits, 
 from rlpipe.kernels.selective import selective_logprob
 
 RESULTS, GRADIENTS = 3e-6, {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Gradients come in the type of the logits, and are rounded to it."""
+"""Tolerances of the results, and of gradients, which are rounded to the dtype of the logits."""
 LAYOUTS = {
     "rows": lambda logits: logits,
     "one row": lambda logits: logits[:1],
@@ -138,7 +138,7 @@ def test_shapes_that_do_not_fit_are_named(shape: tuple[int, ...], targets: tuple
 
 @BOTH
 def test_logits_are_read_but_not_copied(use_triton: bool) -> None:
-    """A slice of a batch has no memory of its own; without the reference's groups nothing else is as large."""
+    """Check that a slice of a batch is not copied, and that the reference works in groups to save memory."""
     logits = torch.zeros(4, 1025, 512)[:, :-1]
     targets = torch.zeros(4, 1024, dtype=torch.long)
     if use_triton:  # its interpreter is slow

@@ -1,4 +1,4 @@
-"""Both implementations of the kernels over rows equal plain autograd in float64; Triton's runs in its interpreter."""
+"""Tests that both row kernels equal plain autograd in float64; Triton's runs in its interpreter."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rlpipe.kernels.primitives import LogitChange
 from rlpipe.kernels.softmax import RowStats, row_gradient, row_stats
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6, torch.float16: 3e-6}
-"""Of the type of the logits, whose own rounding both sides have."""
+"""Tolerances by the dtype of the logits, whose rounding affects both sides alike."""
 
 
 def gradient_of(
     logits: Tensor, targets: Tensor, stats: RowStats, how: LogitChange, *, use_triton: bool, **options: object
 ) -> Tensor:
-    """Of the objective of log-probs and entropies."""
+    """Return the logits' gradient of the objective of log-probs and entropies."""
     results = [one.detach().requires_grad_() for one in (stats.logprobs, stats.entropy)]
     by_logprobs, by_entropy = torch.autograd.grad(objective(*results), results)
     grads = {"grad_logprobs": by_logprobs, "grad_entropy": by_entropy, "out": torch.full_like(logits, math.nan)}
@@ -114,7 +114,7 @@ def test_what_is_no_number_stays_so(use_triton: bool) -> None:
 
 @EVERY
 def test_columns_of_no_probability_take_no_part(use_triton: bool, dtype: torch.dtype) -> None:
-    """Masked tokens have logits of -inf; more of them here than a block of columns, at the begin and in between."""
+    """Check tokens with logits of -inf, more of them than a block of columns, at the beginning and in between."""
     logits, how = randn(3, 9000, seed=0).to(dtype), LogitChange(temperature=0.8)
     is_present = torch.arange(9000) % 3000 > 2800
     masked = logits.masked_fill(~is_present, -math.inf)
@@ -157,7 +157,7 @@ def test_a_target_outside_of_the_vocabulary_has_no_probability(use_triton: bool)
 
 @BOTH
 def test_near_certain_tokens_have_exact_entropies_and_no_positive_logprobs(use_triton: bool) -> None:
-    """Where log Z and the mean logit are alike, their difference would be rounding alone."""
+    """Check rows in which log Z and the mean logit are so close that their difference would be rounding alone."""
     logits = torch.cat([1000 + 20 * randn(200, 64, seed=0), randn(100, 64, seed=1)]).float()
     logits[:200, 7] += 60
     targets = logits.argmax(1)
@@ -186,7 +186,7 @@ def test_rows_may_lie_apart_and_gradients_in_the_memory_of_the_logits(use_triton
 
 @BOTH
 def test_rows_may_begin_behind_the_last_offset_of_32_bits(use_triton: bool) -> None:
-    """Of the pages that are asked for, those of three short rows are there."""
+    """Check three short rows that lie far apart in a large allocation, of which only their pages are touched."""
     apart = 2**30 + 1
     memory = torch.empty(2 * apart + 64, dtype=torch.float16)
     logits, targets, how = memory.as_strided((3, 37), (apart, 1)), make_targets(3, 37), LogitChange()
@@ -207,7 +207,7 @@ def test_the_implementations_agree_on_what_they_leave_out() -> None:
 
 
 def test_fake_tensors_meet_one_operator_that_takes_no_memory() -> None:
-    """So a plan sees as much as a GPU does, in as many steps."""
+    """Check that a plan's trace with fake tensors has the operators and the memory of a run on a GPU."""
     seen: list[str] = []
 
     class Names(TorchDispatchMode):
@@ -224,7 +224,7 @@ def test_fake_tensors_meet_one_operator_that_takes_no_memory() -> None:
 
 
 def test_without_triton_the_reference_runs() -> None:
-    """As on machines that Triton is not made for."""
+    """Check a machine without Triton."""
     code = (
         "import sys, torch; sys.modules['triton'] = None; from rlpipe.kernels.logprob import linear_logprob;"
         "print(*linear_logprob(torch.zeros(2, 3), torch.zeros(8, 3), torch.zeros(2).long())[0].exp().tolist())"

@@ -1,4 +1,4 @@
-"""The block mask of a strided row lists the blocks of the dense mask, and flex_attention gives the same under both."""
+"""Tests that a strided row's block mask lists the dense mask's blocks, and that flex_attention agrees under both."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlpipe.kernels.strided_mask import StridedMask
 
 
 def slices_of(case: Case) -> list[slice]:
-    """The whole row, what is drawn from, step by step, and some that begin and end anywhere."""
+    """Return the whole row, its documents, each drawing step, and slices with arbitrary ends."""
     row = case.plan()
     steps = [row.place(step) for step in range(row.num_steps)]
     return [slice(None), slice(0, row.num_document_tokens), *steps, slice(2, 5), slice(3, row.num_tokens - 1)]
 
 
 def tiles(dense: Tensor, size: int) -> Tensor:
-    """How many pairs are seen in each pair of blocks ``[q, k]``; what a block has beyond the end is not."""
+    """Return the number of visible pairs in each pair of blocks ``[q, k]``, where padding is not visible."""
     whole = pad(dense, (0, -dense.shape[1] % size, 0, -dense.shape[0] % size))
     return whole.unflatten(1, (-1, size)).unflatten(0, (-1, size)).sum((1, 3))
 
@@ -40,7 +40,7 @@ def listed(blocks: BlockMask, kind: str) -> list[list[int]]:
 
 
 def to_dense(blocks: BlockMask) -> Tensor:
-    """As a kernel reads it ``[Q, K]``: its function is asked in the blocks alone that are neither empty nor full."""
+    """Return the mask ``[Q, K]`` as a kernel reads it, which calls the mask function for partial blocks only."""
     num_queries, num_keys = blocks.seq_lengths
     asked = blocks.mask_mod(0, 0, torch.arange(num_queries)[:, None], torch.arange(num_keys)[None])  # type: ignore[arg-type]
     size, _ = blocks.BLOCK_SIZE
@@ -76,8 +76,8 @@ def test_blocks_of_all_kinds_occur() -> None:
     got = mask_of(CASES["one column"]).blocks(block_size=8)
     documents = 48 // 8
     full = listed(got, "full_kv")
-    assert max(full[documents - 1]) == documents - 2  # a document's tokens see those before them
-    assert max(full[-2]) >= documents  # and so do a column's
+    assert max(full[documents - 1]) == documents - 2  # tokens of a document see the earlier ones
+    assert max(full[-2]) >= documents  # and so do tokens of a column
     assert got.sparsity() > 10
 
 
@@ -114,7 +114,7 @@ def test_no_operation_allocates_all_pairs() -> None:
 
 
 def make_heads(num_queries: int, num_keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``[1, 4, Q, 16]``, keys and values ``[1, 2, K, 16]``."""
+    """Return queries ``[1, 4, Q, 16]``, and keys and values ``[1, 2, K, 16]``."""
     generator = torch.Generator().manual_seed(num_queries)
     shapes = ((1, 4, num_queries, 16), (1, 2, num_keys, 16), (1, 2, num_keys, 16))
     q, k, v = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
@@ -134,7 +134,7 @@ def test_attention_equals_that_under_the_dense_mask(name: str, window: int | Non
 
 
 def error_of_compiled(case: Case, queries: slice, window: int | None) -> float:
-    """How far transformers' compiled attention is from the plain one under the dense mask."""
+    """Return the largest error of transformers' compiled attention against plain attention under the dense mask."""
     mask = mask_of(case)
     dense = mask.dense(queries, window=window)
     heads = make_heads(*dense.shape, torch.float32)
@@ -153,7 +153,7 @@ def test_rows_of_other_lengths_steps_and_windows_need_no_other_kernel() -> None:
 
     torch._dynamo.reset()
     counters.clear()
-    for case in (row(41), row(90)):  # of one length, and then of any
+    for case in (row(41), row(90)):  # first a fixed length, then a dynamic one
         assert error_of_compiled(case, slice(None), None) < 1e-6
     with torch.compiler.set_stance("fail_on_recompile"):
         for case in (row(300), row(33, 70), row(192), row(500, num_samples=1), row(37)):

@@ -1,4 +1,4 @@
-"""What ``learner.fsdp.wrap`` makes a unit of."""
+"""The modules that ``learner.fsdp.wrap`` selects as units."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_layer_with_an_adapter_is_one_unit(tmp_path: Path, options: dict[str, 
 
 
 def test_a_list_of_layers_is_no_unit(scorer: TokenScorer) -> None:
-    """The module around it is not one either, as it has the embeddings, which are tied to the head."""
+    """Check that neither the list nor its parent, with embeddings that are tied to the head, is a unit."""
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in scorer.named_modules()}
     between = sizes["model.model.layers.0"] + 1
     assert sizes["model.model.layers"] >= between

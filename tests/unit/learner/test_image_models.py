@@ -1,4 +1,4 @@
-"""Packed rows of models whose processors need torchvision: their pixels are made by transformers' image processors."""
+"""Packed rows of models whose processors need torchvision; transformers' image processors make their pixels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlpipe.types import PlacedImage, Rollout
 
 IMAGE, BREAK, END = 90, 91, 92
 VOCABULARY = 100
-GEMMA_LAYERS = {  # of which no full one is last, where text alone is looked at
+GEMMA_LAYERS = {  # one full layer is not the last, whose outputs are read at text tokens only
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "sliding_window": 6,
@@ -33,7 +33,7 @@ GEMMA_LAYERS = {  # of which no full one is last, where text alone is looked at
 
 
 class PixtralPixels:
-    """Of Mistral Small 3 and Pixtral: as many tokens as patches, and one behind each of their rows."""
+    """The pixels of Mistral Small 3 and Pixtral, with one token per patch, and one after each row of patches."""
 
     made = PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 8, "width": 8})
 
@@ -47,7 +47,7 @@ class PixtralPixels:
 
 
 class Gemma4Pixels:
-    """Of Gemma 4: as many tokens as it takes after pooling ``pool_side`` squared patches."""
+    """The pixels of Gemma 4, with one token per square of ``pool_side`` x ``pool_side`` patches."""
 
     def __init__(self, patch_size: int, pool_side: int) -> None:
         self.made = Gemma4ImageProcessorPil(patch_size=patch_size, pooling_kernel_size=pool_side, max_soft_tokens=70)
@@ -125,7 +125,7 @@ MODELS = {
 
 
 def sequences(pixels: Any) -> list[Rollout]:
-    """Texts of 3 to 9 tokens around up to two images."""
+    """Return texts of 3 to 9 tokens around up to two images."""
     rng = np.random.default_rng(0)
     rollouts = []
     for index, images in enumerate([[], [picture(40, 30, 1)], [picture(20, 20, 2), picture(70, 30, 3)]]):

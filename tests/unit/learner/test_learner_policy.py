@@ -34,7 +34,7 @@ def micro_batch_of(rollouts: list[Rollout]) -> MicroBatch:
 
 
 def logprobs_alone(model: PreTrainedModel, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """By transformers' own forward pass over one sequence."""
+    """Return log-probs of transformers' own forward pass over one sequence."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     with torch.no_grad():
         logits = model(token_ids[None]).logits[0] / temperature

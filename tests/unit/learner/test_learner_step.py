@@ -29,7 +29,7 @@ LOSSES = [LossConfig(), LossConfig(level="sequence", aggregate="sequence", beta=
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_number_of_micro_batches_gives_the_same_gradient(tiny: Path, loss: LossConfig) -> None:
-    """Read off the first moment, since AdamW's own update would hide a wrong scale."""
+    """Check the first moment, because AdamW's update would hide a wrong scale."""
     algorithm = AlgorithmConfig(loss=loss)
     gradients, counts = [], []
     for max_tokens in (4096, 100, 45):
@@ -224,7 +224,7 @@ def test_sequences_that_are_filled_up_keep_to_the_token_budget(tmp_path: Path, m
 
 
 def with_truths(batch: TrainBatch, seed: int = 7) -> TrainBatch:
-    """The rollouts of another step as ground truths."""
+    """Add the rollouts of another step as ground truths."""
     batch.mini_batches[0].truth = make_batches(step=seed)[0].mini_batches[0]
     return batch
 

@@ -1,4 +1,4 @@
-"""Threads of a rank: those that are reserved, and the machine's where the host updates a GPU's weights."""
+"""Threads of a rank: the reserved ones, or its share of the machine's if the host updates a GPU's weights."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A merged model is the one that PEFT merges in memory, whatever the adapter, the model and its files."""
+"""Tests that a merged model equals PEFT's merge in memory, whatever the adapter, the model and its files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def save_sharded(model: PreTrainedModel, folder: Path, shard_bytes: int) -> Path
 
 
 def make_biased(folder: Path, *, tied: bool = False) -> Path:
-    """With biases in its attention, which Qwen2 has and Qwen3 has not."""
+    """Make a model with attention biases, which Qwen2 has and Qwen3 has not."""
     set_seed(0)
     config = Qwen2Config(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -76,7 +76,7 @@ def make_biased(folder: Path, *, tied: bool = False) -> Path:
 
 
 def make_adapter(base: Path, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
-    """Every tensor of the adapter is random, as after training."""
+    """Make an adapter in which every tensor is random, as after training."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     options = {"target_modules": LINEAR, "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | options
     adapted = get_peft_model(model, LoraConfig(**options))

@@ -1,4 +1,4 @@
-"""What ``rlpipe merge`` measures and chooses for an adapter that QLoRA trained."""
+"""The measurements and choices of ``rlpipe merge`` for an adapter that QLoRA trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of QLoRA after some steps."""
+    """Return an exported QLoRA policy after some steps."""
     algorithm = AlgorithmConfig(kind="sft", num_steps=10)
     settings = LearnerConfig(optimizer=OptimizerConfig(lr=1e-2))
     learner = make_learner(base, adapter="qlora", learner=settings, algorithm=algorithm)
@@ -63,7 +63,7 @@ def merge_by_peft(base: Path, adapter: Path, *, nf4: bool) -> nn.Module:
 
 @torch.no_grad()
 def logprobs(model: nn.Module, base: Path) -> Tensor:
-    """Of all tokens of all lines but the first ones."""
+    """Return the log-probs of all tokens of all lines, except the first token of each line."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows = [torch.tensor(tokenizer.encode(line)) for line in LINES]
     scores = [model(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] for row in rows]

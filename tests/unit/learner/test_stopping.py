@@ -1,4 +1,4 @@
-"""Supervised fine-tuning stops at a mean loss, not at a lucky step."""
+"""Tests that supervised fine-tuning stops at a mean loss, not at a lucky step."""
 
 import math
 

@@ -34,7 +34,7 @@ TEMPERATURE = 0.6
 SAMPLES = 3
 FRACTIONS = [0.25, 0.5, 1.0]
 DEPTHS = [0, 1, 2]
-"""Of the two layers that the tests' models have."""
+"""The depths of hidden states in the tests' models, which have two layers."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def make_algorithm(*, advantage: str = "rloo", ce_coef: float = 0.0, **features:
 
 
 def make_policy(folder: Path, adapter: str) -> Policy:
-    """One that is no longer the model that it began with."""
+    """Return a policy that differs from its initial model."""
     policy = load_policy(make_model_config(folder, adapter=adapter), LearnerConfig(), torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     for parameter in policy.trainable_parameters().values():
@@ -66,7 +66,7 @@ def make_policy(folder: Path, adapter: str) -> Policy:
 
 
 def make_mini_batch(*lengths: int, prompt: int = 1, max_tokens: int = 512) -> MiniBatch:
-    """Documents that begin with the same token."""
+    """Return documents that begin with the same token."""
     rng = np.random.default_rng(2)
     documents = [
         make_document(index, np.r_[7, rng.integers(7, 100, length - 1)], prompt=prompt)
@@ -89,7 +89,7 @@ def plain(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def features_alone(model: PreTrainedModel, tokens: Tensor) -> np.ndarray:
-    """Those of the last token, each depth of length 1."""
+    """Return the last token's features, with each depth scaled to length 1."""
     states = model.eval()(input_ids=tokens[None], output_hidden_states=True).hidden_states
     return np.concatenate([unit(states[depth][0, -1].double().numpy()) for depth in DEPTHS])
 
@@ -97,7 +97,7 @@ def features_alone(model: PreTrainedModel, tokens: Tensor) -> np.ndarray:
 def loss_alone(
     policy: PreTrainedModel, frozen: PreTrainedModel, inputs: StridedInputs, drawn: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, list[list[float]]]:
-    """The policy gradient's loss, block by block, and the advantages of each block."""
+    """Return the policy gradient's loss, computed block by block, and the advantages of each block."""
     plan, whitening = inputs.plan, algorithm.ebft.features.whitening
     losses, advantages = [], []
     for block in range(plan.num_columns // SAMPLES):
@@ -213,7 +213,7 @@ def test_a_step_leaves_the_feature_network_as_it_was(folder: Path) -> None:
 
 
 def test_the_adapter_off_and_a_frozen_copy_give_the_same_rewards(folder: Path) -> None:
-    """The draws are those of two policies that are equal, as both are the initial one."""
+    """Check rewards of equal draws, since both policies equal the initial model."""
     values = []
     for adapter in ("lora", "none"):
         policy = load_policy(make_model_config(folder, adapter=adapter), LearnerConfig(), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""One packed strided pass gives every block what it gets alone, as an ordinary causal sequence of transformers."""
+"""Tests that a packed strided pass gives every block the results of a separate, ordinary causal sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlpipe.models.loading import open_model
 
 TEMPERATURE = 0.6
 LINEAR = {"qwen3.5", "qwen3.5-images"}
-"""Families that mix tokens in other ways than by attention."""
+"""Families with layers of linear attention."""
 FOLDER = TemporaryDirectory()
 CASES = {
     # lengths of the documents, stride, context, tokens of a block, samples
@@ -74,7 +74,7 @@ def draw(scorer: TokenScorer, inputs: StridedInputs, temperature: float = TEMPER
 
 
 def contexts_of(inputs: StridedInputs) -> list[Tensor]:
-    """The tokens that each column's block goes on from."""
+    """Return the tokens that each column's block continues."""
     plan = inputs.plan
     return [
         inputs.documents[torch.from_numpy(plan.document_ids) == document][:context]
@@ -84,7 +84,7 @@ def contexts_of(inputs: StridedInputs) -> list[Tensor]:
 
 @torch.no_grad()
 def logprobs_alone(name: str, inputs: StridedInputs, drawn: Tensor) -> Tensor:
-    """Each block behind its context, run as a sequence of its own ``[g, C]``."""
+    """Return the log-probs ``[g, C]`` of each block after its context, run as a sequence of its own."""
     columns = []
     for context, tokens in zip(contexts_of(inputs), drawn.T, strict=True):
         logits = plain_model(name)(input_ids=torch.cat([context, tokens])[None]).logits[0]
@@ -157,11 +157,11 @@ def test_a_row_without_blocks_still_scores_its_documents() -> None:
     assert len(score_blocks(scorer, inputs, drawn, temperature=TEMPERATURE, chunk_tokens=7).truth) == 14
 
 
-# Errors that are easy to make, planted one by one ---------------------------------------------------------------------
+# Likely mistakes, planted one by one ----------------------------------------------------------------------------------
 
 
 def beside(plan: StridedRow) -> np.ndarray:
-    """The neighbour in the packed row."""
+    """Return each token's left neighbour in the packed row."""
     places = np.arange(plan.num_document_tokens, plan.num_tokens) - 1
     return places.reshape(plan.num_steps, plan.num_columns)
 
@@ -179,7 +179,7 @@ def at_the_context_end(plan: StridedRow) -> np.ndarray:
 
 
 def block_major(plan: StridedRow) -> np.ndarray:
-    """As if a block's tokens stood beside each other."""
+    """Return the predecessors as if the tokens of a block were adjacent."""
     return plan.predecessors().T.reshape(plan.num_steps, plan.num_columns)
 
 

@@ -1,4 +1,4 @@
-"""Weights that have drifted from their kind are found, and scaled back where that is asked for."""
+"""Tests that weights with drifted scales are found, and scaled back on request."""
 
 from __future__ import annotations
 

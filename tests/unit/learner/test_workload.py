@@ -1,4 +1,4 @@
-"""What an update has to do is known before the run, and the learner decides by it as its plan does."""
+"""Tests that an update's workload is known before the run, and that learner and plan decide by it alike."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def config_of(*overrides: str) -> Config:
-    """4 groups of 4 rollouts, of 32 tokens each."""
+    """Return a config of 4 groups of 4 rollouts, of 32 tokens each."""
     options = ["algorithm.groups_per_step=4", "algorithm.group_size=4", "data.max_prompt_tokens=16"]
     options += ["rollout.sampling.max_tokens=16", "learner.max_tokens_per_microbatch=64", *overrides]
     return load_config(["experiment=gsm8k", "model.dtype=bfloat16", *options], need_files=False)

@@ -1,4 +1,4 @@
-"""GGUF files as models: what they are converted to, where it lies, and what is refused."""
+"""GGUF files as models: their conversion, the converted model's place, and files that are refused."""
 
 import json
 import multiprocessing
@@ -31,7 +31,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def write_gguf(file: Path, *, architecture: str = "llama", seed: int = 0) -> dict[str, np.ndarray]:
-    """A random Llama with grouped heads and tied embeddings, of which one matrix is in Q4_1; the values that it has."""
+    """Write a random Llama with grouped heads, tied embeddings and one matrix in Q4_1, and return its values."""
     tokens = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "ab"]
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(128)

@@ -1,4 +1,4 @@
-"""Files of frequent models give the tokenizer that transformers' auto class chooses, without it."""
+"""Tests that the files of common models give the tokenizer of transformers' auto class, without using that class."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The base that QLoRA trains on, as this repository knows it, is the one that transformers loads."""
+"""Tests that the NF4 base as rlpipe computes it equals the one that transformers loads for QLoRA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_parameters_in_nf4_are_those_that_transformers_quantises(tmp_path: P
     token_ids = torch.arange(7, 27)[None]
     with torch.no_grad():
         expected = plain(token_ids).logits
-        for _ in range(2):  # bitsandbytes may pack weights anew in the first call
+        for _ in range(2):  # bitsandbytes may repack weights in the first call
             torch.testing.assert_close(loaded.eval()(token_ids).logits, expected, atol=1e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Parts of flattened tensors go into a checkpoint, and come out of it, whatever the ranks that cut them."""
+"""Tests that parts of flattened tensors survive a checkpoint, whatever the number of ranks that save and load it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations that are on the host between forward and backward pass."""
+"""Activations that are kept on the host between forward and backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of any kind is offloaded in one call: with a batch of its kind, and the best way that fits."""
+"""Tests that one call offloads a model of any kind, given a batch for it, in the best way that fits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_reward_model() -> nn.Module:
 
 
 def make_encoder_classifier() -> nn.Module:
-    """With an encoder and a decoder, and no list of architectures that says what it is."""
+    """Make a model with an encoder and a decoder, and no list of architectures in its config."""
     config = T5Config(**T5, num_labels=3, decoder_start_token_id=0, eos_token_id=0, pad_token_id=5)
     config.architectures = None
     return T5ForSequenceClassification(config)
@@ -104,7 +104,7 @@ def test_a_model_is_profiled_with_a_batch_of_its_kind(kind: str) -> None:
     batch = representative_batch(model, 32)
 
     def make_gradients() -> None:
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # seeds dropout
         model(**batch).loss.backward()
 
     make_gradients()
@@ -220,7 +220,7 @@ def test_knobs_that_are_given_stay() -> None:
 )
 def test_knobs_are_no_negative_numbers(others: dict[str, int]) -> None:
     model = make_qwen()
-    model.register_forward_pre_hook(lambda *_: 1 / 0)  # nothing is traced for them
+    model.register_forward_pre_hook(lambda *_: 1 / 0)  # fails if anything is traced
     with pytest.raises(ValueError, match="num_swapped=-2: give 0 or more"):
         offload(
             model,

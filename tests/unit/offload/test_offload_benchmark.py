@@ -1,4 +1,4 @@
-"""What the benchmark of chunked offload says of its figures, and the bound that it holds them against."""
+"""The chunked-offload benchmark's statements about its figures, and the bound for them."""
 
 from __future__ import annotations
 

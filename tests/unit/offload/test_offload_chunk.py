@@ -1,4 +1,4 @@
-"""A chunk's tensors come and go without the model, or what autograd remembers of it, noticing."""
+"""Tests that loading and releasing a chunk's tensors affects neither the model nor autograd's saved tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_model() -> nn.Sequential:
 
 
 def take_chunks(model: nn.Module) -> list[ChunkMemory]:
-    """A chunk for each layer."""
+    """Return one chunk per layer."""
     parameters = dict(model.named_parameters())
     tensors = [
         TensorInfo(name=name, num_bytes=p.nbytes, block=int(name.split(".")[0]), is_trained=True)
@@ -37,7 +37,7 @@ def take_chunks(model: nn.Module) -> list[ChunkMemory]:
 
 
 def loss_of(model: nn.Sequential, chunks: list[ChunkMemory] | None = None) -> Tensor:
-    """With ``chunks``, only the layer that runs has its weights."""
+    """Return the loss; with ``chunks``, only the running layer has its weights."""
     hidden = torch.linspace(-1, 1, 16).view(2, 8)
     for index, layer in enumerate(model):
         chunk = chunks[index // 2] if chunks is not None and index % 2 == 0 else None
@@ -58,7 +58,7 @@ def test_what_autograd_remembers_is_right_once_the_chunk_is_back(frozen: bool) -
     chunks = take_chunks(model)
     assert len(chunks) == 3
     loss = loss_of(model, chunks)
-    junk = [torch.full((8, 8), 7.0) for _ in range(20)]  # takes the memory that was freed
+    junk = [torch.full((8, 8), 7.0) for _ in range(20)]  # reuses the freed memory
     for chunk in chunks:
         chunk.load(LANE)
     loss.backward()

@@ -1,4 +1,4 @@
-"""Parameters are packed into chunks in the order of their use, blocks whole where they fit."""
+"""Tests that parameters are packed into chunks in the order of their use, with whole blocks if they fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is taken over whole or not at all, by one at a time, and given back to where it lay."""
+"""Tests that a model is offloaded entirely or not at all, by one owner at a time, and restored to where it was."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def offload(model: nn.Module, *cycle: Mode, num_persistent: int = 0, **options: 
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Also the scales of 4-bit weights."""
+    """Return copies of all tensors, including the scales of 4-bit weights."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         if (state := getattr(parameter, "quant_state", None)) is not None:
@@ -52,11 +52,11 @@ def assert_same(model: nn.Module, expected: dict[str, Tensor]) -> None:
     found = tensors_of(model)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name  # codes may read as NaN
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name  # as codes may be NaN
 
 
 def assert_no_worker() -> None:
-    """One that was told to end may take a moment."""
+    """Check that no worker thread is left; one that was told to end may take a moment."""
     for thread in threading.enumerate():
         if thread.name.startswith("offload"):
             thread.join(timeout=10)
@@ -68,7 +68,7 @@ class Refused(RuntimeError):
 
 
 def refuse_buffer(patch: pytest.MonkeyPatch, number: int) -> list[HostBuffer]:
-    """The buffers that are made before the one that is not."""
+    """Refuse the host buffer with the given number, and return the list of those made before it."""
     made: list[HostBuffer] = []
 
     class Scarce(HostBuffer):
@@ -105,7 +105,7 @@ def test_a_model_that_cannot_be_taken_over_stays_as_it_was(kind: str, number: in
 
 
 def test_a_chunk_that_fails_half_way_takes_nothing() -> None:
-    """Of a model on the meta device, where the third value of a later chunk is missing."""
+    """Check a model on the meta device, where the third value of a later chunk is missing."""
     real = make_qwen()
     values = {name: parameter.detach().clone() for name, parameter in real.named_parameters()}
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def test_what_fails_after_the_chunks_gives_them_back() -> None:
 
 
 class State:
-    """As bitsandbytes keeps it beside a 4-bit weight."""
+    """A quantization state like the one that bitsandbytes keeps with a 4-bit weight."""
 
     def __init__(self) -> None:
         self.absmax, self.code = torch.ones(16), torch.ones(16)
@@ -151,7 +151,7 @@ class State:
 
 
 def make_mixed() -> nn.Module:
-    """With blocks, a trained vector, a buffer, and what belongs to a frozen weight."""
+    """Make a model with blocks, a trained vector, a buffer, and a quantization state of a frozen weight."""
     model = nn.Sequential(
         nn.Linear(32, 32), nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2)])
     )
@@ -161,13 +161,13 @@ def make_mixed() -> nn.Module:
 
 
 class SecondDevice(TorchFunctionMode):
-    """Memory of the CPU that passes for a GPU's: what is made there or brought there says so."""
+    """CPU memory that poses as a GPU's: tensors created on or moved to ``cuda:0`` report that device."""
 
     place = torch.device("cuda", 0)
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no other takes the address
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other storage gets the address
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -226,7 +226,7 @@ def executor() -> ThreadPoolExecutor:
 
 
 class WatchedLane(InlineStream):
-    """Knows whether the host has waited for all that was queued."""
+    """A lane that counts works, and how many of them the host has waited for."""
 
     def __init__(self) -> None:
         self.num_queued = self.num_awaited = 0
@@ -308,7 +308,7 @@ def test_a_model_that_is_never_closed_is_collected(is_used: bool) -> None:
 
 
 class FakeCuda:
-    """Locked pages, by their address."""
+    """A fake CUDA runtime that records the addresses of locked pages."""
 
     def __init__(self) -> None:
         self.locked: set[int] = set()
@@ -332,7 +332,7 @@ def test_a_pass_whose_loss_is_dropped_leaves_nothing(mode: Mode) -> None:
         return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
 
     with offload(model, mode):
-        count_tensors()  # what is made once, is made
+        count_tensors()  # lets one-time allocations happen first
         assert count_tensors() == count_tensors()
 
 
@@ -352,7 +352,7 @@ def test_a_buffer_that_is_never_closed_unlocks_its_pages(monkeypatch: pytest.Mon
 
 
 class Half(OneRank):
-    """The first of two ranks, the other of which is elsewhere."""
+    """The first of two ranks, without the other one."""
 
     num_parts = 2
 

@@ -1,4 +1,4 @@
-"""A model on the meta device, filled as it is taken over, trains as the one whose values it is given."""
+"""Tests that a model on the meta device, filled while it is offloaded, trains like the model with the same values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [100 * 1024]
 
 
 def on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """A model without values but for its buffers, and one with all of them."""
+    """Return a model without values, except for its buffers, and one with all of them."""
     real = make()
     with torch.device("meta"):
         hollow = make()

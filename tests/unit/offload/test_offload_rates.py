@@ -1,4 +1,4 @@
-"""What one rank has of its machine's rates, and what a chunk takes at them."""
+"""One rank's share of its machine's rates, and the times of a chunk at these rates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_rank_gathers_nothing_and_several_share_the_hosts_memory() -> None:
     assert four.host_adding == {name: rate / 4 for name, rate in device.host_adding.items()}
     assert four.host_bandwidth == device.host_bandwidth / 4
     assert (four.host_to_device, four.device_adam) == (device.host_to_device, device.device_adam)
-    assert rates_of(device, num_ranks=16).host_bandwidth == device.host_bandwidth / 8  # on two machines
+    assert rates_of(device, num_ranks=16).host_bandwidth == device.host_bandwidth / 8  # spread over two machines
 
 
 def test_a_dtype_that_was_not_measured_is_taken_for_the_slowest() -> None:
@@ -90,7 +90,7 @@ def test_an_exchange_takes_what_one_of_its_size_does() -> None:
 
 
 def test_a_backward_pass_waits_for_the_host_where_that_adds_slowly() -> None:
-    """The first gradients of an update are copied, the others added."""
+    """Check that all micro batches wait; copying the first gradients takes as long as adding the others."""
     stage = StageProfile(
         is_block=True,
         forward_s=0.0,
@@ -106,7 +106,7 @@ def test_a_backward_pass_waits_for_the_host_where_that_adds_slowly() -> None:
     profile = Profile(stages=[stage], chunks=[CHUNK], num_micro_batches=4)
     moving = Knobs(num_persistent=0, num_slots=1)
     assert predict(profile, moving, rates).backward_s == pytest.approx(4 * 1e6 / 1e9)
-    assert predict(profile, replace(moving, num_persistent=1, num_slots=0), rates).backward_s < 1e-4  # added there
+    assert predict(profile, replace(moving, num_persistent=1, num_slots=0), rates).backward_s < 1e-4  # by the device
 
 
 class Layers(nn.Module):
@@ -121,7 +121,7 @@ class Layers(nn.Module):
 
 
 class Copies(TorchDispatchMode):
-    """Counts the bytes that copies read and write."""
+    """A mode that counts the bytes that copies read and write."""
 
     num_bytes = 0
 

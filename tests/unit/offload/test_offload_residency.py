@@ -1,4 +1,4 @@
-"""Which chunks have slots, and what their copies wait for."""
+"""The assignment of slots to chunks, and the events that their copies wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlpipe.offload.runtime.unit_hooks import Residency
 
 
 class FakeChunk:
-    """Memory on the device that must not be written to while it is free."""
+    """A chunk whose device memory must not be written to after its release."""
 
     is_persistent = False
 
@@ -64,7 +64,7 @@ def test_no_copy_is_under_way_once_it_is_closed() -> None:
 
 
 class MarkedLane(InlineStream):
-    """Tells behind what its last work was queued."""
+    """A lane that records the event that its last work waits for."""
 
     after: StreamEvent | None = None
 

@@ -1,4 +1,4 @@
-"""Taking a model over and giving it back, and what goes wrong in between."""
+"""Tests of offloading a model and restoring it, and of errors in between."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_gradients_of_chunks_that_are_not_applied_are_dropped_with_the_offload()
 
 
 class StubbornWorker(LateWorker):
-    """Can't be shut down at first."""
+    """A worker whose first shutdown fails."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown()
@@ -145,7 +145,7 @@ def test_tensors_that_are_out_keep_their_shape_and_kind() -> None:
 
 
 def test_passes_without_gradients_change_nothing() -> None:
-    """Log-probs of a reference, in training mode and not, between the steps and between forward and backward."""
+    """Check reference passes in training and evaluation mode, between steps and between forward and backward pass."""
     options: dict[str, Any] = {"num_steps": 2, "num_micro_batches": 1, "max_norm": 1.0}
 
     def loss_of(model: nn.Module, number: int) -> Tensor:
@@ -302,7 +302,7 @@ def test_a_step_without_a_backward_pass_changes_nothing(make_streams: Callable[[
 
 
 class Tower(nn.Module):
-    """A block, of which the chunk is the first to stay, and a tower that only some passes use."""
+    """A block and a tower that only some passes use; the block's chunk is the first to become persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def test_a_unit_may_be_left_out_of_an_update(make_streams: Callable[[], Streams 
 
 
 class FailingWorker(LateWorker):
-    """Can't do a chunk's first update."""
+    """A worker that fails at the first update of a chunk."""
 
     has_failed = False
 
@@ -417,7 +417,7 @@ def test_a_trace_is_of_one_run() -> None:
 
 
 class Twice(nn.Module):
-    """Its weight has a gradient in an inner backward pass, and another one in the outer."""
+    """A module whose weight receives one gradient in an inner backward pass and another in the outer one."""
 
     def __init__(self) -> None:
         super().__init__()

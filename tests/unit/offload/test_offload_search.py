@@ -1,4 +1,4 @@
-"""The search finds what trying all knobs one by one finds, and is quick on the largest models."""
+"""Tests that the search finds what an exhaustive search finds, and is quick on the largest models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_swap_is_followed_by_checkpoints_and_the_last_by_all_that_are_left(
 
 
 def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int, trained: bool) -> Profile:
-    """An embedding, blocks and a head; chunks may hold parts of several stages, as shared ones do."""
+    """Return an embedding, blocks and a head; chunks may contain parts of several stages, like shared ones."""
     stages = []
     for index in range(num_blocks + 2):
         is_block = 0 < index <= num_blocks
@@ -119,7 +119,7 @@ def random_rates(rng: np.random.Generator) -> Rates:
 
 
 def random_curve(rng: np.random.Generator) -> Curve:
-    """Of one rate, or measured with sizes around those of the chunks."""
+    """Return a curve of a single rate, or one measured at sizes around those of the chunks."""
     if rng.integers(2):
         return Curve.at_rate(float(rng.uniform(5, 60)))
     sizes = np.sort(rng.uniform(1, 25, 4)).tolist()
@@ -127,7 +127,7 @@ def random_curve(rng: np.random.Generator) -> Curve:
 
 
 def all_ways(profile: Profile, rates: Rates, capacity: Capacity) -> list[tuple[Knobs, Prediction]]:
-    """Every way that is possible and fits."""
+    """Return every way that is possible and fits."""
     chunks, blocks = range(len(profile.chunks) + 1), range(len(profile.blocks) + 1)
     slots = range(sum(chunk.slots for chunk in profile.chunks) + 1)
     found = []

@@ -1,4 +1,4 @@
-"""An offloaded model's training goes on from what was saved, however its chunks were arranged then."""
+"""Tests that an offloaded model's training resumes from a saved state, whatever the arrangement of its chunks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_was_saved_goes_on_in_another_arrangement(tmp_path: Path, kind: str
     with take(make(), 0, Mode.OFFLOAD, Mode.SWAP) as offloaded:
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         train(offloaded, optimizer, loss_of, range(7, 9))
-        loss_of(offloaded.model, 9).backward()  # which is dropped
+        loss_of(offloaded.model, 9).backward()  # these gradients are dropped
         optimizer.load(tmp_path / "state")
         train(offloaded, optimizer, loss_of, range(2, 4))
         found = trained(offloaded)

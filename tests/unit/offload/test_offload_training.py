@@ -1,4 +1,4 @@
-"""Training through the chunks equals plain training, whatever becomes of the activations."""
+"""Tests that training in chunks equals plain training, wherever the activations are kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CYCLES = {
     "mixed": [SWAP, CHECKPOINT, OFFLOAD, KEEP],
 }
 SIZES = [100 * 1024]
-"""Two chunks make a block of the tiny models, or a little more."""
+"""The chunk size; two chunks hold a block of the tiny models, or a little more."""
 
 
 def assert_equal_training(

@@ -1,4 +1,4 @@
-"""When the host's updates of chunks are waited for, by ranks that hold parts of them."""
+"""The waits for the host's updates, on ranks that hold parts of chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 
 
 class FirstOfTwo:
-    """A rank that holds the first half of every chunk, beside one of which all is 0."""
+    """A rank that holds the first half of every chunk; the second half is always 0."""
 
     rank, num_ranks, num_parts = 0, 2, 2
 
@@ -43,7 +43,7 @@ class FirstOfTwo:
 
 
 def log_updates(adam: ChunkAdam, log: list[str]) -> None:
-    """Has it tell when an update is done."""
+    """Log the end of each update."""
     update = adam.update
 
     def told(*arguments: Any) -> None:
@@ -54,7 +54,7 @@ def log_updates(adam: ChunkAdam, log: list[str]) -> None:
 
 
 def log_of_second_step(worker: LateWorker, *, num_slots: int) -> tuple[list[str], dict[str, int]]:
-    """What happens in its forward pass, on one rank of two, and how many chunks each layer needs to have by then."""
+    """Return the log of a second step's forward pass on one of two ranks, and how many chunks each layer needs."""
     log: list[str] = []
     model = make_qwen()
     queues = Streams(copies_in=InlineStream(), copies_out=InlineStream(), worker=worker)
@@ -102,7 +102,7 @@ def test_ranks_gather_at_the_same_points_whatever_their_hosts_are_up_to(num_slot
 
 
 def test_a_chunk_larger_than_all_others_has_one_buffer_for_its_gradients() -> None:
-    """As a tied embedding is in small models: a second buffer would be more than is predicted."""
+    """Check a large tied embedding, for which a second buffer would exceed the predicted memory."""
     config = LlamaConfig(
         vocab_size=3000,
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""Plans of twenty configs are as they were when their files were written."""
+"""Tests that the plans of twenty configs are still those in their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUICK = ("gsm8k", "gsm8k_8gpu_zero3", "chunked", "judge", "ebft_strided")
 
 
 def differences(found: Any, kept: Any, path: str = "plan") -> list[str]:
-    """Where two JSON values differ; numbers may by the last digits of a sum in another order."""
+    """Return where two JSON values differ, except for the last digits of sums in another order."""
     if isinstance(kept, dict) and isinstance(found, dict) and found.keys() == kept.keys():
         return [line for key in kept for line in differences(found[key], kept[key], f"{path}.{key}")]
     if isinstance(kept, list) and isinstance(found, list) and len(found) == len(kept):

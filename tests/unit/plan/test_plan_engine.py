@@ -1,4 +1,4 @@
-"""The plan of rollout engines: memory and speed against numbers by hand, and what is proposed."""
+"""Plans of rollout engines: memory and speed against numbers by hand, and proposed changes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_memory_of_llama_3_1_70b_on_four_gpus() -> None:
 
 
 def test_a_known_profile_of_vllm_is_met() -> None:
-    # https://github.com/vllm-project/vllm/pull/10511: Llama-3-8B on 79.22 GiB, of which vLLM may take 0.9, with its
+    # https://github.com/vllm-project/vllm/pull/10511: Llama-3-8B on 79.22 GiB, with 0.9 of them for vLLM and its
     # defaults of that time: the weights took 14.96 GiB, and 53.29 GiB were left for keys and values.
     device = replace(DEVICES["h100-80g"], memory_bytes=int(79.22 * 2**30))
     engine = ("gpu_memory_utilization=0.9", "max_num_seqs=256", "max_num_batched_tokens=8192")
@@ -158,7 +158,7 @@ def test_slow_arithmetic_becomes_the_bottleneck() -> None:
 def test_gpus_that_share_an_engine_exchange_sums() -> None:
     speed = plan(QWEN_8B, "rollout.tensor_parallel_size=2", "rollout.num_gpus=2").speed
     assert speed is not None
-    # Two sums a layer; of each, a GPU sends its half and then the half that it has summed up.
+    # Two all-reduces per layer; in each, a GPU sends one half, and then the half that it has summed.
     assert speed.decode.exchange_s == pytest.approx(36 * 2 * 100 * 4096 * 2 * 2 * 0.5 / 100e9)
     sums = Curve(num_bytes=(2**16, 2**24), seconds=(1e-4, 1e-3))
     slow_start = replace(ROUND, link=replace(Link.at_rate(100e9), all_reduce=sums))
@@ -231,7 +231,7 @@ def test_two_changes_are_proposed_where_none_alone_is_enough() -> None:
     assert not found.fits
     (pair,) = changes(found)
     spread, _, device = pair.partition(" --device ")
-    # 291 GB of weights: eight GPUs of 24 GB and four of 80 GB are too small for half of their memory each.
+    # 291 GB of weights: too much for half the memory of eight GPUs of 24 GB, or of four of 80 GB.
     assert spread == "rollout.tensor_parallel_size=4 rollout.num_gpus=4"
     larger = replace(DEVICES[device], matmul_flops=ROUND.matmul_flops)
     assert plan(*options, *spread.split(), device=larger).fits
@@ -295,7 +295,7 @@ def test_transformers_hold_a_whole_batch() -> None:
 def test_engines_on_the_cpu_are_planned_with_its_measurement() -> None:
     cpu = replace(ROUND, name="laptop", kind="cpu", measured_at="2026-11-22")
     found = plan("Qwen/Qwen3-0.6B", "rollout.num_gpus=0", "learner.num_gpus=0", device=cpu)
-    assert found.memory.kv_bytes == 2**30  # as rlpipe sets VLLM_CPU_KVCACHE_SPACE
+    assert found.memory.kv_bytes == 2**30  # the VLLM_CPU_KVCACHE_SPACE that rlpipe sets
     assert found.memory.host_bytes > found.memory.weights_bytes
     assert "rollout.tensor_parallel_size=2 rollout.num_gpus=2" not in changes(found)
     with pytest.raises(ConfigError, match=r"rollout\.num_gpus=1: laptop has no GPU"):

@@ -1,4 +1,4 @@
-"""The plan of a learner: memory and time against numbers by hand, what fits, and what is proposed."""
+"""Plans of a learner: memory and time against numbers by hand, whether it fits, and proposed changes."""
 
 from dataclasses import replace
 from functools import cache
@@ -31,14 +31,14 @@ GIB = 2**30
 
 @cache
 def config_of(model: str, *overrides: str) -> Config:
-    """32 groups of 8, of 1,536 tokens; LoRA of rank 32, gradient checkpointing, one GPU."""
+    """Return a config of 32 groups of 8 with 1,536 tokens, LoRA of rank 32, gradient checkpointing, and one GPU."""
     options = [f"model.path={model}", "model.dtype=bfloat16", "learner.max_tokens_per_microbatch=3072", *overrides]
     return load_config(["experiment=gsm8k", *options], need_files=False)
 
 
 @cache
 def drafts_of(model: str, device: Device) -> TraceCache:
-    """What tests trace, they have in common."""
+    """Return the traces of a model on a device, which the tests share."""
     return TraceCache(describe_offline(model, config_of(model).model), device)
 
 
@@ -51,7 +51,7 @@ def plan(model: str, *overrides: str, device: Device = H100) -> LearnerPlan:
 
 
 def memory(*overrides: str, device: Device = H100) -> tuple[DeviceBytes, HostBytes]:
-    """Of the small model."""
+    """Return the device and host memory of the small model."""
     found = case_of(config_of(SMALL, *overrides), device).memory
     assert found is not None
     return found.device, found.host
@@ -107,7 +107,7 @@ def test_moments_in_eight_bits_have_a_scale_for_each_block() -> None:
 def test_ranks_share_what_is_stored(strategy: str) -> None:
     options = ("model=full", f"learner.strategy={strategy}", "learner.num_ranks=4")
     device, _ = memory(*options, device=BIG_HOST)
-    stored = 4 if strategy == "fsdp2" else 2  # DeepSpeed's optimizer has the float32 ones
+    stored = 4 if strategy == "fsdp2" else 2  # DeepSpeed's optimizer has the float32 weights
     assert device.weights == stored * NUM_SMALL // 4
     assert device.optimizer == (8 if strategy == "fsdp2" else 12) * NUM_SMALL // 4
     assert device.gathered > 0
@@ -148,7 +148,7 @@ def test_work_is_packed_as_in_a_run() -> None:
     assert (work.num_sequences, work.sequence_tokens, work.step_tokens) == (256, 1536, 256 * 1536)
     assert (work.num_updates, work.num_micro_batches) == (1, 26)  # of 10 sequences each
     assert len(work.row.predictors) == 10 * 1024
-    assert len(work.row.token_ids) < 10 * 1536  # siblings have their prompt once
+    assert len(work.row.token_ids) < 10 * 1536  # siblings share one copy of their prompt
 
 
 def test_more_tokens_and_more_layers_take_more() -> None:
@@ -178,7 +178,7 @@ def test_chunks_fit_where_the_plain_learner_does_not() -> None:
     assert found.memory is not None
     assert found.decision is not None
     held = found.memory.device.total + found.memory.host.total
-    assert held > 18 * NUM_8B  # weights in two bytes; gradients, and three numbers of the optimizer, in four
+    assert held > 18 * NUM_8B  # 2 bytes of weights, 4 of gradients, and 3 * 4 of the optimizer
     assert found.memory.device.total <= 0.9 * (H100.memory_bytes - BESIDE_TORCH_BYTES)
     assert f"predicted {gib(found.memory.device.total)} on the device" in found.decision
 
@@ -296,7 +296,7 @@ def test_experts_are_planned() -> None:
     assert found.fits
     assert found.time is not None
     assert found.num_parameters > 30e9
-    products = 2 * 3e9 * found.work.step_tokens / H100.flops("bfloat16")  # with a tenth of the parameters
+    products = 2 * 3e9 * found.work.step_tokens / H100.flops("bfloat16")  # a tenth of the parameters
     assert products / 2 < found.time.forward_s < 10 * products
 
 
@@ -311,7 +311,7 @@ def test_what_can_not_be_planned_is_refused() -> None:
 
 @pytest.mark.parametrize("reshards", [True, False])
 def test_fsdp2_exchanges_unit_by_unit(reshards: bool) -> None:
-    """A collective takes a second whatever it carries: what counts are those of each layer, and of the rest."""
+    """Check the number of collectives, each of which takes a second: those of each layer, and of the rest."""
     second, free = Curve(num_bytes=(1.0, 1e15), seconds=(1.0, 1.0)), Curve.at_rate(1e30)
     options = ("model=full", "learner.strategy=fsdp2", "learner.num_ranks=4")
     case = case_of(config_of(SMALL, *options, f"learner.fsdp.reshard_after_forward={reshards}"), BIG_HOST)

@@ -1,4 +1,4 @@
-"""The trace of a few layers stands for that of all: folded and unfolded are the same."""
+"""Tests that the trace of a few layers stands for that of all: folded and unfolded traces are equal."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_layers_of_two_kinds_are_each_folded() -> None:
     folded, whole = both_traces(GEMMA, "lora", torch.bfloat16)
     assert [stage.unit for stage in folded.stages] == [stage.unit for stage in whole.stages]
     for own, other in zip(folded.profiles(), whole.profiles(), strict=True):
-        # What layers of the two kinds share lives until the last of its kind, which may be another one.
+        # Tensors that layers of both kinds share live until the last layer of a kind, which may differ.
         assert (own.forward_s, own.backward_s) == (other.forward_s, other.backward_s)
         assert (own.saved_bytes, own.input_bytes) == (other.saved_bytes, other.input_bytes)
         assert own.backward_peak == pytest.approx(other.backward_peak, rel=0.06)

@@ -1,4 +1,4 @@
-"""The host memory of a machine: who is on it, what they take together, and what would make it fit."""
+"""The host memory of a machine: its processes, their total, and changes that would make them fit."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ ON_CPU = ("rollout.num_gpus=0", "learner.num_gpus=0")
 
 
 def cases(*overrides: str, device: Device = H100) -> tuple[LearnerCase, ActorKind]:
-    """One engine, one rank, and one process of functions."""
+    """Return cases with one engine, one rank, and one process of reward functions."""
     options = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "learner.max_tokens_per_microbatch=1536"]
     config = load_config([*options, "model.dtype=bfloat16", "scoring.num_processes=1", *overrides], need_files=False)
     described = describe_offline(config.model.path, config.model)
@@ -61,7 +61,7 @@ def test_eight_gpus_are_one_machine() -> None:
     worker = ActorKind(name="worker", count=4, num_gpus=0, gpu_bytes=0, host_bytes=GIB)
     case = MachineCase(kinds=[ranks, engines, worker], device=H100)
     assert case.num_machines == 2
-    assert case.placed == [(ranks, 2), (engines, 6), (worker, 4)]  # what takes most for its GPU comes together
+    assert case.placed == [(ranks, 2), (engines, 6), (worker, 4)]  # most memory per GPU first
     assert case.num_bytes == (2 * 3 + 6 * 5 + 4) * GIB
     assert MachineCase(kinds=[engines, replace(ranks, count=2)], device=H100).num_machines == 1
 
@@ -75,7 +75,7 @@ def test_on_a_cpu_all_memory_is_the_machines() -> None:
     assert memory.host.process == CPU_HOST_BYTES
     assert ranks.gpu_bytes == 0
     assert ranks.host_bytes == CPU_HOST_BYTES + memory.device.total
-    assert engine.host_bytes > ENGINE_BYTES["cpu"] + 2**30  # with its keys and values
+    assert engine.host_bytes > ENGINE_BYTES["cpu"] + 2**30  # including its keys and values
     small = replace(CPU, memory_bytes=16 * GIB, host_memory_bytes=16 * GIB)
     found = plan(*ON_CPU, "rollout.num_engines=3", device=small)
     assert learner.problem is None

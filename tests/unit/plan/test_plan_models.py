@@ -1,4 +1,4 @@
-"""Shapes of models without their weights: the table of known ones, and what their sequences take."""
+"""Shapes of models without their weights: the table of known models, and the memory of their sequences."""
 
 import json
 import time
@@ -37,7 +37,7 @@ TOTALS = {
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "google/gemma-3-1b-pt": 999_885_952,
 }
-"""Parameters that the published weights have, tied ones once."""
+"""The numbers of parameters of the published weights, with tied ones counted once."""
 
 
 def describe(name: str) -> PreTrainedConfig:
@@ -114,7 +114,7 @@ def test_an_embedding_that_is_the_output_layer_too_is_used() -> None:
 
 
 def test_adapters_are_as_wide_as_the_layers_that_they_target() -> None:
-    # q, k, v, o and the three of the MLP, of 36 layers.
+    # q, k, v, o and the three matrices of the MLP, in 36 layers.
     layer = (4096 + 4096) + 2 * (4096 + 1024) + (4096 + 4096) + 3 * (4096 + 12288)
     assert shape_of("Qwen/Qwen3-8B").adapter_width == 36 * layer
     assert shape_of("Qwen/Qwen3-8B", target_modules=["q_proj", "v_proj"]).adapter_width == 36 * (8192 + 5120)
@@ -126,7 +126,7 @@ def test_adapters_are_as_wide_as_the_layers_that_they_target() -> None:
         ("Qwen/Qwen3-8B", 1, 36 * 2 * 8 * 128 * 2),
         ("meta-llama/Llama-3.1-8B", 1, 32 * 2 * 8 * 128 * 2),
         ("meta-llama/Llama-3.1-70B", 4, 80 * 2 * 2 * 128 * 2),
-        ("Qwen/Qwen2.5-7B", 8, 28 * 2 * 1 * 128 * 2),  # fewer heads than devices: each has one of them
+        ("Qwen/Qwen2.5-7B", 8, 28 * 2 * 1 * 128 * 2),  # fewer heads than devices: each device has one
         ("meta-llama/Llama-3.2-1B", 1, 16 * 2 * 8 * 64 * 2),
         ("mistralai/Mistral-7B-v0.3", 1, 32 * 2 * 8 * 128 * 2),
     ],

@@ -1,4 +1,4 @@
-"""The plan of scorers that run a model: memory against numbers by hand and real passes, time, and what is proposed."""
+"""Plans of scorers that run a model: memory against numbers by hand and real passes, time, and proposed changes."""
 
 from dataclasses import replace
 from functools import cache
@@ -42,7 +42,7 @@ OWN_GPU = "scoring.rewards.preference.num_gpus=1"
 
 @cache
 def config_of(experiment: str, *overrides: str) -> Config:
-    """Of 32 groups, all sequences of 2,048 tokens."""
+    """Return a config of 32 groups, in which all sequences have 2,048 tokens."""
     return load_config([f"experiment={experiment}", *POLICY, *overrides], need_files=False)
 
 
@@ -106,8 +106,8 @@ def test_a_pass_of_a_feature_network_takes_what_a_real_one_does(tmp_path: Path) 
 def test_a_feature_network_is_the_policy_as_far_as_it_is_read() -> None:
     found = plan(config_of("ebft", *FEATURES))
     assert found.memory.starting == 2 * NUM_SMALL
-    assert found.memory.weights == 2 * (21 * LAYER + EMBEDDING + 1024)  # up to three quarters of 28 layers
-    assert found.setup.sequences_per_group == 4 + 1  # and the ground truth
+    assert found.memory.weights == 2 * (21 * LAYER + EMBEDDING + 1024)  # layers up to three quarters of 28
+    assert found.setup.sequences_per_group == 4 + 1  # the samples and the ground truth
     deepest = plan(config_of("ebft", *FEATURES, "algorithm.ebft.features.layers=[0.25]"))
     assert deepest.memory.weights == 2 * (7 * LAYER + EMBEDDING + 1024)
     assert deepest.seconds is not None
@@ -119,7 +119,7 @@ def test_a_feature_network_of_qlora_is_in_four_bits() -> None:
     quantized = ("model=qlora", "rollout.engine_args.quantization=bitsandbytes")
     found, plain = plan(config_of("ebft", *FEATURES, *quantized)), plan(config_of("ebft", *FEATURES))
     assert found.memory.weights - 2 * EMBEDDING < (plain.memory.weights - 2 * EMBEDDING) / 3
-    assert found.memory.activations == plain.memory.activations + 2 * 1024 * 3072  # a weight that is written out
+    assert found.memory.activations == plain.memory.activations + 2 * 1024 * 3072  # a dequantized weight
     assert (found.memory.loading > 0, plain.memory.loading) == (True, 0)
 
 
@@ -142,7 +142,7 @@ def test_who_may_be_on_its_gpu_leaves_less() -> None:
     alone = plan(config_of("reward_model", OWN_GPU))
     assert (alone.room_bytes, alone.neighbours) == (int(SHARE_USED * H100.memory_bytes), [])
     beside = plan(config_of("reward_model"), beside=(ENGINE,))
-    taken = 50 * 10**9 + beside.memory.total  # of the engine, and of the other replica
+    taken = 50 * 10**9 + beside.memory.total  # the engine's memory, and the other replica's
     assert beside.room_bytes == int(SHARE_USED * (H100.memory_bytes - taken))
     found = plan(config_of("reward_model"), beside=(replace(ENGINE, gpu_bytes=H100.memory_bytes),))
     assert found.problem is not None
@@ -176,7 +176,7 @@ def test_without_a_gpu_a_scorer_is_on_the_host() -> None:
     found = plan(config_of("reward_model", "scoring.rewards.preference.num_gpus=0"))
     assert found.memory.beside == found.actor.gpu_bytes == 0
     assert found.actor.host_bytes == found.memory.process + found.memory.total
-    assert found.seconds is None  # on a processor of which a plan knows nothing
+    assert found.seconds is None  # a processor with unknown rates
     options = ("scoring.rewards.preference.num_gpus=0", "rollout.num_gpus=0", "learner.num_gpus=0")
     assert plan(config_of("reward_model", *options), CPU).seconds is not None
     with pytest.raises(ConfigError, match=r"scoring.rewards.preference.num_gpus=0.15: laptop has no GPU"):

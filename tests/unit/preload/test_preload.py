@@ -1,4 +1,4 @@
-"""Workers that preloaded processes fork: which requests they take, and what a worker is given."""
+"""Workers that are forked from preloaded processes: the requests that they take, and the state of a worker."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Groups of a step become packed batches with advantages and metrics."""
+"""Tests that the groups of a step become packed batches with advantages and metrics."""
 
 import pytest
 from replay_cases import group

@@ -1,4 +1,4 @@
-"""The accounts of sound runs add up, and every check notices what breaks it."""
+"""Tests that the accounts of correct runs add up, and that every check notices the errors that it is for."""
 
 import shutil
 import sqlite3

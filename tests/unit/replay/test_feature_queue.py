@@ -1,4 +1,4 @@
-"""Groups that the learner's ranks score: who gets which, when the scores are there, and what new ranks find."""
+"""Groups that the learner's ranks score: their assignment, the arrival of scores, and the queue for new ranks."""
 
 import asyncio
 from collections.abc import Sequence

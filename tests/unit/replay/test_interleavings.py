@@ -1,7 +1,7 @@
-"""Random schedules of a whole run, with deaths of every part, through the real admission, router, fleet, store, ledger.
+"""Random schedules of a whole run, with deaths of every part, on the real admission, router, fleet, store and ledger.
 
-What a driver, engines and a learner would do are the rules; whatever order they come in, staleness keeps its bound, no
-group vanishes or counts twice, nothing waits for what can't come, and the run ends.
+The rules are actions of a driver, engines and a learner. In any order of them, staleness keeps its bound, no group is
+lost or counted twice, nothing waits for what can't come, and the run ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SELDOM = st.sampled_from([False] * 7 + [True])
 
 
 class Schedule(RuleBasedStateMachine):
-    """One run. ``step`` is the learner's, ``checkpoint`` that of its last checkpoint."""
+    """A run with the learner's current ``step``, and the step of its last ``checkpoint``."""
 
     @initialize(
         max_staleness=st.integers(0, 2),
@@ -84,7 +84,7 @@ class Schedule(RuleBasedStateMachine):
         return self.store.ledger
 
     def start_driver(self) -> None:
-        """As at the start of a run, or after everything has died but what lies on the disk."""
+        """Start a driver at the start of a run, or after everything but the files on disk was lost."""
         start = RunStart(config=CONFIG)
         if self.store is not None and self.checkpoint:
             folder = Path(self.folder.name)
@@ -160,7 +160,7 @@ class Schedule(RuleBasedStateMachine):
         self.start_groups()
 
     def publish(self) -> None:
-        """The learner's present version; engines that run load it."""
+        """Publish the learner's current version, which live engines load."""
         self.fleet.published(self.step)
         for name in self.names:
             if self.fleet.state(name) is not EngineState.DEAD:
@@ -177,7 +177,7 @@ class Schedule(RuleBasedStateMachine):
             self.dispatch(waiting)
 
     def hear(self, name: str, *, finished: bool = False) -> None:
-        """An engine answers; what waited for the last suspect is sent."""
+        """Let an engine answer, and send the requests that waited because all engines were suspect."""
         self.fleet.answered(name, finished=finished)
         if self.fleet.serving:
             waiting, self.waiting = self.waiting, []
@@ -190,7 +190,7 @@ class Schedule(RuleBasedStateMachine):
     # Engines ----------------------------------------------------------------------------------------------------------
 
     def ready(self) -> list[tuple[str, GroupRequest]]:
-        """What engines could finish now."""
+        """Return the requests that engines could finish now."""
         return [
             (name, request)
             for name in self.names
@@ -247,7 +247,7 @@ class Schedule(RuleBasedStateMachine):
     # Scoring ----------------------------------------------------------------------------------------------------------
 
     def tell(self, call: Callable[[ReplayStore], Outcome], *, dies: bool) -> None:
-        """Where the replay actor dies before it has answered, Ray repeats the call on the process that takes over."""
+        """Call the store; if the replay actor dies before it answers, repeat the call on its successor, as Ray does."""
         assert self.store is not None
         outcome = call(self.store)
         if dies:
@@ -287,7 +287,7 @@ class Schedule(RuleBasedStateMachine):
 
     @rule()
     def the_next_step_is_made_ready(self) -> None:
-        """While the learner is in a step."""
+        """Prepare the next step while the learner is in a step."""
         assert self.store is not None
         if self.step < NUM_STEPS and self.store.batches(self.step) is not None:
             self.store.batches(self.step + 1)
@@ -348,7 +348,7 @@ class Schedule(RuleBasedStateMachine):
         assert comes or (self.store is not None and self.store.batches(self.step) is not None), "the run hangs"
 
     def finish(self) -> None:
-        """Without further failures, the run ends."""
+        """Check that the run ends if nothing else fails."""
         for _ in range(200):
             for name in self.names:
                 self.hear(name)

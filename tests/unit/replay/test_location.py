@@ -1,4 +1,4 @@
-"""Which ledger is meant by what people name."""
+"""Tests of finding the ledger that a user's argument names."""
 
 import os
 from contextlib import suppress
@@ -75,7 +75,7 @@ def test_a_finished_run_of_somebody_else_is_read() -> None:
         run.ledger.close()
         folder.chmod(0o555)
         child = os.fork()
-        if not child:  # an exception must not come back into pytest
+        if not child:  # an exception must not propagate into pytest
             code = 1
             with suppress(Exception):
                 if os.getuid() == 0:

@@ -1,4 +1,4 @@
-"""Admission and buffer: staleness is bounded whatever order the groups finish in, and nothing waits for ever."""
+"""Admission and buffer: staleness is bounded in any order of finished groups, and nothing waits forever."""
 
 from random import Random
 
@@ -112,7 +112,7 @@ def test_admission_beyond_the_capacity_is_refused() -> None:
 def taken_by_the_rule(
     groups: list[GroupTicket], scored: set[int], *, step: int, groups_per_step: int, max_staleness: int
 ) -> list[int] | None:
-    """The ids that a step takes: the scored groups of the oldest versions, if all others can still be in time."""
+    """Return the ids that a step takes: scored groups of the oldest versions, if all others can still be in time."""
     urgency = {entry.group_id: (entry.version, entry.group_id) for entry in groups}
     chosen = sorted(scored, key=urgency.__getitem__)[:groups_per_step]
     versions = sorted(entry.version for entry in groups if entry.group_id not in chosen)

@@ -1,4 +1,4 @@
-"""Prompts come back late, in order, and not all at once."""
+"""Tests that prompts to re-roll come back late, in order, and not all at once."""
 
 from replay_cases import admitted
 

@@ -1,4 +1,4 @@
-"""Which ledger a run goes on with, and that none is ever overwritten."""
+"""The choice of the ledger that a run resumes with; no ledger is ever overwritten."""
 
 import shutil
 import sqlite3
@@ -27,7 +27,7 @@ def begin(path: Path, **settings: Any) -> tuple[Ledger, list[str]]:
 
 
 def checkpoint(folder: Path, ledger: Ledger, step: int) -> Path:
-    """As the learner makes one: first the copy, then the ledger learns of it."""
+    """Checkpoint as the learner does: copy the ledger first, and then record the checkpoint in it."""
     path = folder / f"step_{step}"
     path.mkdir()
     ledger.back_up(path / NAME)
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def started(path: Path) -> Ledger:
-    """A ledger after one step, with a group that waits."""
+    """Return a ledger after one step, with a group that waits."""
     ledger, messages = begin(path)
     assert not messages
     store = open_store(path.parent)
@@ -114,7 +114,7 @@ def test_a_damaged_ledger_is_set_aside_for_the_copy(path: Path, tmp_path: Path) 
 
 
 def test_a_ledger_that_lost_its_newest_entries_is_set_aside_for_the_copy(path: Path, tmp_path: Path) -> None:
-    """As SQLite leaves it where the machine failed before its log was on the disk."""
+    """Check the state that SQLite leaves if the machine fails before SQLite's log is on disk."""
     ledger, _ = begin(path)
     ledger.close()
     early = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The ledger keeps every state, gives groups back as they were, and says what is wrong with its file."""
+"""Tests that the ledger keeps every state, returns groups unchanged, and explains what is wrong with its file."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ranks wait for their share of a step, and the controller for reports."""
+"""Tests that ranks wait for their share of a step, and the controller for reports."""
 
 import asyncio
 

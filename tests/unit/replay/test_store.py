@@ -1,4 +1,4 @@
-"""What the replay store decides, feature by feature, and what each does to the accounts."""
+"""The decisions of the replay store, feature by feature, and their effects on the accounts."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ FLAT, MIXED = [1.0, 1.0], [1.0, 0.0]
 
 
 def trained_groups(batches: list[TrainBatch] | None) -> int:
-    """Sequences with a gradient, of two a group."""
+    """Return the number of trained groups, which have two sequences each."""
     assert batches is not None
     micros = [micro for batch in batches for mini in batch.mini_batches for micro in mini.micro_batches]
     return sum(micro.num_sequences for micro in micros) // 2

@@ -1,4 +1,4 @@
-"""What an engine learns from an adapter's folder."""
+"""The facts that an engine reads from an adapter's folder."""
 
 from pathlib import Path
 

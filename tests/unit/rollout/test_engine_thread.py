@@ -28,7 +28,7 @@ def manifest(version: int) -> WeightsManifest:
 
 
 class FakeEngine:
-    """Finishes every eligible request in one step; can fail, refuse to load, or wait before a load."""
+    """A fake engine that finishes every eligible request in one step, and can fail, refuse a load, or delay it."""
 
     def __init__(self) -> None:
         self.version = 0

@@ -1,4 +1,4 @@
-"""Engines change their state by what is heard of them and by time."""
+"""Tests that engines change state by their answers and by time."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def fleet(clock: Clock) -> Fleet:
-    """Engine a serves version 0, b is only started."""
+    """Return a fleet in which engine a serves version 0, and b is only started."""
     fleet = Fleet(["a", "b"], suspect_after_s=10, dead_after_s=30, clock=clock)
     fleet.published(0)
     fleet.started("a")

@@ -1,4 +1,4 @@
-"""Conversations turn by turn, on an engine that answers with a script."""
+"""Conversations of several turns, on an engine with scripted answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = Callable[[GroupRequest, int], tuple[list[int], RolloutStatus]]
 
 
 class ScriptedEngine:
-    """Answers every request at the next step; ``version`` is what it says that it draws with."""
+    """A fake engine that answers every request at the next step, as drawn with ``version``."""
 
     has_work = True
 
@@ -81,7 +81,7 @@ def make_request(group_id: int = 5, *, group_size: int = 2, turns: Sequence[Any]
 
 
 def by_length(request: GroupRequest, index: int) -> tuple[list[int], RolloutStatus]:
-    """Says how long the conversation is, and which sibling it was told to be."""
+    """Answer with the conversation's length and the sibling's index."""
     return [100 + len(request.prompt.token_ids), 50 + index, END], RolloutStatus.COMPLETED
 
 

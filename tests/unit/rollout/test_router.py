@@ -1,4 +1,4 @@
-"""Groups go to the engine with the least outstanding tokens."""
+"""Tests that groups go to the engine with the fewest outstanding tokens."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What the engine pool does with requests while engines die, hang and come back; the engines are fakes."""
+"""Requests in an engine pool whose fake engines die, hang and come back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLUSTER = ClusterConfig(suspect_after_s=0.4, dead_after_s=30.0, start_timeout_s=
 
 
 class FakeEngine:
-    """As a handle of a rollout actor: ``engine.method.remote(...)``, or ``engine.method.options(...).remote(...)``."""
+    """A stand-in for a rollout actor's handle, with ``method.remote(...)`` and ``method.options(...).remote(...)``."""
 
     def __init__(self) -> None:
         self.submitted: list[int] = []
@@ -51,7 +51,7 @@ class FakeEngine:
 
 
 class Scene:
-    """A pool of fakes, and what it says and hands on."""
+    """A pool of fake engines, with its messages and the groups that it collected."""
 
     def __init__(self, *names: str) -> None:
         self.engines = {name: FakeEngine() for name in names}
@@ -60,7 +60,7 @@ class Scene:
         self.said: list[str] = []
         self.given_up: list[EngineFailed] = []
         self.failures: list[NotLoaded] = []
-        """What the next loads of engines that come back end in."""
+        """The errors of the next loads of returning engines."""
         self.pool = EnginePool(
             self.engines,  # type: ignore[arg-type]
             cluster=CLUSTER,
@@ -144,7 +144,7 @@ def test_a_process_that_has_taken_the_place_of_a_dead_one_is_not_killed(
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
 
     async def act(scene: Scene) -> None:
-        await asyncio.sleep(0)  # it collects
+        await asyncio.sleep(0)  # lets the pool collect
         if noticed_by == "collecting":
             scene.engines["a"].answers.put_nowait(RayTaskError("collect", "", EngineNotStarted("no model yet")))
         else:
@@ -174,7 +174,7 @@ def test_an_engine_that_cannot_load_what_it_comes_back_to_is_killed_and_tried_ag
 
 
 def test_an_engine_that_ray_cannot_reach_is_ended_and_started_once_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process may live behind a cut cable, with groups that others generate meanwhile."""
+    """Check an engine that may be alive but cut off, whose groups other engines generate meanwhile."""
     killed: list[Any] = []
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
     monkeypatch.setattr(engine_pool, "RESTART_PAUSE_S", 0.01)

@@ -1,4 +1,4 @@
-"""An evaluation counts every held-out prompt, also those that could not be scored."""
+"""Tests that an evaluation counts every held-out prompt, including those that could not be scored."""
 
 import asyncio
 

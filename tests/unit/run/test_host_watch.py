@@ -1,4 +1,4 @@
-"""What is said of hosts that are silent, answer again, or are lost, and of the lines that Ray prints meanwhile."""
+"""The messages about hosts that are silent, answer again or are lost, and about the lines that Ray prints meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTORS = {"a": ["replay", "weights"], "b": ["rollout-0", "learner rank", "learne
 
 
 class Cluster:
-    """A watch whose time is set by hand; all hosts but the silent ones answer."""
+    """A watch with a manual clock, for which all hosts but the silent ones answer."""
 
     def __init__(self) -> None:
         self.now = 100.0

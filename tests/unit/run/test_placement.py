@@ -1,4 +1,4 @@
-"""What a run asks of a cluster is checked before anything starts, and scoring pools are laid out by config."""
+"""Tests that a run's requests to a cluster are checked before anything starts, and scoring pools follow the config."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is checked and completed before any process of a run starts."""
+"""Checks and completions of a config before any process of a run starts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run says in the terminal beside its metrics."""
+"""The terminal messages of a run, apart from its metrics."""
 
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.run.reporting import cut_notice

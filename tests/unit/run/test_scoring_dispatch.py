@@ -1,4 +1,4 @@
-"""Groups on their way from the engines through scoring, with pools and a ledger that answer when the test says so."""
+"""Groups on their way from the engines through scoring, with pools and a ledger that answer on the test's command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlpipe.run.scoring_pools import ScoringDispatch
 
 
 class Stations:
-    """What a flow calls, in order; the receipt for the tokens comes once ``receipt`` is set."""
+    """The calls of a flow, in order; the receipt for the tokens arrives once ``receipt`` is set."""
 
     def __init__(self, *, num_generating: int = 0, **options: Any) -> None:
         self.calls: list[str] = []

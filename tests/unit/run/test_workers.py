@@ -1,4 +1,4 @@
-"""Engines that die while they start are started again, but not for ever."""
+"""Tests that engines that die while they start are restarted, but not forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.run.workers import Workers
 
 
 class Engine:
-    """Its first ``deaths`` starts fail, as where Ray is just putting another process in the place of a dead one."""
+    """An engine whose first ``deaths`` starts fail, as while Ray replaces a dead process."""
 
     def __init__(self, deaths: int) -> None:
         self.deaths, self.starts = deaths, 0

@@ -1,4 +1,4 @@
-"""The reward that runs programs: on assertions, on input and output, and on programs that misbehave."""
+"""The reward that runs programs, tested on assertions, on input and output, and on programs that misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to the run's engines: where they go, what they carry, and engines that die or are late."""
+"""Questions to the run's engines: their routing and content, and engines that die or are late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeEngines:
-    """Says what ``text`` says, and remembers what it was asked; ``before`` may raise, or wait."""
+    """Fake engines that answer with ``text`` and record their requests; ``before`` may raise, or wait."""
 
     def __init__(self, text: str = "four<|end|>", before: Callable[[str], Awaitable[None]] | None = None) -> None:
         self._text, self._before = text, before
@@ -187,7 +187,7 @@ def test_the_model_has_a_name_for_caches() -> None:
 
 
 class ScriptedChat:
-    """Answers in turn; an exception is raised."""
+    """A chat that gives its answers in turn, and raises those that are exceptions."""
 
     name = "m"
 

@@ -97,7 +97,7 @@ def test_layers_that_are_not_read_and_the_head_are_not_kept(folder: Path) -> Non
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_the_learners_weights_with_the_adapter_off_give_the_same_features(tmp_path: Path, adapter: str) -> None:
-    folder = make_tiny_policy(tmp_path / "policy", num_layers=2)  # of widths that NF4 can have on CPUs
+    folder = make_tiny_policy(tmp_path / "policy", num_layers=2)  # with widths that NF4 supports on CPUs
     model, config = make_model_config(folder, adapter=adapter), FeatureConfig(layers=[0.25, 0.5, 1.0])
     policy = load_policy(model, LearnerConfig(), CPU)
     for parameter in policy.trainable_parameters().values():

@@ -1,4 +1,4 @@
-"""EBFT's scorer on groups: which sequences it reads, and what it makes of their features."""
+"""EBFT's scorer on groups: the sequences that it reads, and the scores that it makes of their features."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def renderer(**ebft: Any) -> TruthRenderer:
 
 
 class Reader:
-    """Features that depend on the text alone; remembers what it was given."""
+    """A feature network that depends on the text alone, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[FeatureSequence]] = []

@@ -1,4 +1,4 @@
-"""Judges and NeMo Gym's verifiers against a local server: what they ask, how they read, and servers that misbehave."""
+"""Judges and NeMo Gym's verifiers against a local server: their requests, their parsing, and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_nemo_gym_asks_again_and_then_says_what_is_wrong(reason: str) -> None:
 
 
 class FakeChat:
-    """Says the same each time, and remembers what it was asked."""
+    """A chat that always gives the same answer, and records its requests."""
 
     name = "/models/m"
 

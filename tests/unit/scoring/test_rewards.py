@@ -1,4 +1,4 @@
-"""Loading rewards by name and refusing those that can't work."""
+"""Tests of loading rewards by name, and of refusing those that can't work."""
 
 from __future__ import annotations
 

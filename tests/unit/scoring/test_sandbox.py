@@ -1,4 +1,4 @@
-"""Rewards in a sandbox: whatever the function does, it costs its own call, and nothing of it stays."""
+"""Tests of rewards in a sandbox: a bad function costs only its own call, and leaves nothing behind."""
 
 from __future__ import annotations
 

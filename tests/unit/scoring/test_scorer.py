@@ -1,4 +1,4 @@
-"""Calling rewards on groups, checking what they return, and writing it into the rollouts."""
+"""Tests of calling rewards on groups, checking their results, and writing these into the rollouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPT_TOKENS = 3
 
 
 class CharacterTokenizer:
-    """One token per character; token 0 is special. Counts its calls."""
+    """A tokenizer with one token per character, of which token 0 is special, and a counter of its calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -493,7 +493,7 @@ class BrokenJudge(RewardActor):
 
 
 class Together(RewardActor):
-    """Scores lengths; a group with the word ``bad`` spoils what is scored together with it, and itself."""
+    """A reward that scores lengths, unless a group of the same call contains the word ``bad``."""
 
     def score(self, group: RolloutGroup) -> list[float | None]:
         return self.score_groups([group])[0]

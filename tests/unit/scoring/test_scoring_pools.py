@@ -1,5 +1,4 @@
-"""Every reward has one place where it is scored; groups that are finished together are spread over all processes there,
-in calls that do not grow too large."""
+"""Tests of scoring pools: every reward has one pool, whose processes share the groups in calls of limited size."""
 
 import pytest
 
@@ -49,7 +48,7 @@ def test_every_reward_is_scored_in_one_place(weights: str, served: set[str]) -> 
 
 
 def test_a_config_has_the_pools_that_its_run_will_have() -> None:
-    """Classes, and what asks for GPUs, get processes of their own before they are imported, EBFT's rewards replicas."""
+    """Check a config's pools before rewards are imported: processes for classes and GPU rewards, and replicas."""
     rewards = {
         "right": RewardConfig(path="m:right"),
         "judge": RewardConfig(path="rlpipe.scoring.judge:ScoreJudge"),

@@ -1,4 +1,4 @@
-"""A scoring process's memory limit, and the end of all that it started."""
+"""A scoring process's memory limit, and the end of all processes that it started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_scorer(folder: Path, *hows: str) -> subprocess.CompletedProcess[str]:
     paths = [str(Path(isolation_cases.__file__).parent), str(Path(__file__).parent), *sys.path]
     program = f"import sys; sys.path[:0] = {paths!r}\n{SCORER}"
     command = [sys.executable, "-c", program, isolation_cases.__file__, str(folder), *hows]
-    # Files, because what outlives the process would keep pipes open.
+    # Files, because children that outlive the process would keep pipes open.
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         code = subprocess.run(command, stdout=out, stderr=err, check=False, timeout=120).returncode
     return subprocess.CompletedProcess(command, code, (folder / "out").read_text(), (folder / "err").read_text())

@@ -1,4 +1,4 @@
-"""The shipped reward functions on made rows."""
+"""The shipped reward functions on synthetic rows."""
 
 from __future__ import annotations
 

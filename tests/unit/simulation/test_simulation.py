@@ -1,4 +1,4 @@
-"""Simulated runs against closed forms: what takes how long, who waits for whom, and how stale groups become."""
+"""Simulated runs against closed forms: durations, waits, and the staleness of groups."""
 
 import json
 import math
@@ -152,7 +152,7 @@ def test_an_engine_is_slower_the_fuller_it_is() -> None:
 
 
 def test_an_engine_that_holds_starts_nothing_until_its_groups_have_ended() -> None:
-    # A step takes one of the engine's two groups; the other place stays free until the slower group has ended too.
+    # A step takes one of the engine's two groups; its place stays free until the slower group has ended too.
     free = make_setup("uniform:1,3", sync="constant:0.1", num_engines=1, groups_per_step=1, max_staleness=1)
     holding = replace(free, holds=True)
     assert figures_of(holding).places_in_use < 0.8 * figures_of(free).places_in_use
@@ -199,7 +199,7 @@ def test_a_gain_is_that_of_the_formula() -> None:
     setup = make_setup("constant:1", "constant:0", "constant:3", max_staleness=2, num_ranks=2, num_steps=200)
     best = advise(simulate(setup, seed=0, limit_s=math.inf), seed=0, add=2)[0]
     assert best.change == "2 more learner ranks"
-    assert best.gain == pytest.approx(1.0, abs=0.03)  # 1.5 s a step instead of 3
+    assert best.gain == pytest.approx(1.0, abs=0.03)  # 1.5 s per step instead of 3
 
 
 def test_a_study_is_printed_and_is_json() -> None:

@@ -1,4 +1,4 @@
-"""The times of a simulation: distributions as they are written, and what a run's ledger says."""
+"""The times of a simulation, from written distributions and from a run's ledger."""
 
 import json
 import sqlite3
@@ -38,7 +38,7 @@ GENERATE, SCORE, TRAIN, SYNC = [2.0, 3.5, 1.25], [0.5, 0.25, 0.125], [4.0, 5.0],
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of three trained groups, one that has failed, and one in flight."""
+    """Return a run of three trained groups, one that has failed, and one in flight."""
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
         ledger.execute("PRAGMA journal_mode=WAL")
         ledger.executescript(SCHEMA)
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def times_of(config: Config, **given: object) -> dict[str, list[float]]:
-    """The different seconds that each part's distribution gives."""
+    """Return the distinct seconds in each part's distribution."""
     times = read_times(config, GivenTimes(**given), slowdown=1.0)  # type: ignore[arg-type]
     parts = {"generate": times.generate, "train": times.train, "sync": times.sync, **times.score}
     return {name: values(distribution) for name, distribution in parts.items()}
@@ -137,7 +137,7 @@ def test_given_times_replace_measured_ones(run: Path) -> None:
 
 
 def test_measured_times_are_carried_over_to_another_config(run: Path) -> None:
-    """Training goes by the rollouts of a rank; the ledger's scoring time is the sum over the run's pools."""
+    """Check training times, by the rollouts of a rank, and scoring times, which the ledger sums over the pools."""
     (run / "config.yaml").write_text(
         "model: {path: org/policy}\ndata: {source: jsonl, path: nowhere.jsonl}\n"
         "learner: {strategy: fsdp2, num_ranks: 2}\n"
@@ -214,7 +214,7 @@ def test_pools_may_have_times_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slowdown", [1.0, 3.0])
 def test_what_groups_would_have_taken_alone_is_found_again(slowdown: float) -> None:
-    """Out of when an engine, on which groups wait and slow each other down, received and generated them."""
+    """Check the times estimated from an engine's log, in which groups wait for and slow down each other."""
     clock = Clock()
     done: list[SimulatedGroup] = []
     levels = EngineLevels(running=Level(clock), busy=Level(clock))

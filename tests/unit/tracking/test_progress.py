@@ -1,4 +1,4 @@
-"""The progress displays: when they speak, and what they say."""
+"""The progress displays: the times of their output, and its content."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_tensorboard_has_the_same_names_and_steps(tmp_path: Path) -> None:
     tracker = open_trackers(FILES_ONLY, output=tmp_path, run_name="run", first_step=0, resolved_config={})
     tracker.log(1, {"reward": 0.5, "completions/mean_length": 6.0})
     tracker.log(2, {"reward": 0.75, "completions/mean_length": 7.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # while the run still goes on
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # while the run is still going on
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [event.value for event in events.Scalars("completions/mean_length")] == [6.0, 7.0]
     tracker.close()
@@ -160,7 +160,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
         for step in range(first, last + 1):
             tracker.log(step, {"reward": value})
         tracker.close()
-    # Files are read in the order of their names, which hold the second and a counter of the process.
+    # Files are read in the order of their names, which contain the second and a per-process counter.
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [
         (1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)
