@@ -67,7 +67,7 @@ class Controller:
         first_step: int,
         num_steps_logged: int | None = None,
     ) -> None:
-        self._parts, self._replay, self._weights = workers, replay, weights
+        self._workers, self._replay, self._weights = workers, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
         self._sampling, self._seed = config.rollout.sampling, config.seed
         self._evaluate_every = config.data.held_out.every_steps
@@ -124,7 +124,7 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             endless = [tasks.create_task(self._follower.follow())]
             endless.append(tasks.create_task(watch_hosts(self._reporter.message)))
-            starting = tasks.create_task(self._parts.start(self._cluster.start_timeout_s))
+            starting = tasks.create_task(self._workers.start(self._cluster.start_timeout_s))
             if self._shares_gpus:
                 await self._until_started(starting)
             learner = asyncio.ensure_future(start_learner())
