@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib.util import find_spec
 
 from rlpipe.configs.data_sources import EXAMPLE, mixed_sources
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.model_config import ModelConfig, needs_merging, serves_adapter
-from rlpipe.configs.schema.rollout_config import RewardConfig, RolloutConfig, SamplingConfig, ScoringConfig
+from rlpipe.configs.schema.rollout_config import (
+    ENGINE_ARGUMENTS,
+    SAMPLING_ARGUMENTS,
+    RewardConfig,
+    RolloutConfig,
+    ScoringConfig,
+)
 from rlpipe.configs.schema.root_config import Config, ReplayConfig, TrackingConfig, WeightsConfig
 from rlpipe.configs.section_constraints import (
     check_checkpointing,
@@ -25,25 +30,6 @@ from rlpipe.configs.section_constraints import (
     check_template,
 )
 from rlpipe.errors import ConfigError
-
-ENGINE_ARGUMENTS = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
-    "revision": "model.revision",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_model_len": "rollout.max_model_len",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "enable_lora": "model.adapter.kind",
-}
-"""Engine arguments that have an option of their own, with that option."""
-
-SAMPLING_ARGUMENTS = {
-    **{entry.name: f"rollout.sampling.{entry.name}" for entry in fields(SamplingConfig) if entry.name != "extra"},
-    "n": "algorithm.group_size",
-    "seed": "seed",
-}
-"""Sampling arguments that have an option of their own, with that option."""
 
 
 def find_contradictions(config: Config) -> Iterator[ConfigError]:
@@ -301,7 +287,7 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[str]:
         )
     for key in rollout.engine_args:
         if key in ENGINE_ARGUMENTS:
-            yield f"rollout.engine_args.{key}: has an option of its own; set {ENGINE_ARGUMENTS[key]}"
+            yield f"rollout.engine_args.{key}: {_own_option(ENGINE_ARGUMENTS[key])}"
 
 
 def check_sampling(rollout: RolloutConfig) -> Iterator[str]:
@@ -314,7 +300,11 @@ def check_sampling(rollout: RolloutConfig) -> Iterator[str]:
         yield "rollout.sampling.guided_json: a completion follows one guide; set guided_regex=null or guided_json=null"
     for key in sampling.extra:
         if key in SAMPLING_ARGUMENTS:
-            yield f"rollout.sampling.extra.{key}: has an option of its own; set {SAMPLING_ARGUMENTS[key]}"
+            yield f"rollout.sampling.extra.{key}: {_own_option(SAMPLING_ARGUMENTS[key])}"
+
+
+def _own_option(option: str) -> str:
+    return f"has an option of its own; set {option}" if option else "rlpipe sets it itself; delete it"
 
 
 def check_lengths(config: Config) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rlpipe.configs.schema.option import MISSING, Freezable, option
@@ -35,6 +35,34 @@ class RolloutConfig(Freezable):
     max_model_len: int | None = option(None, "Longest prompt and completion; null: their limits' sum.", minimum=1)
     engine_args: dict[str, Any] = option({}, "Further arguments of the engine, by name.")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "mm_processor_kwargs": "model.processor_kwargs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "max_model_len": "rollout.max_model_len",
+    "enable_lora": "model.adapter.kind",
+    "weight_transfer_config": "weights.transport",
+    "logprobs_mode": "",
+    "worker_extension_cls": "",
+}
+"""Engine arguments that rlpipe sets, each with the option that it is set from, or an empty string."""
+SAMPLING_ARGUMENTS = {
+    **{entry.name: f"rollout.sampling.{entry.name}" for entry in fields(SamplingConfig) if entry.name != "extra"},
+    "n": "algorithm.group_size",
+    "seed": "seed",
+    "structured_outputs": "rollout.sampling.guided_regex or guided_json",
+    "logprobs": "",
+    "flat_logprobs": "",
+    "output_kind": "",
+    "detokenize": "",
+}
+"""Sampling arguments that rlpipe sets, each with the option that it is set from, or an empty string."""
 
 
 @dataclass(kw_only=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sqlite3
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 from numpy.random import Generator, SeedSequence, default_rng
@@ -23,6 +19,7 @@ from rlpipe.configs.schema.model_config import serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError, InputError
+from rlpipe.replay.ledger.query import find_ledger, find_steps, reading
 from rlpipe.rollout.engine import default_sequences
 from rlpipe.scoring.pools import SHARED_POOL, resolve_pools
 
@@ -218,20 +215,17 @@ class Measured:
 
 def read_measured(run: Path) -> Measured:
     """Read the ledger of ``run``, even during the run; raise ``DataError`` if there is none, or it can't be read."""
-    path = run / "ledger.sqlite"
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: --from takes the folder of a run")
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)) as connection:
-            generated = connection.execute(
-                "SELECT engine, generated_at - generate_s, generated_at FROM groups "
-                "WHERE generate_s IS NOT NULL AND generated_at IS NOT NULL ORDER BY group_id"
-            ).fetchall()
-            scored = connection.execute("SELECT score_s FROM groups WHERE score_s IS NOT NULL ORDER BY group_id")
-            score = [seconds for (seconds,) in scored]
-            steps = [json.loads(text) for (text,) in connection.execute("SELECT metrics FROM steps ORDER BY step")]
-    except (sqlite3.Error, ValueError) as error:
-        raise DataError(f"{path} can't be read: {error}") from None
+        path = find_ledger(run)
+    except DataError as error:
+        raise DataError(f"--from takes the folder of a run: {error}") from None
+    with reading(path) as ledger:
+        generated = ledger.rows(
+            "SELECT engine, generated_at - generate_s, generated_at FROM groups "
+            "WHERE generate_s IS NOT NULL AND generated_at IS NOT NULL ORDER BY group_id"
+        )
+        score = [seconds for (seconds,) in ledger.rows("SELECT score_s FROM groups WHERE score_s IS NOT NULL")]
+        steps = [step.metrics for step in find_steps(ledger)]
     by_engine: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for engine, received_at, generated_at in generated:
         by_engine[engine].append((received_at, generated_at))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
-from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
+from rlpipe.configs.schema.rollout_config import ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, RolloutConfig, SamplingConfig
 from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.errors import ConfigError
 from rlpipe.rollout.engine import DEFAULT_SEQUENCES, num_slots, slot_rank
@@ -32,32 +32,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # n
 
 from rlpipe.rollout.vllm.vllm_transfer import LOAD_FORMAT, backend  # noqa: E402
 
-_OWN_ENGINE_ARGS = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
-    "revision": "model.revision",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "mm_processor_kwargs": "model.processor_kwargs",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "max_model_len": "rollout.max_model_len",
-    "enable_lora": "model.adapter.kind",
-    "weight_transfer_config": "weights.transport",
-    "logprobs_mode": "",
-    "worker_extension_cls": "",
-}
-_OWN_SAMPLING_ARGS = {
-    "n": "algorithm.group_size",
-    "seed": "seed",
-    "temperature": "rollout.sampling.temperature",
-    "max_tokens": "rollout.sampling.max_tokens",
-    "logprobs": "",
-    "flat_logprobs": "",
-    "output_kind": "",
-    "detokenize": "",
-    "structured_outputs": "rollout.sampling.guided_regex or guided_json",
-}
-
 
 def engine_args(
     model: ModelConfig, rollout: RolloutConfig, weights: WeightsConfig, max_prompt_tokens: int
@@ -67,7 +41,7 @@ def engine_args(
     Raises ``ConfigError`` if one of the latter is unknown to vLLM, or set by another option.
     """
     assert model.dtype != "auto", "which vLLM takes for the type of the model's files"
-    _check_names(rollout.engine_args, {f.name for f in fields(EngineArgs)}, _OWN_ENGINE_ARGS, "rollout.engine_args")
+    _check_names(rollout.engine_args, {f.name for f in fields(EngineArgs)}, ENGINE_ARGUMENTS, "rollout.engine_args")
     max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
     args: dict[str, Any] = {
         "model": model.path,
@@ -104,7 +78,7 @@ def sampling_args(sampling: SamplingConfig) -> dict[str, Any]:
 
     Raises ``ConfigError`` if one of ``sampling.extra`` is unknown or set by another option, or if vLLM refuses them.
     """
-    _check_names(sampling.extra, set(SamplingParams.__struct_fields__), _OWN_SAMPLING_ARGS, "rollout.sampling.extra")
+    _check_names(sampling.extra, set(SamplingParams.__struct_fields__), SAMPLING_ARGUMENTS, "rollout.sampling.extra")
     args: dict[str, Any] = {
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

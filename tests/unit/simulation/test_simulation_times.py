@@ -1,6 +1,7 @@
 """The times of a simulation, from written distributions and from a run's ledger."""
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from numpy.random import SeedSequence
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import DataError, InputError
+from rlpipe.replay.ledger.run_ledger import Ledger
 from rlpipe.simulation.parts import Clock, EngineLevels, Level, SimulatedEngine, SimulatedGroup
 from rlpipe.simulation.setup import (
     Distribution,
@@ -24,14 +26,6 @@ from rlpipe.simulation.setup import (
 )
 from rlpipe.simulation.simulator import PROMPT
 
-SCHEMA = """
-CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, prompt_id INTEGER, attempt INTEGER, reroll INTEGER,
-    version INTEGER, state TEXT, step INTEGER, reason TEXT, reward REAL, reward_std REAL, num_rollouts INTEGER,
-    num_tokens INTEGER, num_loss_tokens INTEGER, engine TEXT, generate_s REAL, score_s REAL,
-    admitted_at REAL, generated_at REAL, scored_at REAL, assigned_at REAL, trained_at REAL);
-CREATE TABLE steps (step INTEGER PRIMARY KEY, metrics TEXT, ended_at REAL);
-"""
 START = 1.8e9
 GENERATE, SCORE, TRAIN, SYNC = [2.0, 3.5, 1.25], [0.5, 0.25, 0.125], [4.0, 5.0], [0.75, 1.5]
 
@@ -39,9 +33,8 @@ GENERATE, SCORE, TRAIN, SYNC = [2.0, 3.5, 1.25], [0.5, 0.25, 0.125], [4.0, 5.0],
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Return a run of three trained groups, one that has failed, and one in flight."""
+    Ledger(tmp_path / "ledger.sqlite").close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:
-        ledger.execute("PRAGMA journal_mode=WAL")
-        ledger.executescript(SCHEMA)
         insert = "INSERT INTO groups (group_id, state, engine, generate_s, score_s, generated_at) VALUES (?,?,?,?,?,?)"
         for group_id, (generate_s, score_s) in enumerate(zip(GENERATE, SCORE, strict=True)):
             row = (group_id, "TRAINED", f"rollout-{group_id % 2}", generate_s, score_s, START + generate_s)
@@ -50,8 +43,8 @@ def run(tmp_path: Path) -> Path:
         ledger.execute(insert, (4, "ADMITTED", None, None, None, None))
         for step, (train_s, sync_s) in enumerate(zip(TRAIN, SYNC, strict=True)):
             metrics = json.dumps({"time/train": train_s, "time/sync": sync_s, "loss": 0.5})
-            ledger.execute("INSERT INTO steps VALUES (?, ?, ?)", (step, metrics, START + step))
-        ledger.execute("INSERT INTO steps VALUES (2, '{\"loss\": 0.5}', ?)", (START + 9,))
+            ledger.execute("INSERT INTO steps VALUES (?, ?, ?, 1, 0)", (step, metrics, START + step))
+        ledger.execute("INSERT INTO steps VALUES (2, '{\"loss\": 0.5}', ?, 1, 0)", (START + 9,))
     ledger.close()
     return tmp_path
 
@@ -160,11 +153,22 @@ def test_a_run_is_read_while_it_writes(run: Path) -> None:
     writer.close()
 
 
+def test_a_ledger_may_lie_elsewhere(run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "ledgers" / "mine"
+    elsewhere.mkdir(parents=True)
+    shutil.move(run / "ledger.sqlite", elsewhere)
+    (run / "config.yaml").write_text(
+        "name: mine\nmodel: {path: org/policy}\ndata: {source: jsonl, path: nowhere.jsonl}\n"
+        f"ledger: {{folder: {elsewhere.parent}}}\nscoring: {{rewards: {{a: {{path: 'm:a'}}}}}}\n"
+    )
+    assert times_of(Config(), run=run)["scorer"] == sorted(SCORE)
+
+
 def test_a_folder_without_a_readable_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"ledger.sqlite does not exist: --from takes the folder of a run"):
+    with pytest.raises(DataError, match=r"--from takes the folder of a run: .* has no ledger.sqlite"):
         times_of(Config(), run=tmp_path)
     (tmp_path / "ledger.sqlite").write_text("nothing of the kind" * 100)
-    with pytest.raises(DataError, match=r"ledger.sqlite can't be read: file is not a database"):
+    with pytest.raises(DataError, match=r"ledger.sqlite can't be used: file is not a database"):
         times_of(Config(), run=tmp_path)
 
 
