@@ -1,4 +1,4 @@
-"""What a device can hold and how fast it is: memory, bandwidths, rates of arithmetic."""
+"""A device as a plan sees it: memory, bandwidths, and rates of arithmetic."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class DeviceTypes:
     device: str
     """Name of the device, for messages."""
     narrow: frozenset[str] | None = None
-    """Those of bfloat16 and float16 that a GPU has tensor cores for; None for a CPU, which is measured instead."""
+    """Narrow types (bfloat16, float16) with tensor cores on a GPU; None for a CPU, which is measured instead."""
     switches: Sequence[str] = ()
     """Settings that choose a CPU's instructions, such as ``ONEDNN_MAX_CPU_ISA=AVX2``."""
     rates: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -3,8 +3,19 @@
      prompts ──> [admit] ──> engine pool ──> scoring pools ──> replay actor ──> learner group
      (cursor)       ^        (rollout actors)  (rewards)       (ledger)         (Ray Train)
                     |             ^                                |                 |
-                    |             | every version, digest checked  | news            |
+                    |             | every version, digest checked  | updates         |
                     +── version ──+────────── weights actor <──────+── publish ──────+
+
+A group passes through these files, in this order:
+
+1. ``run/controller.py`` admits it: a prompt, a version, a request (``_start_groups``).
+2. ``run/engine_pool.py`` sends the request to the engine with the least work, and again if that engine dies.
+3. ``rollout/engine_thread.py`` runs the engine in its actor and collects finished groups.
+4. ``rollout/vllm/vllm_engine.py`` (or ``rollout/hf_engine.py``) samples the tokens and their log-probs.
+5. ``run/scoring_pools.py`` sends finished groups to scorers, in which ``scoring/scorer.py`` calls the rewards.
+6. ``replay/store.py`` records the group in the ledger, buffers it, and assembles the batches of a step.
+7. ``actors/learner.py`` takes its rank's batch of the step and publishes the new weights.
+8. ``learner/step.py`` trains the step.
 
 Synchronous (``max_staleness=0``) and asynchronous training differ only in the capacity that ``Admission`` grants.
 After the last step, the groups of one more step are generated but not trained: engines and learner then hold the same
@@ -73,11 +84,11 @@ class Controller:
         self._evaluate_every = config.data.held_out.every_steps
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
         self._first_step, self._num_steps = first_step, config.algorithm.num_steps
-        self._accounts, self._next_group_id = resume_state, resume_state.next_group_id
+        self._resume_state, self._next_group_id = resume_state, resume_state.next_group_id
         self._attempts = deque(resume_state.attempts)
         self._admission = make_admission(config, resume_state, first_step)
         self._rerolls = make_rerolls(config, resume_state)
-        self._flow = ScoringDispatch(
+        self._scoring = ScoringDispatch(
             workers.pools,
             generated=self._generated,
             scored=self._scored,
@@ -90,7 +101,7 @@ class Controller:
             cluster=config.cluster,
             start=workers.start_engine,
             load_newest=self._load_newest,
-            collected=self._flow.collected,
+            collected=self._scoring.collected,
             notice=self._notice,
             give_up=self.stop,
         )
@@ -103,7 +114,7 @@ class Controller:
         self._stopped, self._last_version = asyncio.Event(), asyncio.Event()
         self._admits = False
         """True once all engines and scoring pools have started."""
-        self._follower = RunMonitor(
+        self._monitor = RunMonitor(
             "replay",
             replay,
             config.cluster,
@@ -112,7 +123,7 @@ class Controller:
             first_step=first_step if num_steps_logged is None else num_steps_logged,
             last_event=resume_state.last_event,
         )
-        self._ask = self._follower.ask
+        self._ask = self._monitor.ask
 
     async def run(self, start_learner: Callable[[], Awaitable[None]]) -> None:
         """Run until the last step is reported, all evaluations are done, and the learner group has ended.
@@ -122,7 +133,7 @@ class Controller:
         learner has written a checkpoint.
         """
         async with asyncio.TaskGroup() as tasks:
-            endless = [tasks.create_task(self._follower.follow())]
+            endless = [tasks.create_task(self._monitor.follow())]
             endless.append(tasks.create_task(watch_hosts(self._reporter.message)))
             starting = tasks.create_task(self._workers.start(self._cluster.start_timeout_s))
             if self._shares_gpus:
@@ -131,7 +142,7 @@ class Controller:
             await self._until_started(starting, learner)
             self._admits = True
             self._reporter.admitting()
-            watching = [self._follower.watch(self._pool.describe), self._watch_engines()]
+            watching = [self._monitor.watch(self._pool.describe), self._watch_engines()]
             loops = [self._pool.run(), self._follow_versions(tasks), *watching]
             endless += [tasks.create_task(loop) for loop in loops]
             await self._resume_unfinished(tasks)
@@ -146,7 +157,7 @@ class Controller:
 
     async def _until_finished(self) -> None:
         """Wait until every step is reported and every evaluation is done."""
-        await self._follower.ended.wait()
+        await self._monitor.ended.wait()
         await self._last_version.wait()
         await asyncio.gather(*self._evaluations)
 
@@ -164,7 +175,7 @@ class Controller:
             self._stopped.set()
             when = "with a checkpoint after this step" if self._admits else "before the first step"
             self._reporter.message(f"ending {when}: {reason}")
-            await self._follower.stop_learner()
+            await self._monitor.stop_learner()
 
     async def _until_started(self, starting: asyncio.Task[None], *beside: asyncio.Future[None]) -> None:
         """Wait for ``starting``; raise as soon as the run is stopped or fails: there is nothing to checkpoint yet."""
@@ -190,7 +201,7 @@ class Controller:
         """
         requests: list[GroupRequest] = []
         generated: dict[int, Prompt] = {}
-        for group, state in self._accounts.unfinished:
+        for group, state in self._resume_state.unfinished:
             if state is GroupState.SCORED:
                 continue
             prompt = self._prompt_at(group)
@@ -198,7 +209,7 @@ class Controller:
                 requests.append(self._request(group.group_id, prompt, group.version))
             else:
                 generated[group.group_id] = prompt
-        self._prompts.seek(self._accounts.place)
+        self._prompts.seek(self._resume_state.place)
         self._pool.dispatch(requests)
         if generated:
             groups = await self._ask(self._replay.unscored.remote(list(generated)), "groups without scores")
@@ -206,7 +217,7 @@ class Controller:
                 group.prompt = generated[group.group_id]
                 group.rollouts = [replace(rollout, task=group.prompt.task) for rollout in group]
             ids = {index: group.group_id for index, group in enumerate(groups)}
-            tasks.create_task(self._flow.score(ray.put(groups), ids))
+            tasks.create_task(self._scoring.score(ray.put(groups), ids))
 
     async def _start_groups(self) -> None:
         """Admit groups up to the capacity: first the rerolls that are due, then new prompts."""

@@ -141,7 +141,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
         is_own = stack.enter_context(_cluster(config, needs))
         # The ledger is opened before the models are loaded, because loading large ones takes minutes.
         replay = workers.start_replay(run)
-        resume_state = _open_accounts(run, start, replay, num_rows=prompts.num_rows)
+        resume_state = _read_ledger(run, start, replay, num_rows=prompts.num_rows)
         # The ledger keeps the dtype that the user wrote: a run that resumes from it alone may settle on another type.
         run, types = resolve_dtype(run, policy_needs, ask_cluster(config.cluster, is_own=is_own), begun=start.dtype)
         parts = stack.enter_context(workers.open_workers(run, replay, cluster_is_own=is_own))
@@ -290,7 +290,7 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
     return metrics.result()
 
 
-def _open_accounts(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> ResumeState:
+def _read_ledger(run: Run, start: ResumePoint, replay: ActorHandle, *, num_rows: int | None) -> ResumeState:
     """Make the replay actor open the ledger at the resume point, and return the state of the ledger."""
     cluster = run.config.cluster
     resume_state: ResumeState = get_remote(

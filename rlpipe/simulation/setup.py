@@ -1,4 +1,4 @@
-"""What is simulated: the run's settings, and the durations of its parts, measured or given."""
+"""Settings of a simulated run, and the durations of its parts, measured or given."""
 
 from __future__ import annotations
 

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("actors", "kernels", "configs")
+FRAGMENTS = ("Of ", "That ", "Those ", "By which", "By when", "As ", "Into which", "In which", "What ")
+BODIES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_LOOSE_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 6, 500, 60
 
 
@@ -86,6 +89,23 @@ def test_files_and_functions_stay_short(module: str) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{module}.{node.name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_summaries_stand_alone(module: str) -> None:
+    """Check that no docstring starts as a fragment that needs the name above it; ruff checks mood and layout."""
+    for node in ast.walk(TREES[module]):
+        for text in _docstrings(node):
+            assert not text.lstrip().startswith(FRAGMENTS), f"{module}: {text.splitlines()[0]}"
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """Yield a node's docstring, and the strings below its fields."""
+    body = node.body if isinstance(node, BODIES) else []
+    for before, statement in pairwise([None, *body]):
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str(text))) if isinstance(before, None | ast.Assign | ast.AnnAssign):
+                yield text
 
 
 def test_names_are_used_once() -> None:

@@ -274,7 +274,11 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"rollout.tensor_parallel_size": 2}, "rollout.num_gpus", "set both to the same"),
         ({"rollout.num_gpus": 2.0}, "rollout.num_gpus", "set both to the same"),
         ({"rollout.engine_args": {"dtype": "auto"}}, "rollout.engine_args.dtype", "set model.dtype"),
-        ({"rollout.engine_args": {"mm_processor_kwargs": {}}}, "rollout.engine_args.mm_processor_kwargs", "processor_kwargs"),
+        (
+            {"rollout.engine_args": {"mm_processor_kwargs": {}}},
+            "rollout.engine_args.mm_processor_kwargs",
+            "processor_kwargs",
+        ),
         ({"rollout.engine_args": {"worker_extension_cls": "x"}}, "rollout.engine_args.worker_extension_cls", "itself"),
         ({"rollout.sampling.extra": {"logprobs": 3}}, "rollout.sampling.extra.logprobs", "rlpipe sets it itself"),
         (
