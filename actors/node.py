@@ -49,21 +49,12 @@ def node_types(dtype: str, products: Products | None) -> list[DeviceTypes]:
 
 
 def gpus_of_machine() -> list[DeviceTypes]:
-    """Return each kind of GPU in this machine once, or ``UNKNOWN_GPU`` if none is found.
-
-    NVIDIA's driver library also lists GPUs that this process may not use, and takes no GPU memory.
-    """
-    from ray._private.thirdparty import pynvml
+    """Return each kind of GPU in this machine once, or ``UNKNOWN_GPU`` if none is found."""
+    from rlpipe.actors.ray_internals import nvml_gpus
 
     try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = [
-            gpu_types(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-            for handle in handles
-        ]
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
+        found = [gpu_types(name, capability) for name, capability in nvml_gpus()]
+    except OSError as error:
         logger.info("the GPUs of this machine are unknown: %s", error)
         found = []
     return list(dict.fromkeys(found)) or [UNKNOWN_GPU]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
@@ -20,6 +19,10 @@ from ray.train.v2._internal.constants import (
     WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
     get_env_vars_to_propagate,
 )
+from ray.train.v2._internal.exceptions import (  # noqa: F401 - the learner group handles them
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller import TrainController
@@ -27,6 +30,7 @@ from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.result import Result
 
 from rlpipe.actors.learner_setup import LearnerSetup
+from rlpipe.actors.ray_internals import own_node
 from rlpipe.actors.remote import describe_failure
 
 UNUSED = (PlacementGroupCleanerCallback, DatasetsCallback)
@@ -74,9 +78,8 @@ class LearnerTrainer(TorchTrainer):
         self._started, self._environment = started, environment
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        node = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
         environment = {"env_vars": {**get_env_vars_to_propagate(), **self._environment}}
-        options: Any = ray.remote(num_cpus=0, label_selector=node, runtime_env=environment)
+        options: Any = ray.remote(num_cpus=0, label_selector=own_node(), runtime_env=environment)
         controller = options(TrainController).remote(**arguments)
         self._started(controller)
         ray.get(controller.run.remote())

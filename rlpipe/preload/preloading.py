@@ -8,9 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from rlpipe.configs.schema.root_config import Config
@@ -37,11 +35,10 @@ class Preloading:
     @contextmanager
     def used_by_ray(self) -> Iterator[None]:
         """Fork the workers of a local cluster that is started within the block."""
-        from ray._private import parameter
+        from rlpipe.actors.ray_internals import worker_program
 
         client = str(Path(__file__).with_name("client.py"))
-        params: Any = partial(parameter.RayParams, setup_worker_path=client)
-        with patch.object(parameter, "RayParams", params), patch.dict(os.environ, {FOLDER: self._folder.name}):
+        with worker_program(client), patch.dict(os.environ, {FOLDER: self._folder.name}):
             yield
 
     def end(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray import ObjectRef, PlacementGroupID
-from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.actor import ActorHandle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import (
@@ -25,12 +24,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, own_node
 from rlpipe.actors.remote import describe_failure, root_cause
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
 from rlpipe.hardware.dtype_speed import Products
 from rlpipe.preload import preloading
-from rlpipe.run.monitor import leave_to_watch
+from rlpipe.run.monitor import REPEATED_LINES
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,8 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     starts = address is None and not ray.is_initialized()
     if not ray.is_initialized():
-        leave_to_watch()
-        # Ray warns that its own cluster needs a token, and then provides that token by itself.
-        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        hide_lines(REPEATED_LINES)
+        hide_token_warning()
         options: dict[str, Any] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
         if address is None:
             wanted = sum(need.num_cpus for need in needs)
@@ -201,7 +200,7 @@ def start_actor(
         options["runtime_env"] = {"env_vars": dict(variables)}
     if beside_driver:
         # Ray ignores a NodeAffinitySchedulingStrategy if an actor requests no resources.
-        options["label_selector"] = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        options["label_selector"] = own_node()
     if reservation is not None:
         options |= reservation.place(place or need.name)
     remote: Any = ray.remote

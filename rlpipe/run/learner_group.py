@@ -12,11 +12,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
 from rlpipe.actors.learner_setup import LearnerSetup
 from rlpipe.actors.remote import describe_failure, get_remote
-from rlpipe.actors.trainer import make_trainer
+from rlpipe.actors.trainer import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError, make_trainer
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import LearnerFailed, RlpipeError
 from rlpipe.preload import preloading

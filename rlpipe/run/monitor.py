@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import threading
 import time
@@ -15,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import ray_logging
-from ray._private.ray_constants import RAY_DEDUP_LOGS_SKIP_REGEX
 from ray.actor import ActorHandle
-from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.exceptions import RpcError
 
+from rlpipe.actors.ray_internals import Host, query_head
 from rlpipe.actors.remote import await_remote
 from rlpipe.actors.step_server import RunUpdates
 from rlpipe.configs.schema.root_config import ClusterConfig
@@ -41,21 +38,11 @@ LEAVE_S = 5.0
 TITLES = {"RayTrainWorker": "learner rank", "ServeReplica": "replica"}
 """Titles of a run's unnamed actors, by class name prefix; all other unnamed actors are Ray's own helpers."""
 
-RAYS_OWN = (
+REPEATED_LINES = (
     r"^Task [\s\S]* failed\. There are .* retries remaining",
     r"^The node with node id: .* has been marked dead because the detector has missed too many heartbeats",
 )
 """Patterns of Ray's own messages: those repeated many times while a host is silent, and that of a host's death."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """Node of the cluster, as Ray lists it."""
-
-    address: str
-    port: int
-    """Port at which one of Ray's processes listens."""
-    is_head: bool = False
 
 
 @dataclass(slots=True)
@@ -136,13 +123,6 @@ def describe_actors(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
 
 
-def leave_to_watch() -> None:
-    """Hide Ray's own messages about an outage from the terminal; ``RAY_DEDUP_LOGS=0`` still shows them."""
-    lines = ray_logging.stdout_deduplicator
-    asked = [RAY_DEDUP_LOGS_SKIP_REGEX] if RAY_DEDUP_LOGS_SKIP_REGEX else []
-    lines.skip_re = re.compile("|".join([*asked, *RAYS_OWN]))
-
-
 def end_soon(error: HeadLost) -> None:
     """End this process with the error after ``LEAVE_S``; leaving a lost cluster would hang or hide the error."""
 
@@ -183,28 +163,13 @@ async def _list(watch: HostWatch) -> None:
 
 
 async def _ask_head() -> tuple[dict[str, Host], dict[str, list[str]]]:
-    # The public calls may block for minutes.
-    head: Any = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
-    job = ray.get_runtime_context().get_job_id()
-    actors = await head.async_get_all_actor_info(
-        job_id=ray.JobID.from_hex(job), actor_state_name="ALIVE", timeout=LIST_S
-    )
-    nodes, _ = await head.async_get_all_node_info(timeout=LIST_S)
-    head_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
-    hosts = {
-        info.node_id.hex(): Host(
-            address=info.node_manager_address,
-            port=head_port if info.is_head_node else info.node_manager_port,
-            is_head=info.is_head_node,
-        )
-        for info in nodes.values()
-        if info.state == GcsNodeInfo.ALIVE
-    }
+    """Return the hosts by node id, and the titles of the actors on each."""
+    hosts, actors = await query_head(LIST_S)
     named: dict[str, list[str]] = {node: [] for node in hosts}
-    for actor in actors.values():
+    for actor in actors:
         title = actor.name or next((text for start, text in TITLES.items() if actor.class_name.startswith(start)), "")
         if title:
-            named.setdefault(actor.address.node_id.hex(), []).append(title)
+            named.setdefault(actor.node_id, []).append(title)
     return hosts, named
 
 

@@ -266,7 +266,7 @@ def _without_wait(spans: Spans, groups_at_once: int) -> Spans:
     return sampled
 
 
-def _column(steps: Sequence[dict[str, float | None]], metric: str) -> list[float]:
+def _column(steps: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
     return [value for step in steps if (value := step.get(metric)) is not None and value >= 0]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def test_names_are_used_once() -> None:
     assert not [name for name, times in names.items() if times > 1]
     classes = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert not [name for name, times in classes.items() if times > 1]
+
+
+def test_private_modules_of_ray_have_one_home() -> None:
+    """Check that only these files import Ray's private modules: the core's, Ray Train's and Serve's."""
+    homes = {"rlpipe.actors.ray_internals", "rlpipe.actors.trainer", "rlpipe.actors.served"}
+    private = re.compile(r"^\s*(from|import) ray\.(_|core\.|\S*\._)", re.MULTILINE)
+    assert {name for name, path in MODULES.items() if private.search(path.read_text())} == homes
 
 
 def test_few_files_lie_loose() -> None:

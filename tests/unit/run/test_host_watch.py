@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ray._private import ray_logging
 
-from rlpipe.run.monitor import SILENT_AFTER_S, Host, HostWatch, describe_actors, leave_to_watch
+from rlpipe.actors.ray_internals import Host, hide_lines
+from rlpipe.run.monitor import REPEATED_LINES, SILENT_AFTER_S, HostWatch, describe_actors
 
 HOSTS = {
     "a": Host(address="10.0.0.1", port=6379, is_head=True),
@@ -119,6 +120,6 @@ def test_actors_are_counted_by_name() -> None:
     ],
 )
 def test_rays_own_lines_of_an_outage_are_left_out_and_no_others(message: str, is_shown: int) -> None:
-    leave_to_watch()
+    hide_lines(REPEATED_LINES)
     (batch, *_) = ray_logging.stdout_deduplicator.deduplicate({"lines": [message], "pid": "raylet", "is_err": False})
     assert len(batch["lines"]) == is_shown

@@ -1,0 +1,115 @@
+"""Names of Ray's private modules that rlpipe depends on, so that an upgrade of Ray is checked against one file.
+
+Those of Ray Train and Ray Serve are in ``actors/trainer.py`` and ``actors/served.py``, which alone import them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import ray
+
+
+@dataclass(kw_only=True, frozen=True)
+class Host:
+    """Living node of the cluster."""
+
+    address: str
+    port: int
+    """Port at which one of Ray's processes listens."""
+    is_head: bool = False
+
+
+@dataclass(kw_only=True, frozen=True)
+class LivingActor:
+    """Living actor of this job."""
+
+    name: str
+    """Its name, or an empty string."""
+    class_name: str
+    node_id: str
+
+
+def own_node() -> dict[str, str]:
+    """Return the label selector of this process's node."""
+    from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
+
+    return {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+
+
+def hide_lines(patterns: Sequence[str]) -> None:
+    """Hide lines that match one of the ``patterns`` from the terminal; ``RAY_DEDUP_LOGS=0`` still shows them."""
+    from ray._private import ray_logging
+    from ray._private.ray_constants import RAY_DEDUP_LOGS_SKIP_REGEX
+
+    asked = [RAY_DEDUP_LOGS_SKIP_REGEX] if RAY_DEDUP_LOGS_SKIP_REGEX else []
+    ray_logging.stdout_deduplicator.skip_re = re.compile("|".join([*asked, *patterns]))
+
+
+def hide_token_warning() -> None:
+    """Hide the warning that Ray's own cluster needs a token; Ray then provides that token by itself."""
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+@contextmanager
+def worker_program(path: str) -> Iterator[None]:
+    """Have a local cluster that is started within the block start its workers by the program at ``path``."""
+    from ray._private import parameter
+
+    params: Any = partial(parameter.RayParams, setup_worker_path=path)
+    with patch.object(parameter, "RayParams", params):
+        yield
+
+
+async def query_head(timeout_s: float) -> tuple[dict[str, Host], list[LivingActor]]:
+    """Return the living nodes by id, and the living actors of this job; Ray's public calls may block for minutes.
+
+    Raises ``RpcError`` or ``TimeoutError`` if the head does not answer.
+    """
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
+
+    context = ray.get_runtime_context()
+    head: Any = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
+    job = ray.JobID.from_hex(context.get_job_id())
+    actors = await head.async_get_all_actor_info(job_id=job, actor_state_name="ALIVE", timeout=timeout_s)
+    nodes, _ = await head.async_get_all_node_info(timeout=timeout_s)
+    head_port = int(context.gcs_address.rpartition(":")[2])
+    hosts = {
+        info.node_id.hex(): Host(
+            address=info.node_manager_address,
+            port=head_port if info.is_head_node else info.node_manager_port,
+            is_head=info.is_head_node,
+        )
+        for info in nodes.values()
+        if info.state == GcsNodeInfo.ALIVE
+    }
+    return hosts, [
+        LivingActor(name=actor.name, class_name=actor.class_name, node_id=actor.address.node_id.hex())
+        for actor in actors.values()
+    ]
+
+
+def nvml_gpus() -> list[tuple[str, tuple[int, int]]]:
+    """Return the name and compute capability of each NVIDIA GPU, by the driver's library, which takes no GPU memory.
+
+    It also lists GPUs that this process may not use. Raises ``OSError`` if there is no driver.
+    """
+    from ray._private.thirdparty import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        found = [
+            (pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles
+        ]
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise OSError(str(error)) from None
+    return found
