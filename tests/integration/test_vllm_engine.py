@@ -185,7 +185,7 @@ def test_samples_depend_on_their_seed(lora_engine: Engine) -> None:
 def test_requests_without_the_adapter_run_beside_those_with_it(lora_engine: Engine, path: Path) -> None:
     policy = adapted(path)
     load(lora_engine, publish_adapter(policy, 11))
-    asked: dict[str, Any] = {"temperature": 0.0, "group_size": 1, "sampling": SamplingConfig(), "goes_first": True}
+    asked: dict[str, Any] = {"temperature": 0.0, "group_size": 1, "sampling": SamplingConfig(), "has_priority": True}
     requests = [request(i, use_adapter=False, **asked) for i in range(3)]
     groups = sample(lora_engine, [request(3), *requests, request(4, **asked)])
     base = adapted(path).unload()

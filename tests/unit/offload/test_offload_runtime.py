@@ -259,7 +259,7 @@ def test_an_update_that_waits_uses_the_learning_rate_of_its_step() -> None:
             torch.testing.assert_close(offloaded.values(mine), theirs.detach(), atol=1e-5, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
+@pytest.mark.parametrize("make_streams", [late_queues, lambda: None], ids=["late", "threads"])
 def test_gradients_are_dropped_while_updates_go_on(make_streams: Callable[[], Streams | None]) -> None:
     plain, model = make_qwen(), make_qwen()
     expected = make_optimizer(plain.parameters(), CONFIG)
@@ -288,7 +288,7 @@ def test_dropping_gradients_waits_for_no_update() -> None:
         assert not any(map(offloaded.optimizer.is_updated, offloaded.optimizer.adams))
 
 
-@pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
+@pytest.mark.parametrize("make_streams", [late_queues, lambda: None], ids=["late", "threads"])
 def test_a_step_without_a_backward_pass_changes_nothing(make_streams: Callable[[], Streams | None]) -> None:
     model = make_qwen()
     _, _, expected = train_plainly(make_qwen(), token_loss, CONFIG, num_steps=1, num_micro_batches=1, max_norm=0.5)
@@ -313,7 +313,7 @@ class Tower(nn.Module):
         return self.blocks[0](self.tower(hidden) if with_tower else hidden)
 
 
-@pytest.mark.parametrize("make_queues", [late_queues, lambda: None], ids=["late", "threads"])
+@pytest.mark.parametrize("make_streams", [late_queues, lambda: None], ids=["late", "threads"])
 @pytest.mark.parametrize("num_persistent", [0, 1])
 def test_a_unit_may_be_left_out_of_an_update(make_streams: Callable[[], Streams | None], num_persistent: int) -> None:
     def loss_of(model: nn.Module, number: int) -> Tensor:

@@ -54,7 +54,7 @@ def test_known_models_have_their_number_of_parameters(name: str) -> None:
 
 
 def test_every_known_shape_is_checked() -> None:
-    content = yaml.safe_load(Path(module.__file__).with_suffix(".yaml").read_text())
+    content = yaml.safe_load(Path(module.__file__).with_name("offline_models.yaml").read_text())
     assert [entry["repositories"][0] for entry in content] == [*TOTALS]
     assert len(known_models()) == sum(len(entry["repositories"]) for entry in content)
 

@@ -199,7 +199,7 @@ def test_groups_that_stood_in_for_others_in_the_comparison_may_do_so_in_a_longer
     assert ledger.rows("SELECT * FROM replays") == []
 
 
-def test_rows_that_are_passed_over_are_kept(tmp_path: Path) -> None:
+def test_skipped_rows_are_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
     passed = SkipRecord(at=Cursor(0, 1), prompt_id=17, reason="too_long: 90 tokens")
     for _ in range(2):

@@ -18,10 +18,10 @@ DEATHS_S = 20.0
 SCORER = """
 import sys
 from test_scorer import CharacterTokenizer, RewardConfig, Scorer, make_group
-from rlpipe.scoring.process_reaper import start_keeper
+from rlpipe.scoring.process_reaper import start_reaper
 from rlpipe.scoring.processes import MemoryLimit
 
-start_keeper()
+start_reaper()
 scorer = Scorer({"mine": RewardConfig(path=sys.argv[1] + ":behave")}, CharacterTokenizer())
 scorer.limit_memory(MemoryLimit(option="scoring.memory_gb", gb=0.5))
 for how in sys.argv[3:]:
