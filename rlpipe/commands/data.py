@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PREVIEW_NOTES = """\
 Rows come in the order of the source, and rows of a mix in the order of the run. Only the tokenizer and, for images, the
-model's processor are loaded, but no model.
+model's processor are loaded.
 
 examples:
   rlpipe data preview my_run.yaml

@@ -33,7 +33,7 @@ def add_commands(commands: Commands) -> None:
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--device", metavar="NAME", help="such as h100-80g; default, or this: as measured on this machine"
+        "--device", metavar="NAME", help="such as h100-80g; default, or 'this': as measured on this machine"
     )
     parser.add_argument(
         "--calibrate",

@@ -116,7 +116,7 @@ class HostWatch:
     def _given_up(self, contact: _Contact) -> None:
         if contact.runs:
             silence = f", after {self._silence(contact):.0f} s of silence" if contact.since is not None else ""
-            self._say(f"{_name(contact)} is lost to Ray{silence}{_what_runs(contact)}, which is restarted elsewhere")
+            self._say(f"{_name(contact)} is lost to Ray{silence}{_what_runs(contact)}, now restarting elsewhere")
 
 
 def _name(contact: _Contact) -> str:
