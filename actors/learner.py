@@ -150,7 +150,7 @@ class DirectPublisher:
         digest = self._sender.send(transfer if transfer is not None and transfer.num_processes > 1 else None)
         if self._is_first:
             call: Any = self._weights.publish.remote(self._describe(version, digest=digest), [], life)
-            self._calls.get(call, "the engines to serve what was sent", more_s=self._timeout_s)
+            self._calls.get(call, "the engines to serve the new weights", more_s=self._timeout_s)
 
     def publish_again(self) -> None:
         if self._any(self._is_first and newest_version(self._calls, self._weights) < 0):
@@ -185,7 +185,7 @@ def is_answered(call: Any, timeout_s: float) -> bool:
 
 
 def newest_version(calls: Calls, weights: ActorHandle) -> int:
-    version: int = calls.get(weights.newest.remote(), "the weights actor to say which version is the newest")
+    version: int = calls.get(weights.newest.remote(), "the weights actor to report the newest version")
     return version
 
 
@@ -246,7 +246,7 @@ class FeatureRank:
 
     def _score(self, job: int) -> None:
         rank = self._sharding.rank
-        groups = self._calls.get(self._batches.feature_share.remote(job, rank), "the groups whose features to read")
+        groups = self._calls.get(self._batches.feature_share.remote(job, rank), "the groups to compute features of")
         scores = self._scorer.score(groups)
         self._calls.get(self._batches.features_scored.remote(job, rank, scores), "a receipt for the scores")
 
@@ -318,7 +318,7 @@ class LearnerLoop:
         first_step = 0 if checkpoint is None else self._store.load(checkpoint, self._learner).step
         if self._rank == 0:
             self._life = self._calls.get(
-                setup.batches.begin_incarnation.remote(), "the number of this life of the learner group"
+                setup.batches.begin_incarnation.remote(), "the number of the learner group's starts"
             )
             self._post_messages()
         self._publisher.publish(first_step, self._life)
@@ -361,7 +361,7 @@ class LearnerLoop:
         """Post, from the first rank, the notes on the policy that are new since the last call."""
         notes = self._policy.notes if self._rank == 0 else []
         for note in notes[self._num_notes :]:
-            self._calls.get(self._setup.batches.note.remote("model", "learner", note), "a note to be taken")
+            self._calls.get(self._setup.batches.note.remote("model", "learner", note), "a message to be recorded")
         self._num_notes = len(notes)
 
     def _evaluation_due(self, version: int) -> bool:
@@ -427,12 +427,14 @@ class LearnerLoop:
             self._store.save(self._learner, step=step, extra=extra, add=self._add_ledger)
         except OSError as error:
             if self._rank == 0:
-                message = f"the checkpoint after step {step} can't be written, the last whole one stays: {error}"
-                self._calls.get(self._setup.batches.note.remote("checkpoint", "learner", message), "a note to be taken")
+                message = f"the checkpoint after step {step} can't be written, the last complete one is kept: {error}"
+                self._calls.get(
+                    self._setup.batches.note.remote("checkpoint", "learner", message), "a message to be recorded"
+                )
             return
         self._saved_step = step
         if self._rank == 0:
-            self._calls.get(self._setup.batches.checkpointed.remote(step), "the ledger to count the checkpoint")
+            self._calls.get(self._setup.batches.checkpointed.remote(step), "the ledger to record the checkpoint")
 
     def _add_ledger(self, folder: Path) -> dict[str, Any]:
         """Copy the ledger into the checkpoint and return its run's id; raise ``OSError`` if it can't be written."""

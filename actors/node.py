@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_GPU = DeviceTypes(
-    device="a GPU that NVIDIA's library knows nothing of", narrow=frozenset({"bfloat16", "float16"})
-)
+UNKNOWN_GPU = DeviceTypes(device="a GPU unknown to NVIDIA's library", narrow=frozenset({"bfloat16", "float16"}))
 """A GPU of another maker, or in a container without NVIDIA's library; assumed to be no older than 2020."""
 
 

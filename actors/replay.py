@@ -242,7 +242,7 @@ class ReplayActor(StepServer):
         """Continue from the dead process's ledger; on another machine, which lacks it, keep ``LedgerLost``."""
         path = self._setup.path
         if not path.exists():
-            self._error = LedgerLost(f"the replay actor was restarted on a machine where {path} is not")
+            self._error = LedgerLost(f"the replay actor was restarted on a machine without {path}")
             return
         ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
         ledger.note("death", "replay", "the replay actor died; another one has read the ledger")

@@ -110,7 +110,7 @@ class ServedScorer:
             try:
                 ray.get(self._setup.lease.ping.remote())
             except RayActorError:
-                logger.warning("the run of %s has ended; it is removed", self._setup.app)
+                logger.warning("%s is removed, because its run has ended", self._setup.app)
                 serve.delete(self._setup.app, _blocking=False)
                 return
 

@@ -86,7 +86,7 @@ class StepServer(ABC):
             )
         else:
             await self.note(
-                "death", "learner", f"the learner group died: {cause}; it begins again at the last checkpoint"
+                "death", "learner", f"the learner group died: {cause}; it restarts from the last checkpoint"
             )
 
     async def fail(self, error: RlpipeError) -> None:
@@ -127,7 +127,7 @@ class StepServer(ABC):
                 rank: f"in step {step}, last heard of {now - heartbeat:.0f} s ago"
                 for rank, (heartbeat, step) in sorted(self._beats.items())
             }
-            or "no sign of life",
+            or "not heard of yet",
         }
 
     def _silent_ranks(self) -> str:

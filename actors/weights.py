@@ -20,9 +20,9 @@ from rlpipe.types import WeightsManifest
 class Cause(Enum):
     """Reason why an engine does not serve a version that it was sent."""
 
-    ENGINE = "it lives, and could not load the version"
-    PROCESS = "its process is dead, or has been, and another has its place already, without a model"
-    LEARNER = "the learner that published the version is dead, and its weights with it; the next one publishes again"
+    ENGINE = "it is alive, but could not load the version"
+    PROCESS = "its process died, and another may have replaced it, without a model"
+    LEARNER = "the learner that published the version died, and its weights are lost; the next one publishes again"
 
 
 @dataclass(slots=True, frozen=True)

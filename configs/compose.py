@@ -223,7 +223,7 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
         return value
     inside = (option.name for option in options() if fnmatchcase(name, option.pattern.rpartition(".")[0]))
     example = next(inside, f"{name}.<name>")
-    message = f"{name}: a section with options such as {example}, and can't be {value!r}"
+    message = f"{name}: must be a section with options such as {example}, not {value!r}"
     if name in list_groups():
         message += f"; to choose a file of the group, write `defaults: [{name}: {value}]`"
     raise layer.error(message)
@@ -318,16 +318,14 @@ def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
     content = read_yaml(path)
     defaults = content.pop("defaults", None) or []
     if not isinstance(defaults, list):
-        raise ConfigError(
-            f"{path}: defaults must be a list such as [experiment: quickstart], and can't be {defaults!r}"
-        )
+        raise ConfigError(f"{path}: defaults must be a list such as [experiment: quickstart], not {defaults!r}")
     choices = [read_choice(path, entry) for entry in defaults if entry != "_self_"]
     return content, choices
 
 
 def read_choice(path: Path, entry: Any) -> tuple[str, str]:
     if not isinstance(entry, dict) or len(entry) != 1:
-        raise ConfigError(f"{path}: an entry of defaults must be `group: choice`, and can't be {entry!r}")
+        raise ConfigError(f"{path}: an entry of defaults must be `group: choice`, not {entry!r}")
     key, choice = next(iter(entry.items()))
     group = str(key).removeprefix("override ").strip().removeprefix("/")
     try:
@@ -359,7 +357,7 @@ def parse_override(text: str) -> Override:
             "inside the value, as in 'key=\"value\"'"
         ) from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: one run takes one value; write a list as [a,b], and a text with commas in quotes")
+        raise ConfigError(f"{text}: an option has one value; write a list as [a,b], and a text with commas in quotes")
     if override.package is not None:
         raise ConfigError(f"{text}: packages can't be changed; write {override.key_or_group}=...")
     return override

@@ -88,13 +88,19 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
     modules = adapter.target_modules
     names = modules if isinstance(modules, list | tuple) else [modules]
     if not names or not all(isinstance(name, str) and name for name in names):
-        yield f"model.adapter.target_modules: {modules!r} is no name or list of them; set all-linear or [q_proj,v_proj]"
+        yield (
+            f"model.adapter.target_modules: {modules!r} is not a name or list of names; set all-linear or "
+            "[q_proj,v_proj]"
+        )
     if model.dtype == "float16" and not on_gpu:
         yield "model.dtype: float16 needs a GPU; set model.dtype=auto, float32 or bfloat16, or learner=single_gpu"
     if model.attention == "flash_attention_2" and not on_gpu:
         yield "model.attention: flash_attention_2 needs a GPU; set model.attention=sdpa, or learner=single_gpu"
     if model.attention == "flash_attention_2" and model.dtype == "float32":
-        yield "model.attention: flash_attention_2 knows no float32; set model.dtype=bfloat16, or model.attention=sdpa"
+        yield (
+            "model.attention: flash_attention_2 does not support float32; set model.dtype=bfloat16, or "
+            "model.attention=sdpa"
+        )
     if model.prepare is not None and ":" not in model.prepare:
         yield f"model.prepare: {model.prepare!r} is not of the form module:function"
 
@@ -102,18 +108,18 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
 def check_processor(model: ModelConfig) -> Iterator[str]:
     for name in ("revision", "trust_remote_code"):
         if name in model.processor_kwargs:
-            yield f"model.processor_kwargs.{name}: it can't be set here; set model.{name} instead"
+            yield f"model.processor_kwargs.{name}: can't be set here; set model.{name} instead"
 
 
 def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
     """Yield contradictions of a data source; ``at`` is the name of the section that its options are in."""
     source = f"{at}.source={data.source}"
     if data.source == "mix" and at != "data":
-        yield f"{source}: a mix is no part of another; list its sources in data.sources"
+        yield f"{source}: a mix can't contain another; list its sources in data.sources"
     elif data.source == "mix":
         yield from check_mix(data)
     elif data.sources:
-        yield f"data.sources: {source} reads no others; set data.source=mix, or data.sources={{}}"
+        yield f"data.sources: {source} does not read other sources; set data.source=mix, or data.sources={{}}"
     if data.source in ("reasoning_gym", "mix"):
         if data.path is not None:
             yield f"{at}.path: {source} reads no path; set {at}.path=null, or another {at}.source"
@@ -124,11 +130,11 @@ def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
             needs = "a folder or hub id" if data.source == "datasets" else "a file"
             yield f"{at}.path: {source} needs {needs}, as in {at}.path=..."
         if data.task is not None or data.task_args:
-            yield f"{at}.task: {source} knows no tasks; set {at}.source=reasoning_gym, or remove task and task_args"
+            yield f"{at}.task: {source} has no tasks; set {at}.source=reasoning_gym, or remove task and task_args"
     if data.source not in ("datasets", "mix") and data.name is not None:
         yield f"{at}.name: {source} has no configurations; set {at}.name=null, or {at}.source=datasets"
     if data.streaming and data.source == "reasoning_gym":
-        yield f"{at}.streaming: {source} makes its rows on the spot; set {at}.streaming=false"
+        yield f"{at}.streaming: {source} generates its rows; set {at}.streaming=false"
     if data.transform is not None and ":" not in data.transform:
         yield f"{at}.transform: {data.transform!r} is not of the form module:function"
     if data.transform is None and data.transform_args and data.source != "mix":
@@ -164,8 +170,8 @@ def check_held_out(data: DataConfig) -> Iterator[str]:
         streams = ["data"]
     if held_out.size > 0 and streams:
         yield (
-            f"data.held_out.size: {streams[0]}.streaming=true does not know the rows at the start; set "
-            "data.held_out.path or split instead"
+            f"data.held_out.size: with {streams[0]}.streaming=true, the rows are not known at the start; "
+            "set data.held_out.path or split instead"
         )
     rows = data.task_args.get("size")
     if isinstance(rows, int) and 0 < rows <= held_out.size:
@@ -178,8 +184,8 @@ def check_adapter(config: Config) -> Iterator[str]:
         yield "model.adapter.kind: bitsandbytes is not installed; pip install 'rlpipe[qlora]', or set lora"
     if adapter.kind == "qlora" and learner.strategy == "zero3" and learner.zero3.offload_parameters:
         yield (
-            "learner.zero3.offload_parameters: an NF4 weight has its scales outside of the parameter, where ZeRO-3 "
-            "does not move them along; set false, or model.adapter.kind=lora"
+            "learner.zero3.offload_parameters: an NF4 weight has its scales outside of the parameter, and ZeRO-3 "
+            "does not move them; set false, or model.adapter.kind=lora"
         )
     if adapter.kind == "qlora" and adapter.use_dora and learner.strategy == "zero3":
         yield (
@@ -191,21 +197,21 @@ def check_adapter(config: Config) -> Iterator[str]:
             yield f"model.adapter.{name}: model.adapter.kind=none has no adapter; set kind=lora, or leave it out"
     if adapter.merge is False and config.algorithm.kind == "rl" and needs_merging(config.model):
         yield (
-            "model.adapter.merge: engines serve A and B of linear layers over the base as it is, and this adapter is "
-            "more; set null"
+            "model.adapter.merge: engines can only serve A and B of linear layers over an unchanged base, and this "
+            "adapter has more; set null"
         )
     if config.model.normalize_weight_scales and adapter.kind == "qlora":
         yield (
-            "model.normalize_weight_scales: the weights are in NF4 before they could be looked at; leave it out, or "
-            "set model.adapter.kind=lora"
+            "model.normalize_weight_scales: the weights are already in NF4 when they would be checked; leave it "
+            "out, or set model.adapter.kind=lora"
         )
 
 
 def check_quantization(config: Config) -> Iterator[str]:
     if config.rollout.engine_args.get("quantization") and not serves_adapter(config.model):
         yield (
-            "rollout.engine_args.quantization: engines are given whole models in model.dtype, which fit no quantized "
-            "ones; leave it out, or train an adapter that engines can serve"
+            "rollout.engine_args.quantization: engines receive whole models in model.dtype, which quantized ones can't "
+            "load; leave it out, or train an adapter that engines can serve"
         )
 
 
@@ -226,7 +232,7 @@ def check_group_size(algorithm: AlgorithmConfig) -> Iterator[str]:
 def check_loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
     if loss.level != "token" and loss.name != "clip":
-        yield f"algorithm.loss.level: {loss.level} needs algorithm.loss.name=clip; {loss.name} works by token"
+        yield f"algorithm.loss.level: {loss.level} needs algorithm.loss.name=clip; {loss.name} works per token"
     if loss.name == "clip" and loss.clip_low >= 1:
         yield f"algorithm.loss.clip_low: {loss.clip_low} leaves no lower bound; set it below 1"
     if loss.clip_delta is not None and loss.name != "clip":
@@ -239,7 +245,7 @@ def check_correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction = algorithm.correction
     name = "algorithm.correction.bias_corrected_kl"
     if correction.bias_corrected_kl and algorithm.loss.beta == 0:
-        yield f"{name}: there is no KL to weigh; set algorithm.loss.beta above 0, or false here"
+        yield f"{name}: there is no KL to weight; set algorithm.loss.beta above 0, or false here"
     if correction.bias_corrected_kl and correction.mode == "none":
         yield f"{name}: there are no weights with algorithm.correction.mode=none; set another mode, or false here"
 
@@ -248,12 +254,12 @@ def check_replay(config: Config) -> Iterator[str]:
     replay, advantage = config.replay, config.algorithm.advantage.name
     if advantage == "reinforce" and replay.refill_attempts:
         yield (
-            "replay.refill_attempts: with algorithm.advantage.name=reinforce a group whose rewards are all the same "
-            "teaches as any other; set it to 0, or another advantage"
+            "replay.refill_attempts: with algorithm.advantage.name=reinforce, a group whose rewards are all the "
+            "same trains like any other; set it to 0, or another advantage"
         )
     if replay.reuse_groups and config.algorithm.correction.mode == "none":
         yield (
-            "replay.reuse_groups: older policies drew what is trained again; set algorithm.correction.mode, "
+            "replay.reuse_groups: older policies sampled the groups that are reused; set algorithm.correction.mode, "
             "such as token_truncate, or 0 here"
         )
     cluster = config.cluster
@@ -330,7 +336,7 @@ def check_transport(config: Config) -> Iterator[str]:
             "model.adapter.merge=true, or model=full"
         )
     if config.rollout.engine == "hf":
-        yield "weights.transport: nccl is vLLM's; set rollout.engine=vllm, or object_store"
+        yield "weights.transport: nccl needs vLLM; set rollout.engine=vllm, or object_store"
     if (config.learner.num_gpus > 0) != (config.rollout.num_gpus > 0):
         yield "weights.transport: nccl needs GPUs on both sides, or on none; set object_store, or num_gpus of both"
     if any(0 < num_gpus < 1 for num_gpus in (config.learner.num_gpus, config.rollout.num_gpus)):

@@ -97,7 +97,7 @@ def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
 def _read_markers(entry: Any, name: str) -> RoleMarkers:
     keys = {field.name: field for field in fields(RoleMarkers)}
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{name}: {entry!r} is no mapping with the keys {', '.join(keys)}")
+        raise ConfigError(f"{name}: {entry!r} is not a mapping with the keys {', '.join(keys)}")
     for key in entry:
         if key not in keys:
             nearest = get_close_matches(str(key), keys, n=1)
@@ -144,14 +144,14 @@ def mixed_sources(data: DataConfig) -> list[MixedSource]:
     """Return the sources of a mix, sorted by name; raise ``ConfigError`` with the entry and the key that is wrong."""
     for name in data.sources:
         if not isinstance(name, str) or not name.strip():
-            raise ConfigError(f"{OPTION}: {name!r} is no name of a source; write {EXAMPLE}")
+            raise ConfigError(f"{OPTION}: {name!r} is not a name of a source; write {EXAMPLE}")
     return [_read(name, data.sources[name], data) for name in sorted(data.sources)]
 
 
 def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
     option = f"{OPTION}.{name}"
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{option}: {entry!r} is no dictionary of options; write {EXAMPLE}")
+        raise ConfigError(f"{option}: {entry!r} is not a dictionary of options; write {EXAMPLE}")
     own = {str(key): value for key, value in entry.items() if key != "weight"}
     for key in own:
         _check_key(option, key)
@@ -161,7 +161,7 @@ def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         limits = f"a number above 0, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
-        raise ConfigError(f"{option}.weight: {weight!r:.40} is not {limits}; leave the source out to take none of it")
+        raise ConfigError(f"{option}.weight: {weight!r:.40} is not {limits}; leave the source out to use none of it")
     values = {key: _typed(f"{option}.{key}", key, value) for key, value in own.items()}
     if isinstance(values.get("path"), str):
         values["path"] = str(Path(values["path"]).expanduser())
@@ -171,7 +171,7 @@ def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
 
 def _check_key(option: str, key: str) -> None:
     if key in WHOLE:
-        raise ConfigError(f"{option}.{key}: holds for all sources together; set data.{key}")
+        raise ConfigError(f"{option}.{key}: applies to all sources together; set data.{key}")
     known = [entry.name for entry in fields(DataConfig) if entry.name not in WHOLE] + ["weight"]
     if key not in known:
         nearest = get_close_matches(key, known, n=1)
@@ -226,7 +226,7 @@ def check_model_path(path: Path) -> Iterator[InputError]:
     elif not path.is_dir():
         yield ModelError(f"model.path: there is no folder {path}; give a model's folder or hub id")
     elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
-        yield ModelError(f"model.path: {path} holds GGUF files alone; name one of them, such as {files[0]}")
+        yield ModelError(f"model.path: {path} contains only GGUF files; name one of them, such as {files[0]}")
 
 
 def check_adapter(adapter: AdapterConfig) -> Iterator[InputError]:

@@ -21,11 +21,11 @@ KIND = "algorithm.kind=ebft_strided"
 def check_strided(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if config.model.attention == "flash_attention_2":
-        yield f"model.attention: flash_attention_2 takes no masks, which {KIND} needs; set sdpa"
+        yield f"model.attention: flash_attention_2 does not support the masks that {KIND} needs; set sdpa"
     if algorithm.stop_loss is not None:
         yield "algorithm.stop_loss: only SFT has a loss that falls with learning; set it to null"
     if algorithm.reference.sync_steps:
-        yield f"algorithm.reference.sync_steps: the feature network of {KIND} is the initial policy, and stays; set 0"
+        yield f"algorithm.reference.sync_steps: the feature network of {KIND} stays the initial policy; set 0"
     yield from _check_advantage(algorithm)
     yield from check_features(algorithm)
     yield from _check_room(config)
@@ -44,8 +44,8 @@ def check_structured(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield "algorithm.ebft.features.serve: weights=learner has no replicas; leave it out, or set weights=own"
         if algorithm.reference.sync_steps:
             yield (
-                "algorithm.reference.sync_steps: it would move the model that weights=learner reads features of; set "
-                "0, or algorithm.ebft.features.weights=own"
+                "algorithm.reference.sync_steps: this would change the model that weights=learner reads features of; "
+                "set 0, or algorithm.ebft.features.weights=own"
             )
     yield from check_features(algorithm)
 
@@ -59,7 +59,9 @@ def check_replicas(option: str, serve: ServeConfig) -> Iterator[str]:
 def check_features(algorithm: AlgorithmConfig) -> Iterator[str]:
     features = algorithm.ebft.features
     if not features.layers or not all(0 <= layer <= 1 for layer in features.layers):
-        yield f"algorithm.ebft.features.layers: {list(features.layers)} are no shares of the depth; set [0.25,0.5,0.75]"
+        yield (
+            f"algorithm.ebft.features.layers: {list(features.layers)} are not shares of the depth; set [0.25,0.5,0.75]"
+        )
     if not features.alignment_coef and not features.diversity_coef:
         yield "algorithm.ebft.features.alignment_coef: without diversity_coef, 0 leaves no reward; set it above 0"
 
@@ -69,7 +71,7 @@ def _check_advantage(algorithm: AlgorithmConfig) -> Iterator[str]:
     if advantage.name == "reinforce_baseline" or (advantage.name == "grpo" and advantage.scale == "batch"):
         yield (
             f"algorithm.advantage: {advantage.name} normalises over the step's batch, but blocks are drawn and trained "
-            "by micro batches; set name=rloo"
+            "in micro batches; set name=rloo"
         )
     elif size < 2 and advantage.name == "grpo":
         yield f"algorithm.group_size: {size}, but grpo compares the samples of a block; set 2 or more, or name=rloo"
@@ -82,7 +84,7 @@ def _check_room(config: Config) -> Iterator[str]:
     needed = shortest + -(-shortest * size * strided.generate_tokens // strided.stride)
     if config.learner.max_tokens_per_microbatch < needed:
         yield (
-            f"learner.max_tokens_per_microbatch: {config.learner.max_tokens_per_microbatch} leave no room for a block "
+            f"learner.max_tokens_per_microbatch: {config.learner.max_tokens_per_microbatch} are too few for a block "
             f"with its context and {size} samples; set it to {needed} or more"
         )
 
@@ -102,7 +104,9 @@ def check_learner(learner: LearnerConfig) -> Iterator[str]:
     yield from check_offload(learner)
     names = wrap if isinstance(wrap, list | tuple) else [wrap]
     if not names or not all(isinstance(name, str) and name for name in names):
-        yield f"learner.fsdp.wrap: {wrap!r} is no name or list of them; set blocks, size, none or [Qwen3DecoderLayer]"
+        yield (
+            f"learner.fsdp.wrap: {wrap!r} is not a name or list of names; set blocks, size, none or [Qwen3DecoderLayer]"
+        )
     if wrap != "size" and learner.fsdp.min_num_params != FsdpConfig().min_num_params:
         yield "learner.fsdp.min_num_params: only counts with learner.fsdp.wrap=size; set that, or leave it out"
 
@@ -111,15 +115,15 @@ def check_offload(learner: LearnerConfig) -> Iterator[str]:
     strategy, chunked = learner.strategy, learner.chunked
     if learner.offload == "policy" and strategy != "fsdp2":
         other = "learner.zero3.offload_optimizer=true" if strategy == "zero3" else "learner.offload=chunked"
-        yield f"learner.offload: policy is FSDP2's, but learner.strategy={strategy}; set fsdp2 there, or {other}"
+        yield f"learner.offload: policy needs FSDP2, but learner.strategy={strategy}; set fsdp2 there, or {other}"
     if learner.offload != "chunked":
         if chunked != ChunkedConfig():
             yield f"learner.chunked: has no effect with learner.offload={learner.offload}; set learner.offload=chunked"
         return
     if strategy == "zero3":
-        yield "learner.offload: chunked goes with learner.strategy=single or fsdp2; set one of them"
+        yield "learner.offload: chunked needs learner.strategy=single or fsdp2; set one of them"
     if strategy == "fsdp2" and learner.fsdp != FsdpConfig():
-        yield "learner.fsdp: has no effect with learner.offload=chunked, which cuts the policy itself; leave it out"
+        yield "learner.fsdp: has no effect with learner.offload=chunked, which splits the policy itself; leave it out"
     if learner.optimizer.name != "adamw":
         yield (
             f"learner.optimizer.name: {learner.optimizer.name} has no moments that chunks can hold; set adamw, and "
@@ -140,11 +144,11 @@ def check_checkpointing(model: ModelConfig, learner: LearnerConfig) -> Iterator[
         if model.gradient_checkpointing:
             yield (
                 "model.gradient_checkpointing: learner.offload=chunked decides for each layer itself; set false, and "
-                "learner.chunked.num_checkpointed where you know better"
+                "learner.chunked.num_checkpointed to choose a number"
             )
         if model.attention == "flex_attention" and learner.chunked.num_checkpointed != 0:
             yield (
-                "model.attention: flex_attention can't be computed again as learner.offload=chunked does it; set sdpa, "
+                "model.attention: learner.offload=chunked can't recompute flex_attention; set sdpa, "
                 "or learner.chunked.num_checkpointed=0"
             )
     if not model.gradient_checkpointing:
@@ -154,14 +158,14 @@ def check_checkpointing(model: ModelConfig, learner: LearnerConfig) -> Iterator[
     flex = model.attention == "flex_attention"
     if learner.strategy == "fsdp2" and flex:
         yield (
-            "model.gradient_checkpointing: flex_attention needs its reentrant form, and learner.strategy=fsdp2 the "
-            "other; set model.attention=sdpa, or learner.strategy=zero3"
+            "model.gradient_checkpointing: flex_attention needs reentrant checkpointing, and "
+            "learner.strategy=fsdp2 does not support it; set model.attention=sdpa, or learner.strategy=zero3"
         )
     elif chosen is True and learner.strategy == "fsdp2":
-        yield f"{name}: learner.strategy=fsdp2 needs the form that is not reentrant; set false or null"
+        yield f"{name}: learner.strategy=fsdp2 needs non-reentrant checkpointing; set false or null"
     elif chosen is False and (learner.strategy == "zero3" or flex):
         needing = "learner.strategy=zero3" if learner.strategy == "zero3" else "model.attention=flex_attention"
-        yield f"{name}: {needing} needs the reentrant form; set true or null"
+        yield f"{name}: {needing} needs reentrant checkpointing; set true or null"
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
@@ -223,7 +227,7 @@ def _check_masks(data: DataConfig, trains_rows: bool) -> Iterator[str]:
         if role not in known:
             nearest = get_close_matches(role, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(dict.fromkeys(known))}"
-            yield f"data.roles_to_train: no turns of {role!r} can be told{by}; {hint}"
+            yield f"data.roles_to_train: no turns of {role!r} can be recognised{by}; {hint}"
     if not data.roles_to_train and data.train_on_eos != "all" and data.chat:
         yield "data.roles_to_train: empty, so that no token of a conversation is trained; name roles, as in [assistant]"
 
@@ -248,6 +252,6 @@ def _check_template(data: DataConfig, at: str) -> Iterator[str]:
     for name in data.chat_template_kwargs:
         option = f"{at}.chat_template_kwargs.{name}"
         if name in OPTIONS:
-            yield f"{option}: it can't be set here; set {OPTIONS[name].replace('data', at)} instead"
+            yield f"{option}: can't be set here; set {OPTIONS[name].replace('data', at)} instead"
         elif name in GIVEN:
-            yield f"{option}: rlpipe sets it itself, for each row as it needs; leave it out"
+            yield f"{option}: rlpipe sets it for each row; leave it out"

@@ -11,10 +11,10 @@ from rlpipe.configs.schema.rollout_config import ServeConfig
 @dataclass(kw_only=True)
 class FeatureConfig(Freezable):
     layers: list[float] = option([0.25, 0.5, 0.75], "Depths whose hidden states are features, as shares of the layers.")
-    normalize_layers: bool = option(True, "Bring the features of each depth to length 1.")
+    normalize_layers: bool = option(True, "Normalise the features of each depth to length 1.")
     pooling: str = option(
         "last_token",
-        "How the features of tokens become those of a sequence, or of a block.",
+        "How the features of tokens are pooled into features of a sequence or a block.",
         choices=("last_token", "mean_pooling", "completion_mean", "concat"),
     )
     whitening: str = option(
@@ -24,17 +24,17 @@ class FeatureConfig(Freezable):
     )
     weights: str = option(
         "own",
-        "Who computes the rewards of ebft.reward: replicas with a frozen copy of the initial model, or the learner's "
-        "ranks, between their steps, with the adapter off.",
+        "Processes that compute the rewards of ebft.reward: replicas with a frozen copy of the initial model, or the "
+        "learner's ranks, between their steps, with the adapter off.",
         choices=("own", "learner"),
     )
-    micro_batch_tokens: int = option(16384, "Tokens of one forward pass, filling included.", minimum=1)
+    micro_batch_tokens: int = option(16384, "Tokens of one forward pass, including padding.", minimum=1)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for each actor (weights=own).", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for each actor (weights=own).", minimum=0)
     timeout_s: float = option(120.0, "Seconds that scoring one group may take.", above=0)
     serve: ServeConfig = field(default_factory=lambda: ServeConfig(replicas=1))
     alignment_coef: float = option(1.0, "Weight of the match with the ground truth.", minimum=0)
-    diversity_coef: float = option(1.0, "Weight of the likeness to the other completions.", minimum=0)
+    diversity_coef: float = option(1.0, "Weight of the similarity to the other completions.", minimum=0)
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class StridedConfig(Freezable):
     stride: int = option(8, "Document tokens from one block to the next.", minimum=1)
     context_length: int = option(8, "Document tokens that the first block sees.", minimum=1)
     generate_tokens: int = option(8, "Tokens that a block generates.", minimum=1)
-    temperature: float = option(0.6, "Divides the logits that they are drawn from.", above=0)
+    temperature: float = option(0.6, "Sampling temperature of the generated tokens.", above=0)
     min_completion_prefix: int = option(0, "Tokens of a row's completion before its first block.", minimum=0)
 
 
@@ -50,8 +50,10 @@ class StridedConfig(Freezable):
 class EbftConfig(Freezable):
     reward: bool = option(False, "Reward the engines' completions by their features (kind=rl).")
     truth_column: str = option("ground_truth", "Column with the ground truth, a text or messages.")
-    adaptive_max_tokens: bool = option(True, "Bound completions by the length of the ground truth, too.")
-    gt_length_multiplier: float = option(1.5, "Times that length, and 64 at least.", above=0)
+    adaptive_max_tokens: bool = option(True, "Limit completions by the length of the ground truth as well.")
+    gt_length_multiplier: float = option(
+        1.5, "Limit of a completion over the length of the ground truth; at least 64 tokens.", above=0
+    )
     features: FeatureConfig = field(default_factory=FeatureConfig)
     strided: StridedConfig = field(default_factory=StridedConfig)
     rl_coef: float = option(1.0, "Weight of the policy gradient.", minimum=0)
@@ -65,7 +67,9 @@ class AdvantageConfig(Freezable):
         "How rewards become advantages.",
         choices=("grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline"),
     )
-    scale: str = option("group", "Standard deviation that divides them (grpo).", choices=("group", "batch", "none"))
+    scale: str = option(
+        "group", "Standard deviation that advantages are divided by (grpo).", choices=("group", "batch", "none")
+    )
     eps: float = option(1e-4, "Added to the standard deviation.", minimum=0)
 
 
@@ -84,7 +88,7 @@ class LossConfig(Freezable):
     clip_delta: float | None = option(None, "Upper bound of the ratio for negative advantages.", above=1)
     aggregate: str = option(
         "token",
-        "Mean over the step's tokens, over its sequences' means, or over a constant.",
+        "Mean over the step's tokens, mean over its sequences' means, or sum divided by a constant.",
         choices=("token", "sequence", "constant"),
     )
     beta: float = option(0.0, "Weight of the KL to the reference (k3).", minimum=0)
@@ -96,7 +100,7 @@ class LossConfig(Freezable):
 class CorrectionConfig(Freezable):
     mode: str = option(
         "token_truncate",
-        "What becomes of w, the learner's probability over the sampler's, of a token or a whole sequence.",
+        "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     cap: float = option(2.0, "Bounds w to [1/cap, cap] (truncate), or drops what is outside (mask).", minimum=1)
@@ -105,13 +109,13 @@ class CorrectionConfig(Freezable):
         "Drop sequences of negative advantage whose mean log-prob fell by more than this since sampling.",
         minimum=0,
     )
-    bias_corrected_kl: bool = option(False, "Weigh the KL to the reference in the same way.")
+    bias_corrected_kl: bool = option(False, "Weight the KL to the reference by w, too.")
 
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
-    sync_steps: int = option(0, "Move the frozen copy of full training every so many steps; 0: never.", minimum=0)
-    mixup: float = option(0.6, "Share of the new weights in each such move.", above=0, maximum=1)
+    sync_steps: int = option(0, "Update the frozen copy of full training every so many steps; 0: never.", minimum=0)
+    mixup: float = option(0.6, "Share of the new weights in each update of the reference.", above=0, maximum=1)
 
 
 @dataclass(kw_only=True)
@@ -123,13 +127,13 @@ class AlgorithmConfig(Freezable):
     )
     num_steps: int = option(100, "Steps to train.", minimum=1)
     stop_loss: float | None = option(None, "SFT ends once the mean loss of its last ten steps is below this.", above=0)
-    groups_per_step: int = option(8, "Prompts of a step; for SFT, rows of a step.", minimum=1)
-    group_size: int = option(8, "Rollouts of a prompt.", minimum=1)
+    groups_per_step: int = option(8, "Prompts per step; for SFT, rows per step.", minimum=1)
+    group_size: int = option(8, "Rollouts per prompt.", minimum=1)
     num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1)
-    num_minibatches: int = option(1, "Optimizer updates of each pass.", minimum=1)
+    num_minibatches: int = option(1, "Optimizer updates per pass.", minimum=1)
     combine: str = option(
         "sum_then_normalize",
-        "Weighted sum of the rewards first, or their normalisation first (GDPO).",
+        "Sum the weighted rewards and normalise the sum, or normalise each reward first (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

@@ -10,12 +10,12 @@ from rlpipe.configs.schema.option import MISSING, Freezable, option
 
 @dataclass(kw_only=True)
 class HeldOutConfig(Freezable):
-    size: int = option(0, "Rows split off the source by the seed and never trained on; 0 evaluates nothing.", minimum=0)
-    path: str | None = option(None, "A file of its own with held-out rows.")
-    split: str | None = option(None, "A split of the data set of its own with held-out rows (datasets).")
+    size: int = option(0, "Rows split off the source by the seed and never trained on; 0: none.", minimum=0)
+    path: str | None = option(None, "A separate file with held-out rows.")
+    split: str | None = option(None, "A separate split of the data set with held-out rows (datasets).")
     every_steps: int = option(0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0)
     correct_at: float = option(1.0, "A rollout whose reward is at least this counts as correct in the accuracy.")
-    correct_by: str | None = option(None, "The reward that this looks at, by name; null: the sum.")
+    correct_by: str | None = option(None, "Name of the reward that correct_at applies to; null: the sum.")
 
 
 @dataclass(kw_only=True)
@@ -26,7 +26,7 @@ class DataConfig(Freezable):
         choices=("jsonl", "parquet", "datasets", "reasoning_gym", "mix"),
     )
     sources: dict[str, Any] = option(
-        {}, "Sources of a mix by name, each with a source, a weight (1), and options of data of its own."
+        {}, "Sources of a mix by name, each with its own source, weight (default: 1) and options of data."
     )
     path: str | None = option(
         None, "File, folder of files, or pattern such as rows/*.jsonl (jsonl, parquet); folder or hub id (datasets)."
@@ -37,25 +37,29 @@ class DataConfig(Freezable):
     task_args: dict[str, Any] = option({}, "Arguments of the task (reasoning_gym), such as size and seed.")
     prompt_column: str = option("prompt", "Column with the prompt: a text or chat messages.")
     transform: str | None = option(None, "module:function that returns (map_fn, {'remove_columns': [...]}).")
-    transform_args: dict[str, Any] = option({}, "What the transform finds in its cfg beside the whole data config.")
+    transform_args: dict[str, Any] = option(
+        {}, "Further entries of the transform's cfg, which also has the whole data config."
+    )
     chat: bool = option(True, "Render text prompts through the chat template, as one user turn.")
     system_prompt: str | None = option(None, "A system turn before every chat prompt that has none.")
     chat_template_kwargs: dict[str, Any] = option({}, "Further arguments of the chat template.")
-    tools: list[Any] = option([], "Tool schemas for the chat template, of rows without any of their own.")
-    tools_column: str | None = option("tools", "Column with a row's own tool schemas, or their JSON; null: none has.")
+    tools: list[Any] = option([], "Tool schemas for the chat template, for rows without their own.")
+    tools_column: str | None = option("tools", "Column with a row's own tool schemas, or their JSON; null: no column.")
     completion_column: str = option("completion", "Column with the answer, for plain SFT rows.")
     messages_column: str = option("messages", "Column with the conversation, for chat SFT rows.")
     images_column: str = option("images", "Column with a prompt's or a conversation's images: one, or a list.")
-    images_folder: str | None = option(None, "Where relative paths of images begin; null: the folder of data.path.")
-    text_column: str | None = option(None, "Column with raw text, of which every token is trained (SFT, ebft_strided).")
+    images_folder: str | None = option(
+        None, "Folder that relative image paths start from; null: the folder of data.path."
+    )
+    text_column: str | None = option(None, "Column with raw text; all of its tokens are trained (SFT, ebft_strided).")
     loss_mask: str = option(
-        "roles", "Which tokens of conversations are trained (SFT): by their roles, or all.", choices=("roles", "all")
+        "roles", "Tokens of conversations that are trained (SFT): chosen by role, or all.", choices=("roles", "all")
     )
     roles_to_train: list[str] = option(["assistant"], "Roles whose turns are trained; [] trains none.")
-    train_on_inputs: bool = option(False, "Train the turns of all roles, and what stands between them.")
+    train_on_inputs: bool = option(False, "Train the turns of all roles, and the text between them.")
     train_on_eos: str = option(
         "turn",
-        "End markers that are trained: of trained turns, of all, of none, or of the last trained turn.",
+        "End markers that are trained: those of trained turns, of all turns, none, or that of the last trained turn.",
         choices=("turn", "all", "none", "last"),
     )
     role_boundaries: list[Any] | None = option(
@@ -63,8 +67,10 @@ class DataConfig(Freezable):
         "Markers of turns: {role, start, end, include_start, include_end, interrupts}; null: known, or the template's.",
     )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
-    cache: str | None = option(None, "Folder of rows that rlpipe data prepare wrote; null: in the user's cache.")
-    shuffle: bool = option(True, "Permute the rows anew in each epoch, by the seed.")
+    cache: str | None = option(None, "Folder of the rows that rlpipe data prepare writes; null: in the user's cache.")
+    shuffle: bool = option(True, "Shuffle the rows again in each epoch, by the seed.")
     streaming: bool = option(False, "Read rows as they come, instead of opening all at the start.")
-    shuffle_rows: int = option(10_000, "With streaming, so many rows in a row are permuted, and in memory.", minimum=1)
+    shuffle_rows: int = option(
+        10_000, "Consecutive rows that are held in memory and shuffled together (streaming).", minimum=1
+    )
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

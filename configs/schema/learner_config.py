@@ -26,16 +26,17 @@ class OptimizerConfig(Freezable):
 class ScheduleConfig(Freezable):
     name: str = option("constant", "Shape after the warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
-    min_ratio: float = option(0.0, "Floor as a share of the peak.", minimum=0, maximum=1)
+    min_ratio: float = option(0.0, "Lowest learning rate, as a share of the peak.", minimum=0, maximum=1)
 
 
 @dataclass(kw_only=True)
 class FsdpConfig(Freezable):
     wrap: Any = option(
-        "blocks", "What is gathered at one time: blocks (the model's layers), size, none, or the names of classes."
+        "blocks",
+        "Modules that are gathered as a unit: blocks (the model's layers), size, none, or the names of classes.",
     )
     min_num_params: int = option(
-        100_000_000, "wrap=size: modules with at least so many parameters, whose children have fewer.", minimum=1
+        100_000_000, "wrap=size: modules with at least this many parameters, whose children have fewer.", minimum=1
     )
     reshard_after_forward: bool = option(True, "Free a block's gathered parameters after its forward pass.")
 
@@ -51,29 +52,33 @@ class ChunkedConfig(Freezable):
     """Options of chunked offload; rlpipe searches for the values of those that are null."""
 
     num_persistent: int | None = option(None, "First chunks that stay on the device.", minimum=0)
-    num_slots: int | None = option(None, "Chunks on the device beside those.", minimum=0)
-    num_swapped: int | None = option(None, "Layers whose activations go to the host and back.", minimum=0)
-    num_checkpointed: int | None = option(None, "Layers whose activations are computed again.", minimum=0)
+    num_slots: int | None = option(None, "Slots on the device for the other chunks.", minimum=0)
+    num_swapped: int | None = option(None, "Layers whose activations are swapped to the host.", minimum=0)
+    num_checkpointed: int | None = option(None, "Layers whose activations are recomputed.", minimum=0)
     num_offloaded: int | None = option(
-        None, "Layers whose activations stay, while their weights go and come back.", minimum=0
+        None,
+        "Layers whose activations stay on the device, while their weights are evicted and loaded again.",
+        minimum=0,
     )
     sharing: str = option(
         "auto",
-        "Every rank has all chunks on its host, or a share of each; auto: what is faster, of what fits.",
+        "Every rank has all chunks on its host, or a share of each; auto: the faster one that fits.",
         choices=("auto", "replicated", "sharded"),
     )
     state_dtype: str = option(
-        "float32", "Type of trained weights, and moments, that the optimizer updates.", choices=("float32", "bfloat16")
+        "float32",
+        "Type of the trained weights and moments that the optimizer updates.",
+        choices=("float32", "bfloat16"),
     )
     gradient_dtype: str = option(
-        "float32", "Type in which an update's gradients are summed up.", choices=("float32", "bfloat16")
+        "float32", "Type in which the gradients of an update are summed.", choices=("float32", "bfloat16")
     )
-    device_memory_gib: float | None = option(None, "Of the device; null: what is free there, less a tenth.", above=0)
+    device_memory_gib: float | None = option(None, "Device memory to use; null: what is free, less a tenth.", above=0)
     host_memory_gib: float | None = option(
-        None, "Of the host, for each rank; null: its share of what is free, less a tenth.", above=0
+        None, "Host memory to use for each rank; null: its share of what is free, less a tenth.", above=0
     )
     chunk_mib: float | None = option(
-        None, "Size of a chunk; null: 32, 64, 128 or 256, what leaves least room unused.", above=0
+        None, "Size of a chunk; null: 32, 64, 128 or 256, whichever leaves the least memory unused.", above=0
     )
 
 
@@ -86,7 +91,7 @@ class LearnerConfig(Freezable):
     )
     offload: str = option(
         "none",
-        "What does not fit on the device: nothing; all of it is kept on the CPU by FSDP2; or what must, in chunks.",
+        "Part of the policy that is kept on the CPU: none; all of it, by FSDP2; or as much as needed, in chunks.",
         choices=("none", "policy", "chunked"),
     )
     num_ranks: int = option(1, "Learner processes.", minimum=1)
@@ -99,7 +104,7 @@ class LearnerConfig(Freezable):
         minimum=1,
     )
     max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1)
-    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at one time.", minimum=1)
+    logprob_chunk_tokens: int = option(1024, "Tokens whose logits are in memory at one time.", minimum=1)
     max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -110,7 +115,7 @@ class LearnerConfig(Freezable):
         3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
     )
     collective_timeout_s: float = option(
-        1800.0, "Seconds that ranks wait for each other, before the group begins again.", above=0
+        1800.0, "Seconds that ranks wait for each other, before the group is restarted.", above=0
     )
     max_failures: int = option(
         3, "Deaths of a rank without a new step in between, before the run stops; each restarts the group.", minimum=0

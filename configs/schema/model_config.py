@@ -20,19 +20,21 @@ class AdapterConfig(Freezable):
     alpha: float = option(32.0, "Scale; the update is alpha / r times B·A.", above=0)
     dropout: float = option(0.0, "Dropout before A.", minimum=0, maximum=0.99)
     target_modules: Any = option("all-linear", "Module names, a regex, or all-linear.")
-    target_parameters: list[str] = option([], "Names of parameters that are no linear layer's, such as experts'.")
-    modules_to_save: list[str] = option([], "Names of modules that are trained as a whole beside the adapter.")
+    target_parameters: list[str] = option(
+        [], "Names of parameters outside of linear layers to adapt, such as those of experts."
+    )
+    modules_to_save: list[str] = option([], "Names of modules that are trained in full, in addition to the adapter.")
     use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
-    use_dora: bool = option(False, "Train direction and magnitude of each weight apart (DoRA).")
+    use_dora: bool = option(False, "Train direction and magnitude of each weight separately (DoRA).")
     merge: bool | None = option(
-        None, "Engines are given whole models with the adapter in them; null: only where they can't serve it as it is."
+        None, "Send engines whole models with the adapter merged; null: only if they can't serve the adapter itself."
     )
 
 
 @dataclass(kw_only=True)
 class WeightScaleRule(Freezable):
-    name_pattern: str = option(MISSING, "A regex; the parameters whose names it matches are a group.")
-    threshold: float = option(1.5, "Factor by which a standard deviation may leave the group's median.", above=1)
+    name_pattern: str = option(MISSING, "A regex; the parameters whose names match it form a group.")
+    threshold: float = option(1.5, "Factor by which a standard deviation may differ from the group's median.", above=1)
     dry_run: bool = option(False, "Report only.")
 
 
@@ -44,7 +46,7 @@ class ModelConfig(Freezable):
     revision: str | None = option(None, "Hub revision.")
     tokenizer: str | None = option(None, "Another folder or hub id for the tokenizer.")
     processor_kwargs: dict[str, Any] = option(
-        {}, "Further arguments of the processor's from_pretrained, such as min_pixels (models that take images)."
+        {}, "Further arguments of the processor's from_pretrained, such as min_pixels (models with image input)."
     )
     chat_template: str | None = option(None, "A Jinja file that replaces the tokenizer's chat template.")
     dtype: str = option(
@@ -58,17 +60,17 @@ class ModelConfig(Freezable):
         choices=("sdpa", "eager", "flex_attention", "flash_attention_2"),
     )
     images: bool = option(
-        False, "Load what takes images also where there is a class for text alone (Llama 3.2 Vision, Qwen3.5)."
+        False, "Load the class with image input even if there is one for text only (Llama 3.2 Vision, Qwen3.5)."
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     reentrant_checkpointing: bool | None = option(
-        None, "The form of it; null: reentrant for learner.strategy=zero3 and flex_attention, else the other."
+        None, "Use reentrant checkpointing; null: only with learner.strategy=zero3 or flex_attention."
     )
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     normalize_weight_scales: dict[str, WeightScaleRule] = field(default_factory=dict)
     prepare: str | None = option(
-        None, "module:function, called with the config where model.path does not exist; it must make it."
+        None, "module:function that creates model.path if it does not exist; called with the config."
     )
 
 

@@ -10,10 +10,12 @@ from rlpipe.configs.schema.option import MISSING, Freezable, option
 
 @dataclass(kw_only=True)
 class SamplingConfig(Freezable):
-    temperature: float = option(1.0, "Divides the logits, here and in the learner.", above=0)
+    temperature: float = option(1.0, "Divides the logits, in the engine and in the learner.", above=0)
     top_p: float = option(1.0, "Nucleus sampling.", above=0, maximum=1)
     top_k: int = option(0, "Sample from the k likeliest; 0: from all.", minimum=0)
-    min_p: float = option(0.0, "Drop tokens below this share of the likeliest one's probability.", minimum=0, maximum=1)
+    min_p: float = option(
+        0.0, "Drop tokens less likely than this share of the likeliest token's probability.", minimum=0, maximum=1
+    )
     repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", above=0)
     max_tokens: int = option(256, "Longest completion.", minimum=1)
     stop: list[str] = option([], "Strings that end a completion.")
@@ -25,14 +27,16 @@ class SamplingConfig(Freezable):
 
 @dataclass(kw_only=True)
 class RolloutConfig(Freezable):
-    engine: str = option("auto", "auto takes vllm where it can be imported.", choices=("auto", "vllm", "hf"))
+    engine: str = option("auto", "auto: vllm where it can be imported, else hf.", choices=("auto", "vllm", "hf"))
     num_engines: int = option(1, "Rollout actors.", minimum=1)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for an engine.", minimum=0)
     resources: dict[str, float] = option({}, "Custom Ray resources of an engine, for example to pin it to nodes.")
     num_threads: int | None = option(None, "CPU threads of an engine; null: its whole CPUs.", minimum=1)
     tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1)
-    max_model_len: int | None = option(None, "Longest prompt and completion; null: their limits' sum.", minimum=1)
+    max_model_len: int | None = option(
+        None, "Longest prompt plus completion; null: the sum of their limits.", minimum=1
+    )
     engine_args: dict[str, Any] = option({}, "Further arguments of the engine, by name.")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -68,24 +72,24 @@ SAMPLING_ARGUMENTS = {
 @dataclass(kw_only=True)
 class ServeConfig(Freezable):
     replicas: int = option(
-        0, "Replicas of a Ray Serve deployment that score in place of processes of the run's own; 0: none.", minimum=0
+        0, "Replicas of a Ray Serve deployment that score instead of the run's own processes; 0: none.", minimum=0
     )
     max_replicas: int | None = option(None, "Replicas under load; null: no more than replicas.", minimum=1)
     batch_groups: int = option(8, "Groups that a replica scores at one time.", minimum=1)
-    batch_wait_s: float = option(0.02, "Seconds that a group waits for others to be scored with.", minimum=0)
-    health_check_s: float = option(10.0, "Seconds between looks at a replica.", above=0)
+    batch_wait_s: float = option(0.02, "Seconds that a group waits for others, to be scored together.", minimum=0)
+    health_check_s: float = option(10.0, "Seconds between health checks of a replica.", above=0)
 
 
 @dataclass(kw_only=True)
 class RewardConfig(Freezable):
     path: str = option(MISSING, "package.module:name, or file.py:name, of a function or RewardActor.")
-    weight: float = option(1.0, "Factor in the sum.")
+    weight: float = option(1.0, "Weight of the reward in the sum.")
     timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0)
     num_processes: int | None = option(
-        None, "Processes of its own; null: functions share scoring.num_processes, others have 1.", minimum=1
+        None, "Processes for this reward alone; null: functions share scoring.num_processes, others have 1.", minimum=1
     )
-    num_cpus: float = option(1.0, "CPUs that Ray reserves for each process of its own.", minimum=0)
-    num_gpus: float = option(0.0, "GPUs that Ray reserves for each process of its own.", minimum=0)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for each of the reward's own processes.", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for each of the reward's own processes.", minimum=0)
     isolation: str = option(
         "process",
         "sandbox: each call in a fresh process without network, for code that models wrote.",
@@ -93,8 +97,8 @@ class RewardConfig(Freezable):
     )
     memory_gb: float | None = option(
         None,
-        "GiB that a process of its own, or a sandboxed call, may take; null: scoring.memory_gb for functions without "
-        "a GPU, else no limit.",
+        "GiB that each of its own processes, or a sandboxed call, may use; null: scoring.memory_gb for functions "
+        "without a GPU, else no limit.",
         above=0,
     )
     fail: str = option(
@@ -114,10 +118,11 @@ class RewardConfig(Freezable):
 class ScoringConfig(Freezable):
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     num_processes: int = option(1, "Processes that the reward functions share.", minimum=1)
-    num_cpus: float = option(0.5, "CPUs that Ray reserves for each of them.", minimum=0)
+    num_cpus: float = option(0.5, "CPUs that Ray reserves for each of these processes.", minimum=0)
     on_rollouts_scored: str | None = option(
-        None, "package.module:name, or file.py:name, of a function that is given scored groups, in its own process."
+        None,
+        "package.module:name, or file.py:name, of a function that is called with scored groups, in its own process.",
     )
     memory_gb: float | None = option(
-        4.0, "GiB that a process of functions may take beyond what it has at its start; null: no limit.", above=0
+        4.0, "GiB that a process of reward functions may use beyond what it has at its start; null: no limit.", above=0
     )

@@ -17,28 +17,33 @@ class ReplayConfig(Freezable):
     max_staleness: int = option(
         0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0
     )
-    streaming: bool = option(True, "Score each group as soon as it is generated; false: a whole step's at once.")
-    skip_zero_advantage: bool = option(True, "Leave out rollouts that have no gradient, as their advantage is 0.")
+    streaming: bool = option(True, "Score each group as soon as it is generated; false: all groups of a step at once.")
+    skip_zero_advantage: bool = option(True, "Leave out rollouts whose advantage is 0, which have no gradient.")
     refill_attempts: int = option(
-        0, "Times that another prompt replaces a group whose rewards are all the same (DAPO); 0: never.", minimum=0
+        0, "Times that another prompt may replace a group whose rewards are all the same (DAPO); 0: never.", minimum=0
     )
     reuse_groups: int = option(
-        0, "Newest groups with differing rewards that are kept, to stand beside later ones without; 0: none.", minimum=0
+        0,
+        "Newest groups with differing rewards to keep, and to train again for later groups without; 0: none.",
+        minimum=0,
     )
     reroll_after: float | None = option(
-        None, "Prompts of which no rollout earned anything come back after this share of the run.", above=0, maximum=1
+        None,
+        "Prompts whose rollouts all earned nothing are sampled again after this share of the run.",
+        above=0,
+        maximum=1,
     )
-    reroll_below: float = option(0.0, "Rewards up to this are nothing earned.")
-    rerolls_per_step: int = option(1, "The most prompts that come back in a step.", minimum=1)
+    reroll_below: float = option(0.0, "Rewards up to this count as nothing earned.")
+    rerolls_per_step: int = option(1, "Most prompts that are sampled again in a step.", minimum=1)
 
 
 @dataclass(kw_only=True)
 class LedgerConfig(Freezable):
     folder: str | None = option(
-        None, "Folder on the replay actor's own disk, where output lies on a network file system; null: output."
+        None, "Folder on the replay actor's own disk, if output is on a network file system; null: output."
     )
     keep_steps: int = option(
-        10, "Steps behind the newest checkpoint whose groups can still be read, with their tokens.", minimum=0
+        10, "Steps before the newest checkpoint whose groups can still be read, with their tokens.", minimum=0
     )
 
 
@@ -51,7 +56,7 @@ class WeightsConfig(Freezable):
     )
     on_update: str = option(
         "wait",
-        "Running sequences finish on the version they began with, or go on with the new one (vllm).",
+        "Running sequences finish on the version they began with, or continue with the new one (vllm).",
         choices=("wait", "inflight"),
     )
     bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10)
@@ -61,7 +66,7 @@ class WeightsConfig(Freezable):
 @dataclass(kw_only=True)
 class CheckpointConfig(Freezable):
     every_steps: int = option(50, "Steps between checkpoints; 0: only at the end.", minimum=0)
-    keep: int = option(2, "Newest checkpoints that stay.", minimum=1)
+    keep: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
 
 
 @dataclass(kw_only=True)
@@ -74,7 +79,7 @@ class TrackingConfig(Freezable):
     wandb: bool = option(False, "Log to Weights & Biases.")
     wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
     wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
-    log_completions: int = option(2, "Groups whose texts are kept of every step, in completions.jsonl.", minimum=0)
+    log_completions: int = option(2, "Groups of each step whose texts are written to completions.jsonl.", minimum=0)
 
 
 @dataclass(kw_only=True)
@@ -82,9 +87,9 @@ class ClusterConfig(Freezable):
     address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
     num_cpus: int | None = option(None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1)
     preload: bool = option(
-        True, "Fork the processes of a local cluster from ones that have their imports done (Linux); a faster start."
+        True, "Fork the processes of a local cluster from ones with their imports done, for a faster start (Linux)."
     )
-    log_to_driver: bool = option(False, "Print what the actors print, here too.")
+    log_to_driver: bool = option(False, "Print the actors' output in this terminal, too.")
     schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
     start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
     step_timeout_s: float = option(3600.0, "Seconds a step may take.", above=0)
@@ -97,7 +102,7 @@ class ClusterConfig(Freezable):
         3, "Deaths of an engine without a finished group in between, before the run stops.", minimum=0
     )
     max_outage_s: float = option(
-        600.0, "Seconds without any engine that serves, before the run checkpoints and stops.", above=0
+        600.0, "Seconds without a serving engine before the run checkpoints and stops.", above=0
     )
 
 
@@ -105,11 +110,11 @@ class ClusterConfig(Freezable):
 class Config(Freezable):
     name: str = option("run", "Name of the run, on the dashboard and in the trackers.")
     output: str = option("outputs/${name}", "Folder of the run.")
-    seed: int = option(0, "Seed of everything that is drawn.", minimum=0)
-    resume: str = option("auto", "auto goes on from the newest checkpoint in output; never; or a checkpoint's path.")
+    seed: int = option(0, "Seed of all random choices.", minimum=0)
+    resume: str = option("auto", "auto: continue from the newest checkpoint in output; never; or a checkpoint's path.")
     resume_changes: str = option(
         "refuse",
-        "What happens where a resumed run has other options that change training.",
+        "What to do if a resumed run differs in options that change training.",
         choices=("refuse", "allow"),
     )
     model: ModelConfig = field(default_factory=ModelConfig)

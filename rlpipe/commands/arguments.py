@@ -46,7 +46,7 @@ def add_run_arguments(parser: OneLineParser) -> None:
         nargs="*",
         default=[],
         metavar="FILE or key=value",
-        help="such a YAML file as well; options and group choices",
+        help="a YAML file as for --config; options and group choices",
     )
 
 
@@ -74,7 +74,7 @@ def span(kind: type[int] | type[float], between: str) -> Callable[[str], tuple[A
         except ValueError:
             lower = upper = None
         if lower is None and upper is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number, or bounds such as 1{between}3")
+            raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor bounds such as 1{between}3")
         if lower is not None and upper is not None and lower > upper:
             raise argparse.ArgumentTypeError(f"{text!r} ends before it begins")
         return lower, upper

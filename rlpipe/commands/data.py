@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rlpipe.data.sources.row_source import RowPlace
 
 PREVIEW_NOTES = """\
-Rows come in the order of the source, those of a mix as the run takes them. Tokens are read from the tokenizer, those of
-images from the model's processor; no model is loaded.
+Rows come in the order of the source, and rows of a mix in the order of the run. Only the tokenizer and, for images, the
+model's processor are loaded.
 
 examples:
   rlpipe data preview my_run.yaml
@@ -39,8 +39,8 @@ examples:
 
 
 PREPARE_NOTES = """\
-A run finds the rows by itself, and renders its own where the data, an option that changes what is rendered, the
-tokenizer, its chat template, or the transform's file is another.
+A run finds the prepared rows by itself. It renders them again if the data, an option that changes what is rendered, the
+tokenizer, its chat template, or the transform's file has changed.
 
 examples:
   rlpipe data prepare my_run.yaml
@@ -57,14 +57,14 @@ def add_commands(commands: Commands) -> None:
         subjects,
         "preview",
         run_preview,
-        "show rows as the run renders them, what is trained marked",
+        "show rows as the run renders them, with the trained tokens marked",
         epilog=PREVIEW_NOTES,
     )
     add_run_arguments(preview)
     chosen = preview.add_mutually_exclusive_group()
     chosen.add_argument("--num", type=at_least(int, 1), default=3, metavar="N", help="the first N rows; default: 3")
-    chosen.add_argument("--row", type=at_least(int, 0), metavar="ROW", help="this one alone, from 0")
-    preview.add_argument("--html", metavar="FILE", help="write a page with them instead")
+    chosen.add_argument("--row", type=at_least(int, 0), metavar="ROW", help="only this row, from 0")
+    preview.add_argument("--html", metavar="FILE", help="write the rows to an HTML page instead")
     stats = add_command(
         subjects, "stats", run_stats, "count tokens, trained tokens, skipped rows and micro batches", epilog=STATS_NOTES
     )
@@ -72,7 +72,11 @@ def add_commands(commands: Commands) -> None:
     stats.add_argument("--num", type=at_least(int, 1), metavar="N", help="the first N rows; default: all")
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     prepare = add_command(
-        subjects, "prepare", run_prepare, "render all rows once, for every run that would alike", epilog=PREPARE_NOTES
+        subjects,
+        "prepare",
+        run_prepare,
+        "render all rows once, for every run that renders them alike",
+        epilog=PREPARE_NOTES,
     )
     add_run_arguments(prepare)
     prepare.add_argument(
@@ -93,7 +97,7 @@ def run_preview(arguments: argparse.Namespace) -> None:
         elif (place := find_row(source, arguments.row)) is not None:
             places = [place]
         else:
-            raise InputError(f"--row {arguments.row}: {source.name} has fewer rows, the first of which is 0")
+            raise InputError(f"--row {arguments.row}: {source.name} has fewer rows, counted from 0")
         rows = list(show_rows(source, tokenizer, places))
     trains = config.algorithm.kind != "rl"
     if arguments.html is None:
@@ -136,7 +140,7 @@ def run_prepare(arguments: argparse.Namespace) -> None:
 
     workers = arguments.workers or num_cores()
     for prepared in prepare_rows(config, tokenizer, workers=workers, report=show_progress):
-        verb = "prepared" if prepared.is_new else "there already:"
+        verb = "prepared" if prepared.is_new else "already prepared:"
         rows = prepared.rows
         skipped = f", {rows.num_skipped:,} of them skipped" if rows.num_skipped else ""
         print(f"{verb} {len(rows):,} rows of {rows.name}{skipped}: {prepared.file}", flush=True)
@@ -167,7 +171,7 @@ def load(arguments: argparse.Namespace) -> tuple[Config, PreTrainedTokenizerBase
     model = config.model
     if model.prepare is not None and model.tokenizer is None and not Path(model.path).exists():
         raise ModelError(
-            f"model.path: {model.path} is made by model.prepare when the run starts, and is not there yet; "
+            f"model.path: {model.path} is created by model.prepare when the run starts, and does not exist yet; "
             "set model.tokenizer to a folder or hub id with its tokenizer"
         )
     from rlpipe.data.render.tokenizer import load_tokenizer
@@ -179,5 +183,5 @@ def write_page(path: Path, page: str) -> None:
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--html {path}: it can't be written ({error.strerror})") from None
+        raise InputError(f"--html {path}: can't be written ({error.strerror})") from None
     print(f"written to {path}")

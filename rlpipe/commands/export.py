@@ -8,8 +8,8 @@ from pathlib import Path
 from rlpipe.commands.arguments import Commands, add_command
 
 EXPORT_NOTES = """\
-Writes what the end of a run writes to its policy/: PEFT's adapter, or the whole model as transformers has it. It needs
-no GPU, whatever the run had, and may run beside it.
+Writes the files that a run writes to policy/ at its end: a PEFT adapter, or the whole model for transformers. It needs
+no GPU, even if the run has one, and can be used while the run continues.
 
 examples:
   rlpipe export outputs/run/checkpoints/step_000300 at_300

@@ -23,7 +23,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--num", type=at_least(int, 1), default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-tokens", type=at_least(int, 1), default=256, metavar="N", help="longest completion")
     parser.add_argument(
-        "--temperature", type=at_least(float, 0), default=1.0, metavar="T", help="0: always the likeliest"
+        "--temperature", type=at_least(float, 0), default=1.0, metavar="T", help="0: always the likeliest token"
     )
     parser.add_argument("--top-p", type=at_least(float, 0), default=1.0, metavar="P", help="nucleus sampling")
     parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
@@ -32,8 +32,8 @@ def add_commands(commands: Commands) -> None:
         "--image", action="append", default=[], metavar="FILE", help="an image before each prompt; may be repeated"
     )
     parser.add_argument("--raw", action="store_true", help="leave out the chat template")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line for each prompt")
-    parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="read from standard input where none")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each prompt")
+    parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help="default: read from standard input")
 
 
 def run_generate(arguments: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ def add_commands(commands: Commands) -> None:
 
 def add_inspect_arguments(parser: OneLineParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--group", type=at_least(int, 0), metavar="ID", help="one group whole, with its completions")
+    parser.add_argument("--group", type=at_least(int, 0), metavar="ID", help="one group in full, with its completions")
     for subject, summary in (
         ("groups", "the groups (default)"),
         ("steps", "the steps that were trained"),
@@ -51,7 +51,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
         "--reward",
         type=span(float, ".."),
         metavar="A..B",
-        help="groups with such a mean reward; A.. and ..B are open, --reward=-1..0 begins below 0",
+        help="groups with a mean reward from A to B; A.. and ..B are open; below 0: --reward=-1..0",
     )
     parser.add_argument("--state", action="append", metavar="STATE", help="groups in this state, or several: A,B")
     parser.add_argument("--epoch", type=at_least(int, 0), metavar="N", help="groups of this epoch, from 0")
@@ -63,7 +63,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
     )
     parser.add_argument("--reverse", action="store_true", help="the smallest first")
     parser.add_argument("--limit", type=at_least(int, 0), metavar="N", help=f"rows shown ({NUM_SHOWN}); 0: all")
-    parser.add_argument("--follow", action="store_true", help="go on with what comes, until the run has ended")
+    parser.add_argument("--follow", action="store_true", help="show new entries as well, until the run has ended")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
 
 
@@ -80,7 +80,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:
         claims = "; ".join(finding.claim for finding in result.problems)
-        raise AccountsDiffer(f"the accounts in {path} do not add up: it does not hold that {claims}")
+        raise AccountsDiffer(f"the accounts in {path} do not add up: it is not true that {claims}")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
     run, as_json = Path(arguments.run), arguments.json
     if arguments.group is not None:
-        refuse(arguments, "shows one group whole", "--group", [*GROUP_FILTERS, "step", "limit", "subjects", "follow"])
+        refuse(arguments, "shows one group in full", "--group", [*GROUP_FILTERS, "step", "limit", "subjects", "follow"])
         inspect_group(run, arguments.group, as_json=as_json)
     elif arguments.follow:
         with suppress(KeyboardInterrupt):  # the usual way to end it

@@ -105,7 +105,7 @@ def _identified(path: Path) -> Iterator[tuple[Ledger, tuple[int, int]]]:
     with reading(path) as ledger:
         after = path.stat()
         if not os.path.samestat(before, after):
-            raise DataError(f"{path} is replaced at this moment: try again")
+            raise DataError(f"{path} is being replaced: try again")
         yield ledger, (after.st_dev, after.st_ino)
 
 
@@ -258,7 +258,7 @@ def _describe(
         f"epoch {row.epoch}, position {row.position}, prompt {row.prompt_id}; admitted with version {row.version}"
         + (f", attempt {row.attempt}" if row.attempt else "")
         + (f", put back {row.reroll} times" if row.reroll else "")
-        + (f"; again in step {row.replayed_in}" if row.replayed_in is not None else "")
+        + (f"; trained again in step {row.replayed_in}" if row.replayed_in is not None else "")
     )
     times = {"admitted": row.admitted_at, "generated": row.generated_at, "scored": row.scored_at}
     times |= {"assigned": row.assigned_at, "trained": row.trained_at}
@@ -279,7 +279,7 @@ def _describe(
 def _why_no_tokens(row: GroupRow) -> str:
     if row.state == "DISCARDED":
         return "the tokens of discarded groups are not kept"
-    return "its tokens are dropped (ledger.keep_steps)" if row.is_dropped else "it has no tokens yet"
+    return "its tokens were dropped (ledger.keep_steps)" if row.is_dropped else "it has no tokens yet"
 
 
 def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from rlpipe.commands.arguments import Commands, add_command
 
 MERGE_NOTES = """\
-An adapter that QLoRA trained knows its base in NF4. It can be folded into the base as it is, or into what NF4 leaves of
-it; the command measures how far the log-probs of each are from the adapter's own, and takes the closer one.
+A QLoRA adapter is trained on its base in NF4. It can be merged into the original base, or into the base as rounded to
+NF4; the command measures how far the log-probs of each are from the adapter's own, and keeps the closer one.
 
-An interrupted merge goes on where it stopped.
+An interrupted merge continues where it stopped.
 
 examples:
   rlpipe merge outputs/quickstart/policy merged
@@ -20,18 +20,20 @@ examples:
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "merge", run_merge, "fold an adapter into its base", epilog=MERGE_NOTES)
+    parser = add_command(commands, "merge", run_merge, "merge an adapter into its base", epilog=MERGE_NOTES)
     parser.add_argument("adapter", metavar="ADAPTER", help="folder or hub id of a PEFT adapter")
     parser.add_argument("output", metavar="OUTPUT", help="new folder of the merged model")
     parser.add_argument("--base", metavar="PATH", help="folder or hub id of the base; default: the adapter's own")
-    parser.add_argument("--base-precision", choices=("full", "nf4"), help="instead of the closer one")
     parser.add_argument(
-        "--trained-on", choices=("full", "nf4"), help="where the adapter was not trained by rlpipe; default: full"
+        "--base-precision", choices=("full", "nf4"), help="precision of the base; default: the closer one"
+    )
+    parser.add_argument(
+        "--trained-on", choices=("full", "nf4"), help="for adapters that rlpipe did not train; default: full"
     )
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="texts to measure on, one a line; default: some that the policy draws, which takes longer",
+        help="texts to measure on, one a line; default: texts sampled from the policy, which is slower",
     )
 
 

@@ -28,23 +28,23 @@ def add_commands(commands: Commands) -> None:
         commands,
         "plan",
         run_plan,
-        "say what a run will take: memory, time, and what would make it fit",
+        "estimate a run's memory and time, and what would make it fit",
         epilog=PLAN_NOTES,
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--device", metavar="NAME", help="such as h100-80g; default, and this: what was measured on this machine"
+        "--device", metavar="NAME", help="such as h100-80g; default, or 'this': as measured on this machine"
     )
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's GPU, or CPU where there is none, and store that; without a config, no more",
+        help="measure this machine's GPU, or CPU if there is none, and store the result; without a config, only that",
     )
     parser.add_argument(
         "--host-memory-gib",
         type=float,
         metavar="GIB",
-        help="of the machine; default: the table's, or as measured",
+        help="memory of the machine; default: the table's, or as measured",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

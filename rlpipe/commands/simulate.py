@@ -25,39 +25,45 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "simulate", run_simulate, "simulate a run in virtual time", epilog=SIMULATE_NOTES)
     add_run_arguments(parser)
     times = parser.add_argument_group("times")
-    times.add_argument("--generate", metavar="DIST", help="of a group, alone on an engine")
+    times.add_argument("--generate", metavar="DIST", help="time to generate a group that is alone on an engine")
     times.add_argument(
         "--score",
         metavar="[POOL=]DIST",
         action="append",
         default=[],
-        help="of a group, in one scoring process; with POOL= for one of several pools; default: 0",
+        help="time to score a group in one process; with POOL= for one of several pools; default: 0",
     )
-    times.add_argument("--train", metavar="DIST", help="of a step, on the config's ranks")
-    times.add_argument("--sync", metavar="DIST", help="until all engines serve new weights; default: 0")
+    times.add_argument("--train", metavar="DIST", help="time to train a step on the config's ranks")
+    times.add_argument("--sync", metavar="DIST", help="time until all engines serve new weights; default: 0")
     times.add_argument(
         "--from",
         dest="run",
         metavar="RUN",
-        help="a run's folder: its config, and its ledger's times where none is given",
+        help="folder of a run; its config is used, and its ledger's times where none are given",
     )
     times.add_argument(
         "--slowdown",
         type=at_least(float, 1),
         default=1.0,
         metavar="X",
-        help="a full engine's time over that of one group",
+        help="time of a full engine over that of one group",
     )
-    parser.add_argument("--engines", type=at_least(int, 1), metavar="N", help="instead of the config's")
+    parser.add_argument(
+        "--engines", type=at_least(int, 1), metavar="N", help="number of engines; default: the config's"
+    )
     parser.add_argument(
         "--places", type=at_least(int, 1), metavar="N", help="groups that an engine samples at one time"
     )
     parser.add_argument(
-        "--minutes", type=at_least(float, 0), default=1.0, metavar="M", help="of training, at most; default: 1"
+        "--minutes",
+        type=at_least(float, 0),
+        default=1.0,
+        metavar="M",
+        help="longest training to simulate; default: 1",
     )
     parser.add_argument("--seed", type=at_least(int, 0), default=0, metavar="N")
     parser.add_argument(
-        "--add", type=at_least(int, 1), default=1, metavar="N", help="machines that the advice adds of each kind"
+        "--add", type=at_least(int, 1), default=1, metavar="N", help="machines of each kind that the advice adds"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

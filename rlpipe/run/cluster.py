@@ -52,7 +52,7 @@ class Need:
     num_cpus: float = 0.0
     num_gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
-    remedy: str = "lower what the config asks for, or join a larger cluster"
+    remedy: str = "lower the config's resources, or join a larger cluster"
     products: Products | None = None
     """Main matrix products of the process on a CPU; ``dtype=auto`` chooses a type by their speed."""
 
@@ -88,7 +88,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
         except ConnectionError as error:
             raise ConfigError(
                 f"cluster.address={address}: no Ray cluster answers there ({error}); "
-                "one that asks for a token needs RAY_AUTH_MODE=token in the environment"
+                "one with token authentication needs RAY_AUTH_MODE=token in the environment"
             ) from None
         except Exception as error:  # Ray raises a bare Exception if its processes do not start in time
             if address is not None:
@@ -161,9 +161,9 @@ def release_placement_groups(ids: Set[str]) -> None:
 def no_room(asked: Mapping[str, Mapping[str, float]], timeout_s: float) -> WaitTimeout:
     """Return the error for processes that were not placed in time; ``asked`` is what each of them requests."""
     return WaitTimeout(
-        f"the cluster had no room for {asked} within cluster.schedule_timeout_s={timeout_s:g} seconds: it has "
-        f"{_readable(ray.cluster_resources())}, free are {_readable(ray.available_resources())}; "
-        "end other work, or ask for less"
+        f"the cluster did not have {asked} free within cluster.schedule_timeout_s={timeout_s:g} seconds: it has "
+        f"{_readable(ray.cluster_resources())}, of which {_readable(ray.available_resources())} are free; "
+        "end other work, or request less"
     )
 
 
@@ -240,7 +240,7 @@ async def until_ready(
         except DiedAtStart as death:
             if not starts_left:
                 raise RunError(f"{MAX_STARTS} processes in a row died at their start, the last: {death}") from None
-            logger.warning("%s; another takes its place", death)
+            logger.warning("%s; another replaces it", death)
             await asyncio.sleep(RESTART_PAUSE_S)
             name, start = start_again()
         else:

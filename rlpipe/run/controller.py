@@ -165,7 +165,7 @@ class Controller:
         """Report to the replay actor that nothing is left to score; repeat it, since Ray may restart the actor."""
         await self._until_finished()
         while True:
-            await self._ask(self._replay.end_features.remote(), "the learner to be let go")
+            await self._ask(self._replay.end_features.remote(), "the learner to be released")
             await asyncio.sleep(POLL_S)
 
     async def stop(self, reason: RunError) -> None:
@@ -311,7 +311,7 @@ class Controller:
         while True:
             served: Served | None = await await_remote(
                 self._weights.wait_served.remote(number, POLL_S),
-                "the weights actor to say which version is served",
+                "the weights actor to report the version that is served",
                 within=POLL_S + self._cluster.call_timeout_s,
                 option="cluster.call_timeout_s",
             )

@@ -154,7 +154,7 @@ class EnginePool:
         if len(self._retired) == len(self._engines):
             await self._give_up(EngineFailed(message))
         else:
-            self._notice(name, f"{message}; the run goes on without it")
+            self._notice(name, f"{message}; the run continues without it")
 
     async def _until_death(self, name: str, tasks: asyncio.TaskGroup) -> EngineDied:
         """Collect finished groups until the engine dies, and return the reason."""

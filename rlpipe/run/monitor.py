@@ -103,7 +103,7 @@ class HostWatch:
     def _given_up(self, contact: _Contact) -> None:
         if contact.runs:
             silence = f", after {self._silence(contact):.0f} s of silence" if contact.since is not None else ""
-            self._say(f"{_name(contact)} is lost to Ray{silence}{_what_runs(contact)}, which now starts elsewhere")
+            self._say(f"{_name(contact)} is lost to Ray{silence}{_what_runs(contact)}, now restarting elsewhere")
 
 
 def _name(contact: _Contact) -> str:
@@ -148,7 +148,7 @@ async def watch_hosts(say: Callable[[str], None]) -> None:
                 raise HeadLost(
                     f"Ray's head at {ray.get_runtime_context().gcs_address} has not answered for {limit_s:.0f} s "
                     f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started "
-                    "again, the same command goes on from the newest checkpoint and the ledger"
+                    "again, the same command continues from the newest checkpoint and the ledger"
                 )
     finally:
         listing.cancel()
@@ -211,7 +211,7 @@ class RunMonitor:
         """Forward reports and messages until cancelled; raise the error with which a rank has ended the run."""
         while True:
             call: Any = self._batches.wait_updates.remote(self._last_step, self._last_event, POLL_S)
-            news: RunUpdates = await self.ask(call, "news of the run", more_s=POLL_S)
+            news: RunUpdates = await self.ask(call, "updates of the run", more_s=POLL_S)
             for event in news.events:
                 self._last_event = event.number
                 self._message(event.message)

@@ -102,7 +102,7 @@ def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict
             if error.errno not in DISK_FULL:
                 raise
             raise RunError(
-                f"{run.output} can't be written: {error}; the same command goes on once there is room"
+                f"{run.output} can't be written: {error}; the same command continues once there is space"
             ) from None
     files = {"policy": run.output / "policy"}
     for name, plot in (("reward.png", plot_rewards), ("loss.png", plot_losses)):
@@ -122,7 +122,7 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
             has_own = bool(list_checkpoints(run.output / "checkpoints"))
             resume = "auto" if has_own or run.config.resume == "never" else run.config.resume
             found = find_resume_point(replace(run.config, resume=resume))
-            start = replace(found, messages=[f"{loss}; what came after the last checkpoint is lost", *found.messages])
+            start = replace(found, messages=[f"{loss}; everything after the last checkpoint is lost", *found.messages])
 
 
 def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
@@ -422,7 +422,7 @@ def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[Non
             # Skip Python's shutdown, in which a thread that waits in Ray may crash; Ray ends the driver's processes.
             print("rlpipe: interrupted", file=sys.stderr, flush=True)
             os._exit(Interrupted.exit_code)
-        reason = Interrupted(f"stopped by {number.name}; the same command goes on from the checkpoint")
+        reason = Interrupted(f"stopped by {number.name}; the same command continues from the checkpoint")
         stopping.append(asyncio.ensure_future(stop(reason)))
 
     earlier = {number: signal.getsignal(number) for number in STOPPING}

@@ -107,7 +107,9 @@ def open_output(run: Run) -> Iterator[None]:
         run.output.mkdir(parents=True, exist_ok=True)
     with held(run.output) as alone:
         if not alone:
-            raise ConfigError(f"another run writes to output={run.output}: wait for its end, or choose another output")
+            raise ConfigError(
+                f"another run writes to output={run.output}: wait until it ends, or choose another output"
+            )
         with _naming(run.output):
             write_whole(run.output / "config.yaml", to_yaml(run.config))
         yield
@@ -123,7 +125,7 @@ def _naming(output: Path) -> Iterator[None]:
 
 
 def _unwritable(output: Path, problem: object) -> ConfigError:
-    return ConfigError(f"output={output} can't be written ({problem}): mend that, or choose another output")
+    return ConfigError(f"output={output} can't be written ({problem}): fix that, or choose another output")
 
 
 def _with_absolute_paths(model: ModelConfig) -> ModelConfig:
@@ -193,7 +195,7 @@ def _completed(name: str, entry: RewardConfig, reward: RewardLike, scoring: Scor
         )
     if getattr(reward, "needs_sandbox", False) and entry.isolation != "sandbox":
         raise ConfigError(
-            f"scoring.rewards.{name}.isolation: {entry.path} runs what the model wrote; set it to sandbox"
+            f"scoring.rewards.{name}.isolation: {entry.path} runs code that the model wrote; set it to sandbox"
         )
     if entry.is_served:
         return entry
@@ -271,8 +273,8 @@ def find_resume_point(config: Config) -> ResumePoint:
     with _naming(output):
         aside = set_damaged_aside(folder)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
-    messages = [f"a checkpoint is damaged ({problem}); it now is {path}" for path, problem in aside.items()]
-    messages += [f"the run goes on from an older checkpoint; a newer one now is {path}" for path in left]
+    messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]
+    messages += [f"the run continues from an older checkpoint; a newer one is now {path}" for path in left]
     if start.checkpoint is not None:
         messages += [f"resuming from {start.checkpoint}, after step {start.step}"]
     return replace(start, messages=messages)
@@ -283,7 +285,9 @@ def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
     if checkpoint is None:
         if broken := damaged(folder):
             listed = "; ".join(f"{path.name}: {problem}" for path, problem in broken.items())
-            raise ConfigError(f"no checkpoint in {folder} is whole ({listed}): put one back, or choose another output")
+            raise ConfigError(
+                f"no checkpoint in {folder} is complete ({listed}): put one back, or choose another output"
+            )
         return ResumePoint()
     step, extra = read_extra(checkpoint)
     changed = changed_options(extra["config"], to_tree(config))
@@ -398,7 +402,7 @@ def ask_cluster(cluster: ClusterConfig, *, is_own: bool) -> Ask:
         for node, answer in zip(new, ask_nodes(new, dtype=dtype, products=made), strict=True):
             known[node, made, dtype] = get_remote(
                 answer,
-                "a node to say what it computes in",
+                "a node to report its compute types",
                 within=cluster.start_timeout_s,
                 option="cluster.start_timeout_s",
             )

@@ -30,7 +30,7 @@ def cut_notice(sampling: SamplingConfig) -> str | None:
         return None
     return (
         f"rollout.sampling changes the distribution that tokens are drawn from ({', '.join(changed)}): the engine's "
-        "log-probs are those of the changed one, the learner's those of the whole policy, and the two differ by it"
+        "log-probs are those of the changed distribution, the learner's those of the original one, so they differ"
     )
 
 

@@ -132,13 +132,13 @@ class ScorerPool(ScoringPool):
         except TimeoutError:
             reason = f"process {process.name} took longer than {limit:g} seconds (timeout_s) for {len(indices)} groups"
         except (RayActorError, OutOfMemoryError):
-            allowed = f", or took more memory than {self._memory} allows" if self._memory else ""
+            allowed = f", or used more memory than {self._memory} allows" if self._memory else ""
             reason = f"process {process.name} died while it scored {len(indices)} groups: it crashed, ended{allowed}"
         except (RayTaskError, TaskCancelledError) as error:
             cause = getattr(error, "cause", error)
             if isinstance(cause, RlpipeError):
                 raise
-            reason = f"process {process.name} broke off: {describe_exception(cause)}"
+            reason = f"process {process.name} aborted: {describe_exception(cause)}"
         finally:
             if reason is not None:
                 await self._restart(process, reason)
@@ -146,7 +146,7 @@ class ScorerPool(ScoringPool):
         return reason
 
     async def _restart(self, process: _Process, reason: str) -> None:
-        logger.warning("scoring: %s; another takes its place", reason)
+        logger.warning("scoring: %s; another process replaces it", reason)
         name, ready = self._replace(process)
         await until_ready(name, ready, lambda: self._replace(process), self._start_timeout_s)
 

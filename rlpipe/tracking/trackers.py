@@ -39,7 +39,7 @@ class Trackers:
             try:
                 action(tracker)
             except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
-                logger.warning("%s tracking stops, the run goes on: %s: %s", name, type(error).__name__, error)
+                logger.warning("%s tracking stops, the run continues: %s: %s", name, type(error).__name__, error)
                 del self._trackers[name]
 
 

@@ -128,7 +128,7 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
         filling.join()
         printed = capsys.readouterr().out
         for step in (4, 6):
-            assert f"the checkpoint after step {step} can't be written, the last whole one stays" in printed
+            assert f"the checkpoint after step {step} can't be written, the last complete one is kept" in printed
         assert "[Errno 28] the disk has " in printed
         events = Ledger(output / NAME, read_only=True).events()
         assert [event.message in printed for event in events if event.kind == "checkpoint"] == [True, True]
@@ -166,8 +166,8 @@ def test_damaged_checkpoints_are_set_aside_for_the_one_before(
     cut(checkpoints / "step_000004" / RECORD)
     assert cli.main(["train", *options(finished)]) == 0
     printed = capsys.readouterr().out
-    assert f"({largest.name} has {size // 2} of {size} bytes); it now is {checkpoints}/step_000006.damaged" in printed
-    assert f"(it has no whole {RECORD}); it now is {checkpoints}/step_000004.damaged" in printed
+    assert f"({largest.name} has {size // 2} of {size} bytes); it is now {checkpoints}/step_000006.damaged" in printed
+    assert f"(it has no whole {RECORD}); it is now {checkpoints}/step_000004.damaged" in printed
     assert f"{finished / NAME} goes on to step 6: it now is {finished}/ledger-1.sqlite, and the one in" in printed
     assert f"resuming from {checkpoints}/step_000002, after step 2" in printed
     assert (checkpoints / "step_000006.damaged" / largest.name).stat().st_size == size // 2
@@ -182,7 +182,7 @@ def test_without_a_whole_checkpoint_nothing_is_touched(
         (path / RECORD).unlink()
     before = hashes(finished)
     error = refusal(options(finished), capsys)
-    assert f"no checkpoint in {finished}/checkpoints is whole (step_000002: it has no whole {RECORD}; step_" in error
+    assert f"no checkpoint in {finished}/checkpoints is complete (step_000002: it has no whole {RECORD}; step_" in error
     assert hashes(finished) == before
 
 
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_written_is_refused(
 ) -> None:
     (file := tmp_path / "file").write_text("")
     error = refusal(options(file / "run"), capsys)
-    assert f"output={file}/run can't be written ({file} is no folder): mend that, or choose another output" in error
+    assert f"output={file}/run can't be written ({file} is no folder): fix that, or choose another output" in error
     error = refusal(options(tmp_path / "run", f"ledger.folder={file}/ledgers"), capsys)
     assert f"can't be written: {file} is no folder; choose another ledger.folder or output" in error
 
@@ -241,7 +241,7 @@ def test_an_older_checkpoint_begins_a_branch(
     assert cli.main(["train", *options(finished, f"resume={checkpoints}/step_000002")]) == 0
     printed = capsys.readouterr().out
     for step in (4, 6):
-        assert f"a newer one now is {checkpoints}/step_{step:06}.left" in printed
+        assert f"a newer one is now {checkpoints}/step_{step:06}.left" in printed
     assert checkpoint_names(finished) == ["step_000002", "step_000004", "step_000006"]
     assert_accounts(finished, 6)
     assert_same_policy(finished, undisturbed_run)

@@ -44,7 +44,7 @@ AT_START: dict[str, tuple[str, str]] = {
     ),
     "learner": (
         "cluster.step_timeout_s=20",
-        "no step has ended for cluster.step_timeout_s=20 seconds: .*'learner_ranks': 'no sign of life'",
+        "no step has ended for cluster.step_timeout_s=20 seconds: .*'learner_ranks': 'not heard of yet'",
     ),
 }
 

@@ -105,9 +105,9 @@ def all_dead(folder: Path) -> bool:
 
 DEATHS: dict[How, str] = {
     ("segfault", None): "died while it scored 1 groups",
-    ("abort", None): "took more memory than scoring.memory_gb=1 allows",
+    ("abort", None): "used more memory than scoring.memory_gb=1 allows",
     ("leave", None): "died while it scored 1 groups",
-    ("interrupt", None): "broke off",
+    ("interrupt", None): "aborted: ",
     ("hoard", None): "its process may take scoring.memory_gb=1",
 }
 FAILURES: dict[How, str] = {

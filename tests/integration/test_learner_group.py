@@ -54,7 +54,9 @@ def test_a_learner_that_finds_no_place_ends_the_run(
     ray.get(other_work.ready())
     try:
         config = make_config(tiny_policy, prompts_file, tmp_path, "cluster.schedule_timeout_s=2")
-        with pytest.raises(WaitTimeout, match=r"no room for {'learner-0': {'CPU': 1\.0}} within .*=2 seconds: it has"):
+        with pytest.raises(
+            WaitTimeout, match=r"did not have {'learner-0': {'CPU': 1\.0}} free within .*=2 seconds: it has"
+        ):
             rlpipe.train(config)
     finally:
         remove_placement_group(other_work)

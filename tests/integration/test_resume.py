@@ -114,7 +114,7 @@ def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     os.killpg(driver.pid, number)
     assert driver.wait(timeout=120) == 130
     said = log.read_text()
-    assert f"rlpipe: error: stopped by {number.name}; the same command goes on from the checkpoint" in said
+    assert f"rlpipe: error: stopped by {number.name}; the same command continues from the checkpoint" in said
     assert "Traceback" not in said
     (checkpoint,) = (output / "checkpoints").iterdir()
     assert checkpoint.name in ("step_000002", "step_000003", "step_000004")

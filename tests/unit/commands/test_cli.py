@@ -162,12 +162,15 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["audit", "one", "two"], "one run at a time, not also two"),
         (["audit", "nowhere"], "nowhere does not exist: give the output folder of a run"),
         (["inspect", "nowhere", "--follow"], "nowhere does not exist: give the output folder of a run"),
-        (["inspect", "run", "--reward", "much"], "'much' is not a number, or bounds such as 1..3"),
+        (["inspect", "run", "--reward", "much"], "'much' is neither a number nor bounds such as 1..3"),
         (["inspect", "run", "--step", "3-1"], "'3-1' ends before it begins"),
         (["inspect", "run", "--state", "LOST"], "--state: there is no LOST; it is one of ADMITTED, GENERATED"),
         (["inspect", "run", "--sort", "age"], "--sort: there is no age; it is one of id, step"),
         (["inspect", "run", "--steps", "--epoch", "1"], "--steps show no groups: leave out --epoch"),
-        (["inspect", "run", "--group", "1", "--events"], "--group shows one group whole: leave out --groups, --steps"),
+        (
+            ["inspect", "run", "--group", "1", "--events"],
+            "--group shows one group in full: leave out --groups, --steps",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -261,9 +264,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     assert "         epoch 0, position 5\n" in streams.out
     assert "         group 10, DISCARDED, without a reason\n" in streams.out
     assert streams.err.count("\n") == 1
-    assert (
-        f"rlpipe: error: the accounts in {run / NAME} do not add up: it does not hold that every place" in streams.err
-    )
+    assert f"rlpipe: error: the accounts in {run / NAME} do not add up: it is not true that every place" in streams.err
     assert cli.main(["audit", str(run), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [

@@ -119,7 +119,9 @@ def test_the_page_holds_all_by_itself(tmp_path: Path, capsys: pytest.CaptureFixt
     assert unescape("".join(text for _, text in trained)) == "<b>yes</b><|im_end|>"
     ids = [int(number) for numbers, _ in trained for number in numbers.split()]
     assert ids == CHATML("<b>yes</b><|im_end|>", add_special_tokens=False)["input_ids"]
-    assert "it can't be written" in refused(capsys, "preview", *arguments, "--html", str(tmp_path / "no" / "rows.html"))
+    assert ": can't be written (" in refused(
+        capsys, "preview", *arguments, "--html", str(tmp_path / "no" / "rows.html")
+    )
 
 
 def test_a_config_file_needs_no_option_but_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +136,7 @@ def test_a_config_file_needs_no_option_but_is_given_once(tmp_path: Path, capsys:
 
 
 def test_a_model_that_is_not_there_yet_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is made by model.prepare when the run starts" in refused(
+    assert "is created by model.prepare when the run starts" in refused(
         capsys, "preview", "experiment=quickstart", f"output={tmp_path}", f"model.path={tmp_path / 'policy'}"
     )
     assert "there is no file" in refused(

@@ -178,7 +178,7 @@ def test_without_its_tokenizer_a_group_is_shown_as_token_ids(
 @pytest.mark.parametrize(
     ("group_id", "reason"),
     [
-        (0, "its tokens are dropped (ledger.keep_steps)"),
+        (0, "its tokens were dropped (ledger.keep_steps)"),
         (8, "the tokens of discarded groups are not kept"),
     ],
 )

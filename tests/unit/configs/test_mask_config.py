@@ -143,7 +143,7 @@ def test_turns_without_end_marker_are_told(caplog: pytest.LogCaptureFixture) -> 
     ("entries", "message"),
     [
         ([], r"data.role_boundaries: empty"),
-        ([USER, "assistant"], r"data.role_boundaries\[1\]: 'assistant' is no mapping"),
+        ([USER, "assistant"], r"data.role_boundaries\[1\]: 'assistant' is not a mapping"),
         (
             [{"rol": "user", "start": "a", "end": None}],
             r"data.role_boundaries\[0\]: no such key 'rol'; did you mean role",
@@ -210,10 +210,13 @@ ENTRY = "{role: assistant, start: a, end: null}"
             ["data.roles_to_train=[user, asistant]"],
             r"data.roles_to_train: no turns of 'asistant' .* did you mean assistant",
         ),
-        (["data.roles_to_train=[bot]"], r"no turns of 'bot' can be told; there are system, user, assistant, tool"),
+        (
+            ["data.roles_to_train=[bot]"],
+            r"no turns of 'bot' can be recognised; there are system, user, assistant, tool",
+        ),
         (
             [f"data.role_boundaries=[{ENTRY}]", "data.roles_to_train=[user]"],
-            r"data.roles_to_train: no turns of 'user' can be told by data.role_boundaries; there are assistant",
+            r"data.roles_to_train: no turns of 'user' can be recognised by data.role_boundaries; there are assistant",
         ),
     ],
 )

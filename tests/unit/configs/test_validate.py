@@ -164,7 +164,7 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         (
             CHECKPOINTING | {"model.attention": "flex_attention", "model.reentrant_checkpointing": False},
             "model.reentrant_checkpointing",
-            "model.attention=flex_attention needs the reentrant form",
+            "model.attention=flex_attention needs reentrant checkpointing",
         ),
         (
             CHECKPOINTING | {"model.attention": "flex_attention", "learner.strategy": "fsdp2"},
@@ -465,7 +465,7 @@ def test_a_mix_of_sources_is_valid() -> None:
         ({"data.path": "rows.jsonl"}, "data.path: data.source=mix reads no path; set data.path=null"),
         ({"data.task": "chain_sum"}, "data.name, data.task: each source of a mix has its own"),
         ({"data.source": "reasoning_gym", "data.task": "chain_sum"}, "data.sources: .* set data.source=mix"),
-        ({"data.sources": {"a": 3}}, "data.sources.a: 3 is no dictionary of options; write such as"),
+        ({"data.sources": {"a": 3}}, "data.sources.a: 3 is not a dictionary of options; write such as"),
         ({"data.sources": {"a": {"task": "chain_sum"}}}, "data.sources.a.source is missing"),
         ({"data.sources": {"a": {**SUMS, "weight": 0}}}, "data.sources.a.weight: 0 is not a number above 0, from"),
         ({"data.sources": {"a": {**SUMS, "weight": -1.5}}}, "data.sources.a.weight: -1.5 is not a number"),
@@ -479,14 +479,14 @@ def test_a_mix_of_sources_is_valid() -> None:
         ({"data.sources": {"a": {**SUMS, "weight": 1e-320}}}, "a.weight: 1e-320 is not a number above 0, from 1e-100"),
         ({"data.sources": {"a": {**SUMS, "weight": None}}}, "data.sources.a.weight: None is not a number above 0"),
         ({"data.sources": {"a": {**SUMS, "weight": "2"}}}, "data.sources.a.weight: '2' is not a number above 0"),
-        ({"data.sources": {"": SUMS}}, "data.sources: '' is no name of a source; write such as data.sources.math="),
-        ({"data.sources": {"a": SUMS, 1: SUMS}}, "data.sources: 1 is no name of a source"),
+        ({"data.sources": {"": SUMS}}, "data.sources: '' is not a name of a source; write such as data.sources.math="),
+        ({"data.sources": {"a": SUMS, 1: SUMS}}, "data.sources: 1 is not a name of a source"),
         ({"data.sources": {"a": {**SUMS, "wieght": 2}}}, "data.sources.a: no such key 'wieght'; did you mean weight?"),
         ({"data.sources": {"a": {**SUMS, "qqq": 2}}}, "data.sources.a: no such key 'qqq'; a source has a weight, and"),
         ({"data.sources": {"a": {**SUMS, "held_out": {"size": 2}}}}, "set data.held_out"),
         ({"data.sources": {"a": {**SUMS, "shuffle": "often"}}}, "data.sources.a.shuffle: 'often' is not true or false"),
         ({"data.sources": {"a": {**SUMS, "loss_mask": "rolls"}}}, "data.sources.a.loss_mask: 'rolls' is not one of"),
-        ({"data.sources": {"a": {"source": "mix"}}}, "data.sources.a.source=mix: a mix is no part of another"),
+        ({"data.sources": {"a": {"source": "mix"}}}, "data.sources.a.source=mix: a mix can't contain another"),
         ({"data.sources": {"a": {"source": "jsnl"}}}, "data.sources.a.source: 'jsnl' is not .* did you mean jsonl"),
         (
             {"data.sources": {"a": {"source": "jsonl"}}},
@@ -500,7 +500,7 @@ def test_a_mix_of_sources_is_valid() -> None:
         ),
         (
             {"data.chat_template_kwargs": {"messages": []}},
-            r"^data\.chat_template_kwargs\.messages: rlpipe sets it itself",
+            r"^data\.chat_template_kwargs\.messages: rlpipe sets it for each row",
         ),
         ({"data.held_out": HeldOutConfig(split="test")}, "data.held_out.split: data.source=mix has no splits"),
     ],
@@ -513,12 +513,14 @@ def test_what_is_wrong_with_a_mix_is_named(changes: dict[str, Any], message: str
 def test_streams_hold_out_no_rows_of_their_own() -> None:
     rows = {"data.source": "jsonl", "data.task": None, "data.path": "rows.jsonl", "data.streaming": True}
     problem = problem_of(**rows, **{"data.held_out": HeldOutConfig(size=2)})
-    assert str(problem).startswith("data.held_out.size: data.streaming=true does not know the rows at the start; set")
+    assert str(problem).startswith(
+        "data.held_out.size: with data.streaming=true, the rows are not known at the start; set"
+    )
     sources = {"a": SUMS, "b": {"source": "jsonl", "path": "rows.jsonl", "streaming": True}}
     problem = problem_of(**MIX, **{"data.sources": sources, "data.held_out": HeldOutConfig(size=2)})
-    assert str(problem).startswith("data.held_out.size: data.sources.b.streaming=true does not know the rows")
+    assert str(problem).startswith("data.held_out.size: with data.sources.b.streaming=true, the rows are not known")
     problem = problem_of(**{"data.streaming": True})
-    assert str(problem).startswith("data.streaming: data.source=reasoning_gym makes its rows on the spot")
+    assert str(problem).startswith("data.streaming: data.source=reasoning_gym generates its rows")
 
 
 def test_missing_files_of_a_mix_are_named() -> None:

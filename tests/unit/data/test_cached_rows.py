@@ -206,7 +206,7 @@ def test_rows_are_prepared_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0].startswith(f"prepared 78 rows of {tmp_path / 'rows.jsonl'}, 2 of them skipped: ")
     assert lines[1].startswith(f"prepared 7 rows of {tmp_path / 'held_out.jsonl'}, 1 of them skipped: ")
     prepare(options)
-    assert capsys.readouterr().out.count("there already: ") == 2
+    assert capsys.readouterr().out.count("already prepared: ") == 2
 
 
 def test_the_log_says_once_more_how_the_loss_mask_was_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,7 +368,7 @@ def test_two_preparations_at_one_time_do_not_write_the_same_file(
     first.join()
     assert first.exitcode == 0
     prepare(options)
-    assert "there already: 78 rows" in capsys.readouterr().out
+    assert "already prepared: 78 rows" in capsys.readouterr().out
 
 
 def test_a_worker_that_dies_ends_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

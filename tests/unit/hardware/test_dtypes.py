@@ -206,7 +206,7 @@ def test_all_sections_of_a_plan_count_with_the_type(device: Device, expected: st
 def test_a_plan_on_a_device_whose_type_an_option_refuses_says_so() -> None:
     given = ["experiment=gsm8k", "model.path=Qwen/Qwen3-0.6B", "model.attention=flash_attention_2"]
     old = replace(DEVICES["h100-80g"], name="t4", matmul_flops={"float32": 8e12, "bfloat16": 2e12})
-    with pytest.raises(ConfigError, match=r"knows no float32.*model.dtype=auto is float32 on t4"):
+    with pytest.raises(ConfigError, match=r"does not support float32.*model.dtype=auto is float32 on t4"):
         make_report(load_config(given, need_files=False), old)
 
 

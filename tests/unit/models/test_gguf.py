@@ -172,7 +172,7 @@ def test_a_config_names_the_file_and_not_its_folder(made: tuple[Path, dict[str, 
     file, _ = made
     given = ["experiment=quickstart", "model.prepare=null"]
     load_config([*given, f"model.path={file}"])
-    with pytest.raises(ModelError, match=r"GGUF files alone; name one of them, such as .*small\.gguf"):
+    with pytest.raises(ModelError, match=r"only GGUF files; name one of them, such as .*small\.gguf"):
         load_config([*given, f"model.path={file.parent}"])
     with pytest.raises(ModelError, match=r"there is no file .*missing\.gguf"):
         load_config([*given, f"model.path={file.parent}/missing.gguf"])

@@ -241,7 +241,7 @@ def test_an_engine_that_dies_again_and_again_is_retired_and_without_any_the_run_
         assert len(scene.given_up) == 1
 
     scene = play(lambda: Scene("a", "b"), act)
-    assert any(text.endswith("; the run goes on without it") for text in scene.said)
+    assert any(text.endswith("; the run continues without it") for text in scene.said)
     assert "engine b died 2 times without finishing a group (cluster.max_engine_failures=1); the last time: " in str(
         scene.given_up[0]
     )

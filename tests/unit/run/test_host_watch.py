@@ -64,7 +64,7 @@ def test_a_lost_host_is_named_with_its_silence(cluster: Cluster) -> None:
     cluster.pass_time(60)
     assert cluster.said[1:] == [
         "host 10.0.0.2 is lost to Ray, after 40 s of silence; it ran 2 x learner rank, rollout-0, "
-        "which now starts elsewhere"
+        "now restarting elsewhere"
     ]
 
 

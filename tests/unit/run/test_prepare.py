@@ -106,7 +106,7 @@ def test_nothing_is_written_before_the_run_is_known_to_be_new(options: list[str]
 
 def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
     run = prepare_run(load_config([*options, reward("bare")]))
-    refusal = pytest.raises(ConfigError, match=r"another run writes to output=.*: wait for its end")
+    refusal = pytest.raises(ConfigError, match=r"another run writes to output=.*: wait until it ends")
     with open_output(run), refusal, open_output(run):
         pass
     with open_output(run):
@@ -132,7 +132,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[
     used_folder(config)
     checkpoint = Path(config.output) / "checkpoints" / "step_000001"
     (checkpoint / "learner.json").write_text('{"step": 1')
-    with pytest.raises(ConfigError, match=r"is whole \(step_000001: it has no whole learner.json\): put one back"):
+    with pytest.raises(ConfigError, match=r"is complete \(step_000001: it has no whole learner.json\): put one back"):
         find_resume_point(config)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         find_resume_point(load_config([*options, "resume=never", reward("bare")]))
@@ -142,7 +142,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[
 def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = load_config([*options, f"output={tmp_path}/file/run", reward("bare")])
-    with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is no folder\): mend"):
+    with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is no folder\): fix"):
         find_resume_point(config)
 
 
@@ -150,7 +150,7 @@ def test_a_disk_without_room_for_the_config_leaves_the_old_one(options: list[str
     run = prepare_run(load_config([*options, reward("bare")]))
     with open_output(run):
         before = (run.output / "config.yaml").read_text()
-    refusal = pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): mend that, or")
+    refusal = pytest.raises(ConfigError, match=r"can't be written \(.*too large.*\): fix that, or")
     with largest_file(100), refusal, open_output(run):
         pass
     assert (run.output / "config.yaml").read_text() == before

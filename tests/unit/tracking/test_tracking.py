@@ -131,7 +131,7 @@ def test_failing_tracker_is_dropped_with_one_warning(caplog: pytest.LogCaptureFi
     assert (good.steps, good.closed) == ([1, 2], True)
     assert (bad.steps, bad.closed) == ([1], False)
     assert [record.getMessage() for record in caplog.records] == [
-        "bad tracking stops, the run goes on: ConnectionError: no network"
+        "bad tracking stops, the run continues: ConnectionError: no network"
     ]
 
 
