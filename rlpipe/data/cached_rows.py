@@ -81,7 +81,7 @@ def load(stored: bytes) -> Any:
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+            raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
         return super().find_class(module, name)
 
 
@@ -182,7 +182,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> Any:
             tokenizer.save_pretrained(folder)
         except Exception as error:  # a tokenizer may be a user's class
             reason = describe_error(error)
-            raise DataError(f"tokenizer {tokenizer.name_or_path!r}: it can't be stored ({reason})") from error
+            raise DataError(f"tokenizer {tokenizer.name_or_path!r} can't be stored ({reason})") from error
         config = Path(folder) / "tokenizer_config.json"
         known = {key: value for key, value in json.loads(config.read_text()).items() if key not in LOADING_KEYS}
         config.write_text(json.dumps(known, sort_keys=True))
@@ -358,7 +358,7 @@ def find_prepared(
             return None
         file = folder / f"{source_digest(rows, seed)}.arrow"
     except DataError as error:
-        logger.info("prepared rows are not looked for: %s", error)
+        logger.info("prepared rows are not used: %s", error)
         return None
     if not file.is_file():
         return None
@@ -368,7 +368,7 @@ def find_prepared(
         logger.warning("prepared rows are not used, as %s can't be read (%s)", file, describe_error(error))
         return None
     if (changed := prepared.changed_file()) is not None:
-        logger.warning("%s: prepared rows are not used, as the image %s is another now", prepared.name, changed)
+        logger.warning("%s: prepared rows are not used, as the image %s has changed", prepared.name, changed)
         return None
     logger.info("%s: %d prepared rows are read from %s", prepared.name, len(prepared), file)
     for note in prepared.notes:

@@ -96,7 +96,7 @@ def reasoning(cfg: Mapping[str, Any]) -> Transform:
             change = of_last if turn == last else without_thinking
             messages[turn] = change(messages[turn], f"message {turn + 1}")
         if _is_empty(messages[last]):
-            raise UnusableRow(f"message {last + 1} has no answer beside its reasoning")
+            raise UnusableRow(f"message {last + 1} has only reasoning, and no answer")
         return names.columns(messages, last)
 
     return _of_conversations(names, split)
@@ -134,9 +134,9 @@ class _Names:
             raise no_assistant(messages, column)
         for turn in turns:
             if _is_empty(messages[turn]):
-                raise UnusableRow(f"message {turn + 1}, a turn of the assistant, is empty")
+                raise UnusableRow(f"message {turn + 1}, an assistant turn, is empty")
             if turn + 1 in turns:
-                raise UnusableRow(f"messages {turn + 1} and {turn + 2} are both the assistant's; make one of them")
+                raise UnusableRow(f"messages {turn + 1} and {turn + 2} are both the assistant's; merge them into one")
         return messages, turns
 
     def columns(self, messages: ChatMessages, turn: int) -> Columns:
@@ -152,7 +152,7 @@ def _arguments(cfg: Mapping[str, Any], **defaults: str) -> dict[str, str]:
     given: Mapping[str, str] = cfg["transform_args"]
     for name in given.keys() - known.keys():
         close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"its arguments are {', '.join(known)}"
         raise DataError(f"data.transform_args: {cfg['transform']} has no argument {name!r}; {hint}")
     return {**known, **given}
 

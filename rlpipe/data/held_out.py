@@ -115,10 +115,10 @@ class Split(Generic[Item]):
             source.num_split_off = len(rows)
             if (rows or self._tried) and (len(rows) < share or not len(source.indices)):
                 wanted = f"{share} of the {size} rows, by weight," if source.name else f"{size} rows"
-                usable = f"of whose {len(order)} rows {len(rows)} can be held out"
+                usable = f"which has {len(order)} rows, of which {len(rows)} can be held out"
                 fix = "set it lower" if source.name else f"set it below {len(rows)}"
                 raise DataError(
-                    f"data.held_out.size: {wanted} are to come from {source.rows.name}, {usable}; {fix}, so that some "
+                    f"data.held_out.size: {wanted} must come from {source.rows.name}, {usable}; {fix}, so that some "
                     "are left to train on"
                 )
 
@@ -152,7 +152,9 @@ class Split(Generic[Item]):
             if len(found) == count:
                 break
         if not found and self._tried:
-            raise DataError(f"data.held_out: none of the rows of {source.rows.name} can be held out, {reason}")
+            raise DataError(
+                f"data.held_out: none of the rows of {source.rows.name} can be held out, for example {reason}"
+            )
         return found
 
 

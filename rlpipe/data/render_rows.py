@@ -233,11 +233,11 @@ class _Writer:
             folder.mkdir(parents=True, exist_ok=True)
             with held(folder) as alone:
                 if not alone:
-                    raise RunError(f"another rlpipe data prepare writes to {folder}: wait for its end")
+                    raise RunError(f"another rlpipe data prepare is writing to {folder}: wait until it ends")
                 try:
                     self._write(rows, recipe.render, writing_path(file))
                     if source_digest(source, self._seed) != digest:
-                        raise DataError(f"{rows.name} has changed while it was read: prepare it again")
+                        raise DataError(f"{rows.name} changed while it was being read: prepare it again")
                     writing_path(file).replace(file)
                 finally:
                     writing_path(file).unlink(missing_ok=True)
@@ -281,7 +281,7 @@ class _Writer:
                 while under_way:
                     yield under_way.popleft().result()
             except BrokenProcessPool:
-                raise RunError("a worker of rlpipe data prepare died; with --workers 1 there is none") from None
+                raise RunError("a worker of rlpipe data prepare died; --workers 1 runs without workers") from None
             finally:
                 pool.shutdown(cancel_futures=True)
 

@@ -87,5 +87,5 @@ def parse_object(line: bytes, location: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise DataError(f"{location}: a JSON object with the row's columns was expected, found {type(row).__name__}")
+        raise DataError(f"{location}: expected a JSON object with the row's columns, found {type(row).__name__}")
     return row

@@ -195,9 +195,9 @@ def print_rows(rows: Sequence[ShownRow], notes: Sequence[str], *, trains: bool) 
     for note in notes:
         console.print(Text(note))
     if not trains:
-        console.print(Text("these are prompts: nothing of them is trained, the policy writes what comes next"))
+        console.print(Text("prompts only: no token is trained; the policy writes the completions"))
     elif brackets is not None:
-        console.print(Text(f"trained tokens stand between {brackets[0]} and {brackets[1]}"))
+        console.print(Text(f"trained tokens are between {brackets[0]} and {brackets[1]}"))
     else:
         console.print(Text.assemble(("trained tokens", TRAINED), " and ", ("special tokens", SPECIAL)))
     for row in rows:
@@ -253,7 +253,7 @@ def make_page(title: str, rows: Sequence[ShownRow], notes: Sequence[str], *, tra
     legend = (
         '<span class="trained">trained tokens</span>, <span class="special">special tokens</span>'
         if trains
-        else "These are prompts: nothing of them is trained, the policy writes what comes next."
+        else "Prompts only: no token is trained; the policy writes the completions."
     )
     lines = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',

@@ -203,14 +203,14 @@ def count_rows(source: PromptSource | SequenceSource, places: Iterable[RowPlace]
 
 def describe(found: Statistics) -> list[str]:
     """Return the statistics as lines of text, those of all sources together first."""
-    used = f"{found.num_used:,} used" if found.num_used else "of which a run can use none"
+    used = f"{found.num_used:,} used" if found.num_used else "none of which a run can use"
     lines = [f"{found.source}: {found.num_rows:,} rows, {used}", *_describe_tokens(found)]
     if found.num_cut:
-        lines.append(f"cut            {found.num_cut:,} rows, of which a window is trained")
+        lines.append(f"cut            {found.num_cut:,} rows, with one window of each trained")
     if found.images.num_rows:
         images = found.images
         lines.append(
-            f"images         {images.num_images:,} in {images.num_rows:,} rows, of {images.num_tokens:,} tokens"
+            f"images         {images.num_images:,} in {images.num_rows:,} rows, {images.num_tokens:,} tokens in total"
         )
     lines.append(f"repeated       {found.num_repeated:,} rows equal an earlier one, token for token")
     for kind, skipped in found.skipped.items():

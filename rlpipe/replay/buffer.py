@@ -143,7 +143,7 @@ class Admission:
     def admit(self, num_groups: int) -> None:
         """Count groups as started; raise ``ValueError`` beyond the capacity."""
         if num_groups > self.capacity:
-            raise ValueError(f"{num_groups} groups were admitted where {self.capacity} may be")
+            raise ValueError(f"{num_groups} groups were to be admitted, but the capacity is {self.capacity}")
         self._admitted += num_groups
 
     def discard(self, num_groups: int) -> None:

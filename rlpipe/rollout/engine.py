@@ -85,7 +85,7 @@ def resolve_engine(kind: str) -> Literal["vllm", "hf"]:
     if kind == "hf" or (kind == "auto" and not has_vllm):
         return "hf"
     if not has_vllm:
-        raise ConfigError("rollout.engine=vllm, but vllm is not installed: install rlpipe[vllm], or take auto or hf")
+        raise ConfigError("rollout.engine=vllm, but vllm is not installed: install rlpipe[vllm], or set auto or hf")
     return "vllm"
 
 
@@ -146,7 +146,7 @@ def failed_group(request: GroupRequest, failure: str) -> RolloutGroup:
 
 def too_long(length: int, limit: int) -> str:
     """Return the failure message for a prompt of ``length`` tokens that does not fit."""
-    return f"the prompt is too long: its {length} tokens leave no room in {limit} (rollout.max_model_len)"
+    return f"the prompt is too long: its {length} tokens leave no space in {limit} (rollout.max_model_len)"
 
 
 def without_image(drawn: Sequence[int], image_id: int | None, finish_reason: str) -> str:
@@ -171,7 +171,7 @@ def slot_rank(rank: int) -> int:
     """Return the smallest slot rank of vLLM that fits the adapter; raise ``ConfigError`` if there is none."""
     fitting = [size for size in _RANKS if size >= rank]
     if not fitting:
-        raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; at most {_RANKS[-1]}")
+        raise ConfigError(f"model.adapter.r={rank} is more than vllm serves; set at most {_RANKS[-1]}")
     return fitting[0]
 
 

@@ -38,7 +38,7 @@ def open_engine(
 
         return VllmEngine(name, model, rollout, weights, max_prompt_tokens=max_prompt_tokens)
     if weights.transport == "nccl":
-        raise ConfigError("weights.transport=nccl is vLLM's, which is not installed: set object_store")
+        raise ConfigError("weights.transport=nccl needs vLLM, which is not installed: set object_store")
     from rlpipe.rollout.hf_engine import HfEngine
 
     return HfEngine(name, model, rollout, max_prompt_tokens=max_prompt_tokens)

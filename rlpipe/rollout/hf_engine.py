@@ -155,7 +155,7 @@ class HfEngine:
 
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         if manifest.kind is not self._kind:
-            raise ModelError(f"engine {self._name} takes {self._kind} weights, got {manifest.kind}")
+            raise ModelError(f"engine {self._name} expects {self._kind} weights, got {manifest.kind}")
         if manifest.kind is WeightsKind.LORA:
             digest = self._load_adapter(manifest.adapter_config or {}, unpack(adapter_bucket(manifest, buckets)))
         else:
@@ -201,7 +201,7 @@ class HfEngine:
         if length >= self._max_model_len:
             return too_long(length, self._max_model_len)
         if not request.use_adapter and self._kind is WeightsKind.FULL:
-            return "the engine serves no adapter that could be left out"
+            return "the engine serves full weights, so it can't leave out an adapter"
         try:
             if request.sampling is not None:
                 _check_sampling(request.sampling)

@@ -156,8 +156,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = {*SAMPLING, "chat_template_kwargs"}
     if unknown := options.keys() - known:
         raise ConfigError(
-            f"an engine does not know {', '.join(sorted(unknown))}; it knows {', '.join(sorted(known))}, and "
-            "temperature and max_tokens for themselves"
+            f"engines have no option {', '.join(sorted(unknown))}; they have {', '.join(sorted(known))}, and "
+            "temperature and max_tokens as separate arguments"
         )
 
 

@@ -94,7 +94,7 @@ def _json_of(response: httpx.Response) -> Any:
     try:
         return response.json()
     except ValueError:
-        raise UnusableAnswer(f"its answer is no JSON ({_shown(response.text)})") from None
+        raise UnusableAnswer(f"its answer is not JSON ({_shown(response.text)})") from None
 
 
 def _pause_s(attempt: int) -> float:

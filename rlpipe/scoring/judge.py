@@ -115,7 +115,7 @@ class Judge(RewardActor, ABC):
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(template)
         except TemplateError as error:
-            raise ValueError(f"template is no Jinja template: {error}") from None
+            raise ValueError(f"template is not a Jinja template: {error}") from None
         self._system = system
         _check_source(url, model, engine, cache)
         self._engine, self._options = engine, dict(request or {})
@@ -136,7 +136,7 @@ class Judge(RewardActor, ABC):
         if kwargs["engine"] == "base" and not serves_adapter(model):
             merged = "merges its adapter" if model.adapter.kind != "none" else "has model.adapter.kind=none"
             raise ConfigError(
-                f"engine=base asks the model beneath the adapter, and engines have none, as the run {merged}: "
+                f"engine=base needs engines that serve the adapter separately, but the run {merged}: "
                 "train a LoRA adapter that is not merged, or set engine=policy, or a url"
             )
 
@@ -144,7 +144,7 @@ class Judge(RewardActor, ABC):
         if self._engine is None:
             return
         if self.chat is None:
-            raise ValueError(f"engine={self._engine} asks the engines of a run, and here are none: set a url")
+            raise ValueError(f"engine={self._engine} uses the engines of a run, and there are none here: set a url")
         self._body["model"] = self.chat.name
         self._client = EngineClient(
             self.chat,
@@ -186,7 +186,7 @@ class Judge(RewardActor, ABC):
         try:
             answer = response["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
-            raise UnusableAnswer(f"its answer is no chat completion: {str(response)[:100]}") from None
+            raise UnusableAnswer(f"its answer is not a chat completion: {str(response)[:100]}") from None
         if not isinstance(answer, str):
             raise UnusableAnswer("its answer has no text")
         return self._read(answer)
@@ -198,11 +198,11 @@ class Judge(RewardActor, ABC):
 def _check_source(url: str | None, model: str | None, engine: str | None, cache: str | None) -> None:
     if (url is None) == (engine is None):
         found = "neither" if url is None else "both"
-        raise ValueError(f"a judge has either url, a server's, or engine, base or policy; here are {found}: set one")
+        raise ValueError(f"a judge needs either url (a server) or engine (base or policy), found {found}: set one")
     if engine not in (None, *get_args(Weights)):
         raise ValueError(f"engine is {engine!r}; set {' or '.join(get_args(Weights))}")
     if (url is None) != (model is None):
-        raise ValueError("model goes with url: the server's name of a model; an engine has one of its own")
+        raise ValueError("model needs url: it names the model on the server; engines have their own")
     if engine == "policy" and cache is not None:
         raise ValueError("cache: the policy's answers change with every version; remove it, or set engine=base")
 
@@ -249,7 +249,7 @@ class RubricJudge(Judge):
     def __init__(self, *, criteria: Mapping[str, float], maximum: float = 10.0, **options: Any) -> None:
         super().__init__(**options)
         if not criteria or sum(criteria.values()) <= 0:
-            raise ValueError(f"criteria {dict(criteria)} have no weight; give at least one above 0")
+            raise ValueError(f"criteria {dict(criteria)} have no weight; set at least one above 0")
         self._criteria, self._maximum = dict(criteria), maximum
 
     async def score(self, group: RolloutGroup) -> list[float | None]:  # type: ignore[override]

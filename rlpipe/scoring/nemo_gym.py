@@ -49,7 +49,7 @@ class NemoGym(RewardActor):
             value = (found.get("reward_components") or {}).get(self._component)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             named = "reward" if self._component is None else f"reward_components[{self._component!r}]"
-            raise UnusableAnswer(f"its {named} is {value!r}, and no finite number")
+            raise UnusableAnswer(f"its {named} is {value!r}, not a finite number")
         return float(value)
 
 

@@ -54,7 +54,7 @@ class ClassifierReward(RewardActor):
         trust_remote_code: bool = False,
     ) -> None:
         if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         self.source, self.dtype = model, dtype
         self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
@@ -149,9 +149,9 @@ class StepReward(ClassifierReward):
     ) -> None:
         super().__init__(**options)
         if combine not in HOW:
-            raise ValueError(f"combine {combine!r} is none of {', '.join(HOW)}")
+            raise ValueError(f"combine {combine!r} is not one of {', '.join(HOW)}")
         if not separator:
-            raise ValueError("separator is empty; give what parts the steps of a completion")
+            raise ValueError("separator is empty; set the text between the steps of a completion")
         self._separator, self._mark, self._label, self._combine = separator, step_token or separator, label, combine
 
     def score_answers(self, answers: Sequence[tuple[RolloutGroup, str]]) -> list[float | None]:

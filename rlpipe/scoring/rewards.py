@@ -110,8 +110,8 @@ def read_signature(function: RewardFunction, source: str) -> Signature:
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise RewardImportError(
-                f"reward {source} takes {parameter.name!r} by position only, but rewards are called by keyword; "
-                "remove the '/' from its signature"
+                f"reward {source} has the positional-only parameter {parameter.name!r}, but rewards are called by "
+                "keyword; remove the '/' from its signature"
             )
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return Signature(
@@ -145,7 +145,7 @@ def _check_class(reward: type, kwargs: Mapping[str, Any], source: str) -> None:
         inspect.signature(reward).bind(**kwargs)
     except TypeError as error:
         raise RewardImportError(
-            f"reward {source} can't be made from kwargs {dict(kwargs)}: {error}; fix kwargs"
+            f"reward {source} can't be created from kwargs {dict(kwargs)}: {error}; fix kwargs"
         ) from None
 
 
@@ -159,7 +159,7 @@ def _check_function(reward: RewardFunction, kwargs: Mapping[str, Any], source: s
     unknown = set() if signature.takes_all else set(kwargs) - signature.named
     if unknown:
         raise RewardImportError(
-            f"reward {source} has no parameter {_listed(unknown)}, which kwargs gives it; "
+            f"reward {source} has no parameter {_listed(unknown)}, which kwargs sets; "
             f"its parameters are ({_listed(signature.named)})"
         )
     taken = set(kwargs) & PROVIDED

@@ -261,11 +261,11 @@ class Scorer:
         """Add the limit to failures for lack of memory; raise ``MemoryError`` if the memory taken is not freed."""
         for name in call.ran_out if self._limit is not None else ():
             assert self._limit is not None
-            call.result.failures[name] += f"; its process may take {self._limit}"
+            call.result.failures[name] += f"; its process may use {self._limit}"
             gc.collect()
             if self._limit.is_exhausted(self._allowed_bytes):
                 lift_memory_limit()  # else no memory is left to report the failure
-                raise MemoryError(f"what reward {name!r} took does not come free: {call.result.failures[name]}")
+                raise MemoryError(f"the memory of reward {name!r} is not freed: {call.result.failures[name]}")
         call.ran_out.clear()
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ def _read_gold(gold: str, plain: bool) -> list[Any]:
     wrapped = gold if plain or "$" in gold or "\\boxed" in gold else f"${gold}$"
     found: list[Any] = parse(wrapped, _extraction(plain))
     if not found:
-        raise ValueError(f"the row's answer {gold[-60:]!r} is no mathematical expression")
+        raise ValueError(f"the row's answer {gold[-60:]!r} is not a mathematical expression")
     return found
 
 
@@ -247,7 +247,7 @@ def json_schema(
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        raise ValueError(f"schema is no JSON schema: {error.message}") from None
+        raise ValueError(f"schema is not a JSON schema: {error.message}") from None
     validator = kind(schema)
     return [float(_is_valid(text, validator)) for text in _answers(completions, answer_tag)]
 

@@ -74,7 +74,7 @@ def parse_distribution(text: str, option: str) -> Distribution:
     numbers = _numbers(rest)
     made = _from_numbers(kind, numbers) if numbers is not None else None
     if made is None:
-        raise InputError(f"{option}: {text!r} is no distribution of seconds; write {FORMS}")
+        raise InputError(f"{option}: {text!r} is not a distribution of seconds; write {FORMS}")
     sample, mean = made
     return Distribution(text=text, sample=sample, mean=mean)
 
@@ -117,9 +117,9 @@ def _read_seconds(path: Path) -> list[float]:
     seconds = [_numbers(line) for line in lines]
     for line, numbers in zip(lines, seconds, strict=True):
         if numbers is None or len(numbers) != 1:
-            raise DataError(f"{path}: {line!r} is not a number of seconds of at least 0; write one number a line")
+            raise DataError(f"{path}: {line!r} is not a number of seconds of at least 0; write one number per line")
     if not lines:
-        raise DataError(f"{path}: holds no number; write one number of seconds a line")
+        raise DataError(f"{path}: has no numbers; write one number of seconds per line")
     return [number for numbers in seconds if numbers for number in numbers]
 
 
@@ -218,7 +218,7 @@ def read_measured(run: Path) -> Measured:
     try:
         path = find_ledger(run)
     except DataError as error:
-        raise DataError(f"--from takes the folder of a run: {error}") from None
+        raise DataError(f"--from needs the folder of a run: {error}") from None
     with reading(path) as ledger:
         generated = ledger.rows(
             "SELECT engine, generated_at - generate_s, generated_at FROM groups "
@@ -290,7 +290,7 @@ def read_times(config: Config, given: GivenTimes, *, slowdown: float) -> Times:
     """Return the times of the parts of ``config``; raise ``InputError`` if one is neither given nor measured."""
     times = _given_times(config, given) if given.run is None else _measured_times(config, given, given.run, slowdown)
     if not times.generate.mean + times.train.mean:
-        raise InputError("generation and training take 0 seconds, so that no time passes; give --generate or --train")
+        raise InputError("generation and training take 0 seconds, so no time passes; set --generate or --train")
     return times
 
 
@@ -300,8 +300,8 @@ def _measured_times(config: Config, given: GivenTimes, run: Path, slowdown: floa
     text = f"measured in {run}"
     if given.sync is None and holds_groups(source) and source.replay.max_staleness > 0:
         raise DataError(
-            f"--from {run}: its engines held their groups while they waited for weights, and its sync times hold "
-            "that wait; give --sync, the seconds of the transfer and the load alone"
+            f"--from {run}: its engines held their groups while they waited for weights, so its sync times include "
+            "that wait; set --sync to the seconds of the transfer and the load alone"
         )
     places = groups_at_once(source.rollout, source.algorithm.group_size)
     generate = [
@@ -328,7 +328,7 @@ def _given_times(config: Config, given: GivenTimes) -> Times:
 
 def _require(text: str | None, option: str) -> Distribution:
     if text is None:
-        raise InputError(f"{option} is required, such as {option} lognormal:2,0.5, or --from and a run's folder")
+        raise InputError(f"{option} is required, such as {option} lognormal:2,0.5, or --from with a run's folder")
     return parse_distribution(text, option)
 
 
@@ -361,7 +361,7 @@ def _choose(
     if given is not None:
         return parse_distribution(given, option)
     if not measured:
-        raise DataError(f"{option}: nothing is {text} yet; give {option}")
+        raise DataError(f"{option}: nothing is {text} yet; set {option}")
     return empirical(measured, text).scaled(factor)
 
 

@@ -163,7 +163,9 @@ def study(setup: Setup, *, seed: int, minutes: float, add: int = 1) -> Study:
     with uncollected():
         history = simulate(setup, seed=seed, limit_s=60 * minutes)
         if not history.num_steps:
-            raise InputError(f"no step ends within {minutes:g} minutes: give more --minutes, or times in seconds")
+            raise InputError(
+                f"no step ends within {minutes:g} minutes: increase --minutes, or check that the times are in seconds"
+            )
         return Study(setup=setup, figures=measure(history), advice=advise(history, seed=seed, add=add))
 
 
@@ -225,10 +227,10 @@ def describe_advice(advice: Sequence[Advice], figures: Figures) -> Iterator[str]
     """Yield the gains, the greatest first, and whether the greatest exceeds the random variation."""
     best = advice[0]
     if best.gain > max(figures.relative_error, 1e-3):
-        yield f"most is gained by {best.change}; throughput with"
+        yield f"the largest gain is from {best.change}; throughput with"
     else:
-        yield "none of these gains more than the draws vary by; throughput with"
+        yield "no change gains more than the random variation; throughput with"
     for entry in advice:
         yield f"  {entry.gain:+8.2%}  {entry.change}"
     if figures.counted_steps < FEW_STEPS:
-        yield f"only {figures.counted_steps} steps count: give more --minutes for figures that chance does not sway"
+        yield f"only {figures.counted_steps} steps count: increase --minutes for more reliable figures"

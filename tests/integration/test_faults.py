@@ -168,7 +168,7 @@ def test_damaged_checkpoints_are_set_aside_for_the_one_before(
     printed = capsys.readouterr().out
     assert f"({largest.name} has {size // 2} of {size} bytes); it is now {checkpoints}/step_000006.damaged" in printed
     assert f"(it has no whole {RECORD}); it is now {checkpoints}/step_000004.damaged" in printed
-    assert f"{finished / NAME} goes on to step 6: it now is {finished}/ledger-1.sqlite, and the one in" in printed
+    assert f"{finished / NAME} continues to step 6; it is now {finished}/ledger-1.sqlite, and the one in" in printed
     assert f"resuming from {checkpoints}/step_000002, after step 2" in printed
     assert (checkpoints / "step_000006.damaged" / largest.name).stat().st_size == size // 2
     assert_accounts(finished, 6)
@@ -196,7 +196,7 @@ def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
     before = hashes(finished)
     changed = options(finished, "algorithm.num_steps=8", "learner.optimizer.lr=0.5", "seed=3")
     error = refusal(changed, capsys)
-    assert "(seed: 0 -> 3; learner.optimizer.lr: 0.01 -> 0.5): set them back, or resume_changes=allow" in error
+    assert "(seed: 0 -> 3; learner.optimizer.lr: 0.01 -> 0.5): restore them, set resume_changes=allow" in error
     assert hashes(finished) == before
 
     assert cli.main(["train", *changed, "resume_changes=allow"]) == 0

@@ -108,11 +108,11 @@ DEATHS: dict[How, str] = {
     ("abort", None): "used more memory than scoring.memory_gb=1 allows",
     ("leave", None): "died while it scored 1 groups",
     ("interrupt", None): "aborted: ",
-    ("hoard", None): "its process may take scoring.memory_gb=1",
+    ("hoard", None): "its process may use scoring.memory_gb=1",
 }
 FAILURES: dict[How, str] = {
     ("sys_exit", None): "SystemExit: enough (isolation_cases.py:",
-    ("grow", None): "its process may take scoring.memory_gb=1",
+    ("grow", None): "its process may use scoring.memory_gb=1",
     ("nothing_to_show", None): "it returned 2 values for 1 completions",
 }
 
@@ -168,7 +168,7 @@ def test_a_sandbox_holds_and_its_process_goes_on(start_pool: StartPool, tmp_path
             ("segfault", None): "died of SIGSEGV",
             ("leave", None): "wrote no answer",
             ("sys_exit", None): "SystemExit: enough",
-            ("grow", None): "its sandbox may take memory_gb=0.5",
+            ("grow", None): "its sandbox may use memory_gb=0.5",
             ("write_nonsense", None): "wrote no answer, but",
             ("kill_parent", None): "PermissionError",
             ("start_children_and_hang", str(tmp_path)): "took longer than 10 seconds (timeout_s) in its sandbox",

@@ -207,9 +207,9 @@ def test_a_request_may_have_its_own_sampling(lora_engine: Engine) -> None:
 
 def test_prompts_that_do_not_fit_are_told_the_option(lora_engine: Engine, full_engine: Engine) -> None:
     (failed,) = sample(lora_engine, [request(0, prompt_ids=[30] * 300)])
-    assert failed.failure == "the prompt is too long: its 300 tokens leave no room in 280 (rollout.max_model_len)"
+    assert failed.failure == "the prompt is too long: its 300 tokens leave no space in 280 (rollout.max_model_len)"
     (adapterless,) = sample(full_engine, [request(0, use_adapter=False)])
-    assert adapterless.failure == "the engine serves no adapter that could be left out"
+    assert adapterless.failure == "the engine serves full weights, so it can't leave out an adapter"
 
 
 def test_a_request_that_vllm_refuses_fails_alone(lora_engine: Engine) -> None:

@@ -77,7 +77,7 @@ def test_markers_in_a_question_open_no_answer() -> None:
 def test_an_answer_whose_beginning_merges_with_its_marker_is_no_row(text: str) -> None:
     data = DataConfig(source="jsonl")
     mask = ConversationMask(ChatTemplate(real_tokenizer(), data), data)
-    with pytest.raises(UnusableRow, match="their markers merge with what stands beside them"):
+    with pytest.raises(UnusableRow, match="their markers merge with adjacent text"):
         mask.tokens(turns("Is it?", text))
 
 

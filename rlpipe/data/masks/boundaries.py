@@ -272,6 +272,6 @@ def _ids(marker: str, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[in
     if unknown is not None and tokenizer.unk_token_id in ids and unknown not in marker:  # GPT-2's is its end token
         raise ConfigError(
             f"{name}: {marker!r} has text that the tokenizer {tokenizer.name_or_path!r} does not know ({unknown}), so "
-            "that any other such text would match it; take a marker of known tokens"
+            "any other unknown text would match it; use a marker of known tokens"
         )
     return ids

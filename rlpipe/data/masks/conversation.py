@@ -76,8 +76,8 @@ def mark_generation(
     num_earlier = len(assistant_turns(messages[:first_message]))
     if num_earlier and len(spans) != num_turns:
         raise DataError(
-            f"the chat template has {len(spans)} generation blocks for {num_turns} assistant turns, so those of the "
-            "prompt can't be told from those of the completion"
+            f"the chat template has {len(spans)} generation blocks for {num_turns} assistant turns, so the prompt's "
+            "can't be distinguished from the completion's"
         )
     encoded = template.encode_with_offsets(text, images)
     assert encoded.offsets is not None
@@ -117,7 +117,9 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
     for role in data.roles_to_train:
         if not counts_all and role not in roles:
             there = ", ".join(sorted(roles))
-            raise DataError(f"data.roles_to_train: no turns of {role!r} can be told ({source}); there are {there}")
+            raise DataError(
+                f"data.roles_to_train: no turns of {role!r} can be recognized ({source}); the roles are {there}"
+            )
     tokenizer = template.tokenizer
     mask = LossMask(
         boundaries=boundaries,
@@ -128,7 +130,7 @@ def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
         pad_id=tokenizer.pad_token_id,
         end_id=tokenizer.eos_token_id,
     )
-    everything = "all tokens count, but padding and those of images, audio and videos"
+    everything = "all tokens count, except padding and those of images, audio and videos"
     logger.info("loss mask: %s", everything if counts_all else _describe(mask, source))
     return mask
 
@@ -144,7 +146,7 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
         roles: dict[tuple[int, ...], str] = {}
         for index, boundary in enumerate(given):
             if (role := roles.setdefault(boundary.start, boundary.role)) != boundary.role:
-                raise ConfigError(f"{ROLE_OPTION}[{index}].start: has the same tokens as that of {role}")
+                raise ConfigError(f"{ROLE_OPTION}[{index}].start: has the same tokens as the start of {role}")
         return ROLE_OPTION, given
     template.require()
     probe = Probe(template)
@@ -155,7 +157,7 @@ def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list
     try:
         derived = encode_markers(derive_markers(probe), template.tokenizer, "its markers")
         if not are_found(derived, probe):
-            raise NotDerivable("the markers that it seems to have do not hold what they should")
+            raise NotDerivable("its apparent markers do not enclose the messages")
     except (NotDerivable, ConfigError) as problem:
         raise DataError(
             f"the chat template of {template.tokenizer.name_or_path!r} does not show where turns begin and end "
@@ -203,7 +205,7 @@ def _describe(mask: LossMask, source: str) -> str:
     endless = mask.roles - {boundary.role for boundary in mask.boundaries if boundary.include_end and boundary.end}
     if endless:
         markers.append(
-            f"no end is learned of turns of {', '.join(sorted(endless))}, which have no end marker of their own"
+            f"turns of {', '.join(sorted(endless))} have no end marker of their own, so their end is not learned"
         )
     roles = ", ".join(sorted(mask.roles)) or "none"
     return f"{source}; trained roles {roles}, end markers {mask.ends.value}; {'; '.join(markers)}"
@@ -238,7 +240,7 @@ class ConversationMask:
         only_assistant = list(data.roles_to_train) == [ASSISTANT] and data.role_boundaries is None
         found = is_plain and only_assistant and self._template.marks_generation
         if found:
-            logger.info("loss mask: generation blocks of the chat template, with the end tokens right behind them")
+            logger.info("loss mask: generation blocks of the chat template, with the end tokens right after them")
         return found
 
     @cached_property
@@ -283,7 +285,7 @@ class ConversationMask:
             mask[image.place : image.place + image.num_tokens] = False
         mask[:1] = False  # the first token has no predecessor
         if not mask.any():
-            raise UnusableRow(f"no token of a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
+            raise UnusableRow(f"it has no token in a turn of {' or '.join(self._data.roles_to_train) or 'any role'}")
         return encoded, mask
 
     def _mark(self, encoded: Encoded, messages: ChatMessages, first_message: int, template: ChatTemplate) -> BoolArray:
@@ -295,15 +297,15 @@ class ConversationMask:
         taken = self._taken_for_assistant & {message["role"] for message in messages[first_message:]}
         if taken and ASSISTANT in rules.roles:
             raise UnusableRow(
-                f"its turns of {' and '.join(sorted(taken))} would count as the assistant's: the chat template writes "
-                "them alike"
+                f"its turns of {' and '.join(sorted(taken))} would count as the assistant's: the chat template renders "
+                "both the same way"
             )
         answers = [turn for turn in turns if turn.boundary.role == ASSISTANT]
         expected = _num_blocks(messages)
         if len(answers) < expected and ASSISTANT in rules.roles:
             raise UnusableRow(
                 f"{len(answers)} of the assistant's {expected} turns are found in its tokens: their markers merge with "
-                "what stands beside them, or the chat template leaves turns out"
+                "adjacent text, or the chat template leaves turns out"
             )
         if first_message:
             mask[: _num_prompt_tokens(encoded, messages, first_message, answers, template)] = False

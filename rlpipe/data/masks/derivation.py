@@ -191,7 +191,7 @@ def _dialogue(probe: Probe) -> list[RoleMarkers]:
         user = replace(user, include_end=False)
         written = user_end + written * is_prompted  # text that a prompt does not end with belongs to the answer
     if user.start == assistant.start:
-        raise NotDerivable(f"turns of user and assistant start alike, with {user.start!r}")
+        raise NotDerivable(f"turns of user and assistant start the same way, with {user.start!r}")
     return [user, assistant, *_with_blanks(user, asks), *_with_blanks(assistant, written)]
 
 
@@ -204,7 +204,7 @@ def _require_one_end(cut: _Cutter, end: str, answered: str, rest: str) -> None:
     is_whole = not further[:1].strip() or cut.special(further) or cut.special(end, from_right=True)
     if not is_whole or (not end.strip() and (answered.strip() or rest.strip())):
         raise NotDerivable(
-            f"the assistant's turns end with {answered.strip()!r} where they come last, and otherwise before others"
+            f"the assistant's last turn ends with {answered.strip()!r}, its earlier turns end differently"
         )
 
 
@@ -224,9 +224,9 @@ def _trailing(text: str) -> str:
 def _turn(role: str, start: str, end: str, *, following: str) -> RoleMarkers:
     """Return the markers of a role; without an end of their own, turns go to the ``following`` start."""
     if not start:
-        raise NotDerivable(f"nothing stands before turns of {role}")
+        raise NotDerivable(f"turns of {role} have no marker before them")
     if not end and not following:
-        raise NotDerivable(f"nothing stands behind turns of {role}")
+        raise NotDerivable(f"turns of {role} have no marker after them")
     return RoleMarkers(role=role, start=start, end=end or following, include_end=bool(end))
 
 

@@ -102,7 +102,7 @@ class SupervisedForm:
         for pair in earlier:
             is_pair = isinstance(pair, list | tuple) and len(pair) == 2
             if not is_pair or not all(isinstance(text, str) for text in pair):
-                raise UnusableRow(f"column {HISTORY!r}: a pair of question and answer was expected, found {pair!r:.80}")
+                raise UnusableRow(f"column {HISTORY!r}: expected a pair of question and answer, found {pair!r:.80}")
             turns += zip(("user", "assistant"), pair, strict=True)
         turns += [("user", question), ("assistant", row[OUTPUT])]
         messages = chat_messages([{"role": role, "content": content} for role, content in turns])
@@ -186,7 +186,7 @@ class TransformedRows:
         self._remove = remove
 
     def __len__(self) -> int:
-        assert isinstance(self._rows, Sized), "nobody asks how long a stream is"
+        assert isinstance(self._rows, Sized), "a stream has no length"
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
@@ -213,9 +213,9 @@ class ExpandedRows:
         self._counts = np.array([self._count_at_start(source) for source in range(len(rows))], np.int64)
         self._ends = np.cumsum(self._counts)
         if not len(self):
-            raise DataError(f"{self.name}: data.transform made no row of any of its {len(rows)} rows")
+            raise DataError(f"{self.name}: data.transform created no rows from its {len(rows)} rows")
         if without := int(np.sum(self._counts == 0)):
-            logger.warning("%s: data.transform made no row of %d of its %d rows", self.name, without, len(rows))
+            logger.warning("%s: data.transform created no rows from %d of its %d rows", self.name, without, len(rows))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -227,8 +227,8 @@ class ExpandedRows:
         count = _common_length(columns)
         if count != self._counts[source]:
             raise DataError(
-                f"{location}: data.transform made {count} rows of it, but {self._counts[source]} when the data was "
-                "opened; it must make as many each time"
+                f"{location}: data.transform created {count} rows from it, but {self._counts[source]} when the data "
+                "was opened; it must create the same number each time"
             )
         return {**_kept(row, self._remove), **{name: values[part] for name, values in columns.items()}}
 
@@ -318,7 +318,7 @@ def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokeni
     unknown = options.keys() - OPTIONS
     if unknown:
         known = " and ".join(sorted(OPTIONS, reverse=True))
-        raise DataError(f"data.transform {data.transform!r}: only {known} are known, not {', '.join(unknown)}")
+        raise DataError(f"data.transform {data.transform!r}: the options are {known}, not {', '.join(unknown)}")
     if "tokenizer" in inspect.signature(map_row).parameters:
         map_row = partial(map_row, tokenizer=tokenizer)
     remove = _removed_columns(options.get("remove_columns"))
@@ -326,8 +326,8 @@ def apply_transform(rows: AnyRows, data: DataConfig, tokenizer: PreTrainedTokeni
         return TransformedRows(rows, map_row, remove)
     if not isinstance(rows, Sized):
         raise DataError(
-            f"data.transform {data.transform!r} is batched, and counts at the start what it makes of all rows, which a "
-            "stream does not have: set data.streaming=false, or make the rows beforehand"
+            f"data.transform {data.transform!r} is batched, so its rows are counted at the start, which a stream does "
+            "not allow: set data.streaming=false, or create the rows beforehand"
         )
     return ExpandedRows(cast(Rows, rows), map_row, remove)
 

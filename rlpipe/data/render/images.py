@@ -72,7 +72,7 @@ def take_images(messages: ChatMessages, column: Any, folder: Path) -> tuple[Chat
                 own = _own_image(part)
                 found.append(read_image(next(waiting, None) if own is None else own, folder, len(found) + 1))
     if left := len(list(waiting)):
-        raise UnusableRow(f"it has {len(given)} images, of which {left} have no place in its messages")
+        raise UnusableRow(f"it has {len(given)} images, but its messages have no place for {left} of them")
     return [_bare(message) for message in spread], found
 
 
@@ -86,7 +86,7 @@ def read_image(value: Any, folder: Path, number: int) -> bytes:
     Raises ``UnusableRow`` if it is none of these or can't be read.
     """
     if value is None:
-        raise UnusableRow(f"there is no image {number} for its messages")
+        raise UnusableRow(f"its messages refer to image {number}, which is missing")
     try:
         content = _read(value, folder)
         image_size(content)
@@ -131,7 +131,7 @@ def _opened(content: bytes) -> Iterator[Any]:
         with Image.open(io.BytesIO(content)) as image:
             yield image
     except UnidentifiedImageError:
-        raise ValueError("it is in no format of images that PIL knows") from None
+        raise ValueError("PIL does not know its image format") from None
     except (Image.DecompressionBombError, SyntaxError, EOFError, struct.error) as error:
         raise ValueError(str(error)) from None
 
@@ -148,7 +148,7 @@ def _read(value: Any, folder: Path) -> bytes:
         return _read_address(str(value), folder)
     if hasattr(value, "save"):
         return as_png(value)
-    raise ValueError(f"{type(value).__name__} is no image, path or bytes")
+    raise ValueError(f"{type(value).__name__} is not an image, path or bytes")
 
 
 def _read_address(address: str, folder: Path) -> bytes:
@@ -157,9 +157,9 @@ def _read_address(address: str, folder: Path) -> bytes:
         try:
             return base64.b64decode(encoded, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"its data address is not base64: {error}") from None
+            raise ValueError(f"its data URL is not base64: {error}") from None
     if address.startswith(("http://", "https://")):
-        raise ValueError(f"{address:.80} is on the net: download the images, and give their paths")
+        raise ValueError(f"{address:.80} is a URL: download the images, and set their paths")
     if address.startswith("file://"):
         address = unquote(urlsplit(address).path)
     file = folder / Path(address).expanduser()
@@ -198,13 +198,13 @@ def _checked(part: Mapping[str, Any], has_marks: bool) -> Iterator[Mapping[str, 
     elif part["type"] in IMAGE_TYPES:
         yield part
     else:
-        raise UnusableRow(f"a part of a message is of the type {part['type']!r:.40}; texts and images can be rendered")
+        raise UnusableRow(f"a message part has the type {part['type']!r:.40}; only texts and images can be rendered")
 
 
 def _led_by(messages: ChatMessages, count: int) -> ChatMessages:
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise UnusableRow("it has images, but no message of the user that they could stand in")
+        raise UnusableRow("it has images, but no user message to put them in")
     user = messages[first]
     content = user["content"]
     parts = list(content) if isinstance(content, list) else [{"type": TEXT, TEXT: content}]

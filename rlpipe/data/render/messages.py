@@ -73,7 +73,7 @@ def assistant_turns(messages: ChatMessages) -> list[int]:
 def no_assistant(messages: ChatMessages, column: str) -> UnusableRow:
     """Return the exception for a conversation without an assistant turn."""
     roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
-    return UnusableRow(f"column {column!r} has no turn of the role assistant; its roles are {roles}")
+    return UnusableRow(f"column {column!r} has no assistant turn; its roles are {roles}")
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         known = _of_sharegpt(known, name)
     if not isinstance(known.get("role"), str):
         found = f"the role is {known['role']!r:.80}" if "role" in known else f"no key 'role' in {message!r:.80}"
-        raise UnusableRow(f"{name}: a chat message must be a dict with role and content, and {found}")
+        raise UnusableRow(f"{name}: a chat message must be a dict with role and content; {found}")
     content = known.get("content")
     if content is None and not any(known.get(key) for key in INSTEAD):
         raise UnusableRow(f"{name}: its key 'content' is {'null' if 'content' in message else 'missing'}")
@@ -97,8 +97,8 @@ def _of_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
     speaker = message["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         close = get_close_matches(str(speaker), SHAREGPT_ROLES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(SHAREGPT_ROLES)}"
-        raise UnusableRow(f"{name}: its key 'from' is {speaker!r:.80}, which is no role; {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else f"the roles are {', '.join(SHAREGPT_ROLES)}"
+        raise UnusableRow(f"{name}: its key 'from' is {speaker!r:.80}, which is not a role; {hint}")
     if "value" not in message:
         raise UnusableRow(f"{name}: its key 'value' is missing or null")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
@@ -119,9 +119,7 @@ def _part(part: Any, name: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise UnusableRow(
-            f"{name}: a part of a content must be a text or a dict with the key 'type', found {part!r:.80}"
-        )
+        raise UnusableRow(f"{name}: a content part must be a text or a dict with the key 'type', found {part!r:.80}")
     known = {key: value for key, value in part.items() if value is not None}
     if known["type"] == "text" and not isinstance(known.get("text"), str):
         raise UnusableRow(f"{name}: its key 'text' is {known.get('text')!r:.80}, not a text")
@@ -162,7 +160,7 @@ def _parse(text: str) -> Any:
 
 def _schema(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise UnusableRow(f"{name}: a JSON schema with a name was expected, found {tool!r:.80}")
+        raise UnusableRow(f"{name}: expected a JSON schema with a name, found {tool!r:.80}")
     function = tool.get("function", tool)
     if not isinstance(function, dict):
         raise UnusableRow(f"{name}: its key 'function' is {function!r:.80}, not a schema")

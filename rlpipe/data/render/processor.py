@@ -73,7 +73,7 @@ class ImageProcessor:
                 return_text_replacement_offsets=True,
             )
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            raise UnusableRow(f"the model's processor can't take its images ({describe_error(error)})") from error
+            raise UnusableRow(f"the model's processor can't process its images ({describe_error(error)})") from error
         token_ids = np.array(made["input_ids"][0], np.int32)
         offsets = np.array(made.get("offset_mapping", [[]])[0]).reshape(-1, 2)  # in the text with images' tokens
         spans = _find_spans(type(processor).__name__, made, offsets, token_ids, self._image_id)
@@ -95,7 +95,7 @@ class ImageProcessor:
         for image in encoded.images:
             stands[image.place : image.place + image.num_tokens] = False
         if stands.any():
-            raise UnusableRow("it has a token that stands for an image, where there is none")
+            raise UnusableRow("it has an image token without an image")
 
     @cached_property
     def feature_id(self) -> int:
@@ -196,12 +196,12 @@ class ImageProcessor:
         try:
             processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-            given = " with model.processor_kwargs" if options else ", which rows with images need"
+            given = " with model.processor_kwargs" if options else ", but rows with images need it"
             raise ModelError(
                 f"model.path={self._model.path}: its processor can't be loaded{given} ({describe_error(error)})"
             ) from None
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
-            raise ModelError(f"model.path={self._model.path} has no processor of images, but rows have images")
+            raise ModelError(f"model.path={self._model.path} has no image processor, but rows have images")
         processor.tokenizer = load_tokenizer(self._model)
         _check_names(processor, options)
         _check_class(self._model, self._described)
@@ -248,7 +248,7 @@ def _find_spans(
     """Return the first token of each image, and the one after its last."""
     if "text_replacement_offsets" not in made:
         if "cross_attention_mask" not in made:
-            raise ModelError(f"{processor}: this kind of processor does not say which tokens stand for an image")
+            raise ModelError(f"{processor}: this kind of processor does not specify which tokens belong to an image")
         return [(place, place + 1) for place in np.flatnonzero(token_ids == image_id).tolist()]
     starts, ends = offsets.T
     spans = [entry["new_span"] for entry in made["text_replacement_offsets"][0] if entry["type"] == "image"]
@@ -278,7 +278,7 @@ def _check_class(model: ModelConfig, described: Any) -> None:
     text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), None)
     if not model.images and text not in (None, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(described), None)):
         raise ModelError(
-            f"model.path={model.path} is loaded for texts alone, but rows have images: set model.images=true"
+            f"model.path={model.path} is loaded for text only, but rows have images: set model.images=true"
         )
 
 

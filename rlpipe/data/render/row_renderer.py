@@ -87,9 +87,9 @@ class TruthRenderer:
         if not remaining:
             return truth
         if not prompt.is_chat:
-            raise UnusableRow(f"{REMAINING_TURNS} of a prompt that is no conversation")
+            raise UnusableRow(f"{REMAINING_TURNS} needs a prompt that is a conversation")
         if remaining[-1].get("role") != "assistant":
-            raise UnusableRow(f"{REMAINING_TURNS} does not end with a turn of the assistant")
+            raise UnusableRow(f"{REMAINING_TURNS} does not end with an assistant turn")
         first = [{"role": "assistant", "content": truth}] if isinstance(truth, str) else list(truth)
         return [*first, *remaining]
 

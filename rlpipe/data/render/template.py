@@ -45,7 +45,7 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UnusableRow(f"its text has half a character, {text[error.start]!r}") from None
+        raise UnusableRow(f"its text has an unpaired surrogate, {text[error.start]!r}") from None
 
 
 class ChatTemplate:
@@ -89,7 +89,7 @@ class ChatTemplate:
         """Render the conversation, with ``resume`` leaving its last turn open; raise ``UnusableRow`` if that fails."""
         self.require()
         if resume and messages[-1].get("content") is None:
-            raise UnusableRow("its last turn, which the completion would go on from, has no content")
+            raise UnusableRow("its last turn, which the completion would continue, has no content")
         return self._render(
             self._taken(messages),
             add_generation_prompt=add_generation_prompt,
@@ -198,7 +198,7 @@ class ChatTemplate:
         """Encode rendered text and its images to tokens; raise ``UnusableRow`` or ``InputError`` if that fails."""
         if not images:
             return Encoded(token_ids=self.token_ids(text))
-        assert self._processor is not None, "rows with images are refused where nothing takes them"
+        assert self._processor is not None, "rows with images need a processor"
         return self._processor.encode(text, images)
 
     def token_ids(self, text: str) -> IntArray:

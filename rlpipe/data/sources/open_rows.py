@@ -66,7 +66,7 @@ def open_stream(data: DataConfig, check: CheckColumns | None = None) -> StreamRo
         case "datasets":
             reader = DatasetReader(f"{data.path} ({data.split})", _load_stream(data))
         case _:
-            raise DataError(f"data.streaming: source {data.source} can't be read as it comes")
+            raise DataError(f"data.streaming: source {data.source} can't be streamed")
     return StreamRows(reader, block_size=data.shuffle_rows, check=check)
 
 
@@ -295,7 +295,7 @@ def _load_dataset(data: DataConfig, path: str) -> Any:
         return load_dataset(str(folder), data.name, split=data.split, streaming=data.streaming)
     if not hub_has(path, kind="dataset", option="data.path", error=DataError) and not HF_HUB_OFFLINE:
         raise DataError(
-            f"data.path: {path!r} is no folder here, and the hub can't be reached; "
+            f"data.path: {path!r} is not a folder here, and the hub can't be reached; "
             "HF_HUB_OFFLINE=1 uses the copy in the cache"
         )
     return load_dataset(path, data.name, split=data.split, streaming=data.streaming)
@@ -309,7 +309,7 @@ def _split_of(saved: datasets.Dataset | datasets.DatasetDict, data: DataConfig) 
     option = "data.held_out.split" if is_held_out else "data.split"
     if isinstance(saved, DatasetDict):
         if data.split not in saved:
-            raise DataError(f"{option}: {data.path!r} has no split {data.split!r}, but {', '.join(saved)}")
+            raise DataError(f"{option}: {data.path!r} has no split {data.split!r}; its splits are {', '.join(saved)}")
         return saved[data.split]
     by_default = data.split == DataConfig().split and not is_held_out
     if not by_default and data.split != str(saved.split):
@@ -329,7 +329,7 @@ def _create_task(task: str, arguments: dict[str, Any]) -> Any:
         raise DataError(f"data.task: reasoning-gym has no task {task!r}{hint}")
     known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
     for name in arguments.keys() - set(known):
-        raise DataError(f"data.task_args: task {task} has no argument {name!r}; it takes {', '.join(known)}")
+        raise DataError(f"data.task_args: task {task} has no argument {name!r}; its arguments are {', '.join(known)}")
     try:
         return reasoning_gym.create_dataset(task, **arguments)
     except (AssertionError, TypeError, ValueError) as error:
@@ -390,7 +390,7 @@ class _NamedRows:
         self._rows, self._source = rows, source
 
     def __len__(self) -> int:
-        assert isinstance(self._rows, Sized), "nobody asks how long a stream is"
+        assert isinstance(self._rows, Sized), "a stream has no length"
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:

@@ -56,7 +56,9 @@ class PermutedOrder:
 
     def row(self, cursor: Cursor) -> int | None:
         if cursor.epoch < 0 or not 0 <= cursor.position <= self.num_rows:
-            raise DataError(f"{self._name} has {self.num_rows} rows for training, so {cursor} is not of this data")
+            raise DataError(
+                f"{self._name} has {self.num_rows} rows for training, so {cursor} does not belong to this data"
+            )
         if cursor.position == self.num_rows:
             return None
         if self._shuffle and cursor.epoch != self._epoch:
@@ -247,7 +249,7 @@ class RowSource(Generic[Item]):
         if self._mixture is None:
             self.parts[0].order.row(cursor)
         elif cursor.epoch != 0 or cursor.position < 0:
-            raise DataError(f"a mix of sources has no epochs, so {cursor} is not of this data")
+            raise DataError(f"a mix of sources has no epochs, so {cursor} does not belong to this data")
         self._cursor = cursor
 
     def next(self) -> Item:
@@ -280,7 +282,7 @@ class RowSource(Generic[Item]):
         while True:
             cursor = order.after(count)
             row = order.row(cursor)
-            assert row is not None, "a row stands behind any number of them"
+            assert row is not None, "a source never runs out of rows"
             try:
                 return self._read(RowPlace(index, row, cursor.epoch))
             except UnusableRow:
@@ -336,7 +338,7 @@ class RowSource(Generic[Item]):
             which = f"all {number}" if part.order.num_rows else f"the first {number}"
             reason = f"{first.location} because {first.reason}"
             others = f"; data.held_out.size holds out {part.num_split_off} others" if part.num_split_off else ""
-            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, {reason}{others}")
+            raise DataError(f"{part.rows.name}: {which} rows for training are skipped, for example {reason}{others}")
 
 
 def _most_frequent(skipped: Collection[SkippedRow]) -> SkippedRow:

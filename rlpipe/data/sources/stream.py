@@ -110,7 +110,7 @@ class BlockOrder:
         if min(cursor.epoch, cursor.position) < 0 or not self._rows.has(cursor.position):
             if cursor.position == self.num_rows:
                 return None
-            raise DataError(f"{self._rows.name} has {self.num_rows} rows, so {cursor} is not of this data")
+            raise DataError(f"{self._rows.name} has {self.num_rows} rows, so {cursor} does not belong to this data")
         if not self._shuffle:
             return cursor.position
         number, place = divmod(cursor.position, self._rows.block_size)

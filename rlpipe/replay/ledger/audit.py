@@ -46,7 +46,7 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check(
-        "every place up to the prompt source's has a group, or a row that was skipped",
+        "every position up to the prompt source's has a group or a skipped row",
         """SELECT 'epoch ' || epoch || ', position ' || first || iif(last > first, '-' || last, '') FROM (
             SELECT epoch, before + 1 AS first, position - 1 AS last FROM (
                 SELECT epoch, position, lag(position, 1, -1) OVER (PARTITION BY epoch ORDER BY position) AS before
@@ -56,25 +56,25 @@ CHECKS = (
             WHERE coalesce(beyond, 0) < length)""",
     ),
     Check(
-        "no place has two",
+        "no position has two",
         """SELECT 'epoch ' || epoch || ', position ' || position || ': '
             || group_concat(coalesce('group ' || group_id, 'a skipped row'), ', ')
             FROM entries GROUP BY epoch, position HAVING count(*) > 1""",
     ),
     Check(
-        "nothing lies beyond the prompt source's place",
+        "nothing is beyond the prompt source's position",
         """SELECT coalesce('group ' || group_id, 'a skipped row') || ' at epoch ' || entries.epoch || ', position '
             || entries.position FROM entries, run WHERE entries.epoch NOT BETWEEN 0 AND run.epoch
             OR entries.position < 0 OR entries.position >= iif(entries.epoch < run.epoch, num_rows, run.position)""",
     ),
     Check(
-        "no prompt has two places in an epoch",
+        "no prompt has two positions in an epoch",
         """SELECT 'prompt ' || prompt_id || ' in epoch ' || entries.epoch || ', positions ' || min(entries.position)
             || ' and ' || max(entries.position) FROM entries, run WHERE has_epochs
             GROUP BY entries.epoch, prompt_id HAVING count(*) > 1 AND min(entries.position) < max(entries.position)""",
     ),
     Check(
-        "prompts that were put back are numbered 1, 2, ... behind their first group",
+        "prompts that were put back are numbered 1, 2, ... after their first group",
         """SELECT 'epoch ' || epoch || ', position ' || position || ': groups ' || group_concat(group_id, ', ')
             FROM groups WHERE (epoch, position) IN (SELECT epoch, position FROM groups WHERE reroll != 0)
             GROUP BY epoch, position
@@ -82,32 +82,32 @@ CHECKS = (
             OR min(prompt_id) != max(prompt_id)""",
     ),
     Check(
-        "every group is in one of the states, and in no step before it is assigned",
+        "every group is in one of the states, and has no step before it is assigned",
         """SELECT 'group ' || group_id || ' is ' || coalesce(state, 'in none')
             || coalesce(' and in step ' || step, '') FROM groups WHERE state IS NULL
             OR state NOT IN ('ADMITTED', 'GENERATED', 'SCORED', 'ASSIGNED', 'TRAINED', 'DISCARDED')
             OR state IN ('ADMITTED', 'GENERATED', 'SCORED') AND step IS NOT NULL""",
     ),
     Check(
-        "ASSIGNED groups are in a step behind the newest checkpoint",
+        "ASSIGNED groups are in a step after the newest checkpoint",
         """SELECT 'group ' || group_id || ' in ' || coalesce('step ' || step, 'no step') FROM groups, run
             WHERE state = 'ASSIGNED' AND (step IS NULL OR step < checkpoint_step)""",
     ),
     Check(
-        "TRAINED groups are in a step that a checkpoint holds, and have the time when it did",
+        "TRAINED groups are in a step that a checkpoint contains, and have the time of that checkpoint",
         """SELECT 'group ' || group_id || ' in ' || coalesce('step ' || step, 'no step')
             || iif(trained_at IS NULL, ', without a time', '') FROM groups, run
             WHERE state = 'TRAINED' AND (step IS NULL OR step >= checkpoint_step OR trained_at IS NULL)""",
     ),
     Check(
-        "DISCARDED groups have a reason, and no step but the one that was only compared; others have no reason",
+        "DISCARDED groups have a reason, and no step except the one that was only compared; others have no reason",
         f"""SELECT 'group ' || group_id || ', ' || state || coalesce(', in step ' || step, '')
             || iif(coalesce(reason, '') = '', ', without a reason', ': ' || reason) FROM groups
             WHERE state = 'DISCARDED' AND (coalesce(reason, '') = '' OR step IS NOT NULL AND reason != '{COMPARED}')
             OR state != 'DISCARDED' AND reason IS NOT NULL""",
     ),
     Check(
-        "the tokens of groups that are still to be trained, or trained again, are there",
+        "groups that are still to be trained, or trained again, have their tokens",
         """SELECT 'group ' || group_id || ', ' || state FROM groups
             WHERE state IN ('GENERATED', 'SCORED', 'ASSIGNED') AND group_id NOT IN (SELECT group_id FROM tokens)
             UNION ALL SELECT 'group ' || group_id || ', again in step ' || step FROM replays, run
@@ -122,7 +122,7 @@ CHECKS = (
             WHERE coalesce(num_groups, 0) != groups_per_step""",
     ),
     Check(
-        "no group is trained more than replay.max_staleness versions behind the one that it was admitted with",
+        "no group is trained more than replay.max_staleness versions after the one that it was admitted with",
         """SELECT 'group ' || group_id || ' of version ' || coalesce(version, 'none') || ' in step ' || step
             || ', at most ' || max_staleness || ' later' FROM groups JOIN limits ON step >= first AND step < beyond
             WHERE state IN ('ASSIGNED', 'TRAINED')
@@ -135,7 +135,7 @@ CHECKS = (
             AND (oldest_version < version OR state IN ('ASSIGNED', 'TRAINED') AND oldest_version > step)""",
     ),
     Check(
-        "groups that are trained twice (replay.reuse_groups) stand in later steps for groups without reward variance",
+        "groups that are trained twice (replay.reuse_groups) replace groups without reward variance in later steps",
         """SELECT 'group ' || group_id || ', ' || coalesce(state || coalesce(' in step ' || groups.step, ''), 'unknown')
             || ', again in step ' || replays.step FROM replays LEFT JOIN groups USING (group_id)
             WHERE state IS NULL OR state NOT IN ('ASSIGNED', 'TRAINED') OR replays.step <= groups.step
@@ -146,7 +146,7 @@ CHECKS = (
             WHERE again > most""",
     ),
     Check(
-        "groups without reward variance are replaced at most replay.refill_attempts times, and each once",
+        "groups without reward variance are replaced at most replay.refill_attempts times, each only once",
         """SELECT 'group ' || group_id || ': attempt ' || attempt || ' of ' || refill_attempts FROM groups, run
             WHERE attempt NOT BETWEEN 0 AND refill_attempts
             UNION ALL
@@ -285,7 +285,7 @@ def _eras(ledger: Ledger) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
     """Yield each config that the run had, with its first step and the step after its last."""
     config, first = ledger.get("config"), 0
     if config is None:
-        raise DataError(f"{ledger.path} does not say which config its run has: it has not begun")
+        raise DataError(f"{ledger.path} has no config yet: its run has not started")
     for earlier in ledger.get("earlier_configs") or []:
         yield first, earlier["steps"], earlier["config"]
         first = earlier["steps"]
@@ -302,7 +302,7 @@ def describe(result: Audit) -> Iterator[str]:
         listed = _listed(result.repeated_steps)
         yield f"{again:,} steps were trained again after a crash, {times:,} times in all: {listed}"
     yield ""
-    yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was taken yet'}"
+    yield f"prompts    {sum(result.prompts.values()):,}: {_sums(result.prompts) or 'none was admitted yet'}"
     if result.put_back:
         yield f"put back   {sum(result.put_back.values()):,}: {_sums(result.put_back)}"
     if result.replayed:

@@ -148,7 +148,7 @@ class Database:
             if not read_only:
                 self._make_tables()
             if self.get("schema") != SCHEMA_VERSION:
-                raise LedgerError(f"{path} is no ledger of this version of rlpipe (schema {self.get('schema')})")
+                raise LedgerError(f"{path} is not a ledger of this version of rlpipe (schema {self.get('schema')})")
 
     def close(self) -> None:
         self._connection.close()

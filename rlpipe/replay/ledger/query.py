@@ -15,7 +15,7 @@ from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.types import NO_VERSION, ChatMessages
 
-WANTED = "give the output folder of a run of reinforcement learning, one of its checkpoints, or a .sqlite file"
+WANTED = "specify the output folder of a reinforcement learning run, one of its checkpoints, or a .sqlite file"
 
 
 def ledger_path(output: Path, name: str, folder: str | None) -> Path:
@@ -39,7 +39,7 @@ def find_ledger(run: Path) -> Path:
     if folder is not None:
         raise DataError(
             f"the ledger {path} (ledger.folder) is not on this machine: look at it where the replay actor runs, or "
-            f"give a checkpoint in {run / 'checkpoints'}, which has a copy"
+            f"specify a checkpoint in {run / 'checkpoints'}, which has a copy"
         )
     raise DataError(f"{run} has no {NAME}: {WANTED}")
 

@@ -47,10 +47,10 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     messages = []
     reason = why_unusable(path, start)
     if reason is not None:
-        assert start.checkpoint is not None, "without one, there is nothing to replace it with"
+        assert start.checkpoint is not None, "without a checkpoint, there is no other ledger"
         aside = _replace(path, start.checkpoint / NAME)
-        moved = "" if aside is None else f": it now is {aside}, and"
-        messages.append(f"{path} {reason}{moved or ','} the one in {start.checkpoint} takes its place")
+        moved = "" if aside is None else f"; it is now {aside}, and"
+        messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} takes its place")
     ledger = Ledger(path, keep_steps=keep_steps)
     if ledger.get("run_id") is None:
         ledger.set(run_id=uuid4().hex, config=start.config)
@@ -79,13 +79,11 @@ def why_unusable(path: Path, start: RunStart) -> str | None:
     if reason is None:
         return None
     if start.checkpoint is None:
-        raise ConfigError(f"{path} {reason}, and there is no checkpoint to go on from: choose another output")
+        raise ConfigError(f"{path} {reason}, and there is no checkpoint to resume from: choose another output")
     copy = start.checkpoint / NAME
     problem = damage(copy) if copy.exists() else "it is missing"
     if problem is not None:
-        raise ConfigError(
-            f"{path} {reason}, and {copy} can't take its place: {problem}; resume from another checkpoint"
-        )
+        raise ConfigError(f"{path} {reason}, and {copy} can't replace it: {problem}; resume from another checkpoint")
     return reason
 
 
@@ -96,13 +94,13 @@ def _why_unfit(path: Path, start: RunStart) -> str | None:
         known = found.checkpoint_step
         if start.checkpoint is None and known:
             raise ConfigError(
-                f"{path} knows a checkpoint after {known} steps, but there is none beside it: put it back, "
+                f"{path} records a checkpoint after {known} steps, but none is next to it: put it back, "
                 "or choose another output"
             )
         _check_owner(found, start)
         if known > start.step:
-            return f"goes on to step {known}"
-        return None if found.has_steps(start.step) else f"does not know all of the {start.step} steps"
+            return f"continues to step {known}"
+        return None if found.has_steps(start.step) else f"does not have all of the {start.step} steps"
 
 
 def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -130,8 +128,8 @@ def _check_owner(ledger: Ledger, start: RunStart) -> bool:
     changed = changed_options(ledger.get("config"), start.config)
     if changed and not start.changes_allowed:
         raise ConfigError(
-            f"{ledger.path} belongs to a run with other options ({'; '.join(changed)}): set them back, "
-            "or resume_changes=allow, or choose another output"
+            f"{ledger.path} belongs to a run with other options ({'; '.join(changed)}): restore "
+            "them, set resume_changes=allow, or choose another output"
         )
     return bool(changed)
 

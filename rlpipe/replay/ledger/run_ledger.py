@@ -271,8 +271,8 @@ class Ledger(Database):
         groups = StepGroups(fresh=list(self.load(fresh)), replayed=list(self.load(replayed)))
         if len(groups.fresh) < len(fresh) or len(groups.replayed) < len(replayed):
             raise LedgerError(
-                f"{self.path}: step {step} is to be trained again, but the tokens of its groups are dropped; "
-                f"set ledger.keep_steps, now {self._keep_steps}, higher in runs to come"
+                f"{self.path}: step {step} must be trained again, but the tokens of its groups were dropped; "
+                f"increase ledger.keep_steps, now {self._keep_steps}, in future runs"
             )
         return groups
 

@@ -136,7 +136,7 @@ class VllmEngine:
 
     def load(self, manifest: WeightsManifest, buckets: Buckets) -> str:
         if manifest.kind is not self._kind:
-            raise ModelError(f"engine {self._name} takes {self._kind} weights, got {manifest.kind}")
+            raise ModelError(f"engine {self._name} expects {self._kind} weights, got {manifest.kind}")
         if self._in_flight:
             self._deliver_sampled()
         self._num_loads += 1
@@ -190,7 +190,7 @@ class VllmEngine:
 
     def _start(self, request: GroupRequest, received_s: float) -> None:
         if not request.use_adapter and self._kind is WeightsKind.FULL:
-            raise ConfigError("the engine serves no adapter that could be left out")
+            raise ConfigError("the engine serves full weights, so it can't leave out an adapter")
         length, limit = len(request.prompt.token_ids), self._llm.vllm_config.model_config.max_model_len
         if length >= limit:
             raise ConfigError(too_long(length, limit))
@@ -225,8 +225,8 @@ class VllmEngine:
         (made,) = self._llm.renderer.render_cmpl([raw], prompt_extras={"cache_salt": salt})
         if list(made["prompt_token_ids"]) != token_ids:
             raise ConfigError(
-                f"vllm makes {len(made['prompt_token_ids'])} tokens of a prompt with images that has {len(token_ids)}, "
-                "or others; rollout.engine=hf samples with the model's own processor"
+                f"vllm creates {len(made['prompt_token_ids'])} tokens for a prompt with images that has "
+                f"{len(token_ids)}, or different ones; set rollout.engine=hf, which uses the model's own processor"
             )
         return made
 

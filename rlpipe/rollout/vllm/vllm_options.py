@@ -40,7 +40,7 @@ def engine_args(
 
     Raises ``ConfigError`` if one of the latter is unknown to vLLM, or set by another option.
     """
-    assert model.dtype != "auto", "which vLLM takes for the type of the model's files"
+    assert model.dtype != "auto", "with auto, vLLM would use the type of the model's files"
     _check_names(rollout.engine_args, {f.name for f in fields(EngineArgs)}, ENGINE_ARGUMENTS, "rollout.engine_args")
     max_model_len = rollout.max_model_len or max_prompt_tokens + rollout.sampling.max_tokens
     args: dict[str, Any] = {

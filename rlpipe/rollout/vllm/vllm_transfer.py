@@ -69,7 +69,7 @@ class Nf4Loader(DefaultModelLoader):
             yield name, nf4_round_trip(weight.to(model_config.dtype)) if quantized else weight
         if left:
             raise ModelError(
-                f"{type(model).__name__} has files that name weights in another way than transformers, such as "
+                f"{type(model).__name__} has files whose weight names differ from those of transformers, such as "
                 f"{min(left)}: set rollout.engine=hf, or model.adapter.kind=lora"
             )
 
@@ -111,7 +111,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         begin_experts(self.model, self.vllm_config)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        assert self._group is not None, "init_transfer_engine comes first"
+        assert self._group is not None, "init_transfer_engine must be called first"
         model: Any = self.model
         model.load_weights(self._group.receive(self._transfer))
 

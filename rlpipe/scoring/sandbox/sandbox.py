@@ -89,7 +89,9 @@ class Sandbox:
         names = ", ".join(self._rewards)
         if "obstacle" in found:
             self.close()
-            raise ConfigError(f"isolation=sandbox of {names}: not on this machine: {found['obstacle']}; set process")
+            raise ConfigError(
+                f"isolation=sandbox of {names} can't be used on this machine: {found['obstacle']}; set process"
+            )
         if "wrong" in found:
             self.close()
             raise RewardImportError(f"isolation=sandbox of {names}: {found['wrong']}")

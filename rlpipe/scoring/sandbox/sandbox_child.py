@@ -95,7 +95,7 @@ def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | No
             returned = asyncio.run(_wait(returned))
         return {"values": check_scores(returned, num_values), "logged": logged}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
-        hint = f"; its sandbox may take {memory}" if memory and is_lack_of_memory(error) else ""
+        hint = f"; its sandbox may use {memory}" if memory and is_lack_of_memory(error) else ""
         return {"failure": describe_exception(error) + hint}
 
 

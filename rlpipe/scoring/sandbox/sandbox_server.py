@@ -167,7 +167,7 @@ def describe_end(status: int, limits: Limits) -> str | None:
         return f"its sandboxed process ended with exit code {code}"
     if -code == signal.SIGXCPU:
         return f"it took more CPU time than {limits.timeout_s:g} seconds (timeout_s) in its sandbox"
-    hint = f", which may take {limits.memory}," if limits.memory else ""
+    hint = f", which may use {limits.memory}," if limits.memory else ""
     return f"its sandboxed process{hint} died of {signal.Signals(-code).name}"
 
 
@@ -182,7 +182,7 @@ def describe_excess(memory: MemoryLimit | None, base_bytes: int) -> str | None:
     if memory is None:
         return None
     taken = sum(max(0, memory_bytes(pid) - base_bytes) for pid in family)
-    return f"its processes took more than {memory} together in its sandbox" if taken > memory.gb * GIB else None
+    return f"its processes used more than {memory} together in its sandbox" if taken > memory.gb * GIB else None
 
 
 def memory_bytes(pid: int) -> int:

@@ -65,7 +65,7 @@ def unsupported() -> str | None:
     """Return why this machine has no filter, or None if it has one."""
     if sys.platform == "linux" and platform.machine() in MACHINES:
         return None
-    return f"it needs Linux on x86_64 or aarch64, and this is {platform.system()} on {platform.machine()}"
+    return f"it needs Linux on x86_64 or aarch64, but this is {platform.system()} on {platform.machine()}"
 
 
 def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:

@@ -146,22 +146,25 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         (["config", "--groups", "nothing"], "there is no config group nothing"),
         (
             ["simulate", *BASE, "--generate", "normal:1", "--train", "constant:1"],
-            "--generate: 'normal:1' is no distrib",
+            "--generate: 'normal:1' is not a distrib",
         ),
         (["simulate", *BASE, "--train", "constant:1"], "--generate is required"),
         (["simulate", *BASE, "--generate", "empirical:nowhere.txt", "--train", "constant:1"], "nowhere.txt: can't be"),
         (["simulate", *BASE, *TIMES, "--engines", "0"], "'0' is not an integer of at least 1"),
         (["simulate", *BASE, *TIMES, "--slowdown", "0.5"], "'0.5' is not a number of at least 1"),
         (["simulate", *BASE, *TIMES, "algorithm.group_sizes=3"], "did you mean algorithm.group_size?"),
-        (["simulate", *BASE, "--from", "nowhere"], "--from takes the folder of a run"),
+        (["simulate", *BASE, "--from", "nowhere"], "--from needs the folder of a run"),
         (["generate", "hello"], "required: --model"),
         (["generate", "--model", "m", "--num", "0", "hello"], "'0' is not an integer of at least 1"),
         (["generate", "--model", "m", "--temperature", "hot", "hello"], "'hot' is not a number of at least 0"),
         (["generate", "--model", "m", ""], "the prompt is empty"),
         (["audit"], "required: RUN"),
         (["audit", "one", "two"], "one run at a time, not also two"),
-        (["audit", "nowhere"], "nowhere does not exist: give the output folder of a run"),
-        (["inspect", "nowhere", "--follow"], "nowhere does not exist: give the output folder of a run"),
+        (["audit", "nowhere"], "nowhere does not exist: specify the output folder of a reinforcement learning run"),
+        (
+            ["inspect", "nowhere", "--follow"],
+            "nowhere does not exist: specify the output folder of a reinforcement learning run",
+        ),
         (["inspect", "run", "--reward", "much"], "'much' is neither a number nor bounds such as 1..3"),
         (["inspect", "run", "--step", "3-1"], "'3-1' ends before it begins"),
         (["inspect", "run", "--state", "LOST"], "--state: there is no LOST; it is one of ADMITTED, GENERATED"),
@@ -260,11 +263,14 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
         connection.execute("UPDATE groups SET reason = NULL WHERE group_id = 10")
     assert cli.main(["audit", str(run)]) == 3
     streams = capsys.readouterr()
-    assert "FAILS  every place up to the prompt source's has a group, or a row that was skipped\n" in streams.out
+    assert "FAILS  every position up to the prompt source's has a group or a skipped row\n" in streams.out
     assert "         epoch 0, position 5\n" in streams.out
     assert "         group 10, DISCARDED, without a reason\n" in streams.out
     assert streams.err.count("\n") == 1
-    assert f"rlpipe: error: the accounts in {run / NAME} do not add up: it is not true that every place" in streams.err
+    assert (
+        f"rlpipe: error: the accounts in {run / NAME} do not add up: it does not hold that every position"
+        in streams.err
+    )
     assert cli.main(["audit", str(run), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [f["contradictions"] for f in findings if f["num_contradictions"]] == [
@@ -278,7 +284,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
 def test_a_ledger_that_can_not_be_read_is_named(
     command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{tmp_path} has no ledger.sqlite: give the output folder of a run" in fails(
+    assert f"{tmp_path} has no ledger.sqlite: specify the output folder of a reinforcement learning run" in fails(
         [command, str(tmp_path)], capsys
     )
     assert "nothing.sqlite does not exist" in fails([command, str(tmp_path / "nothing.sqlite")], capsys)

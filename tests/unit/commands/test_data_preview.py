@@ -42,7 +42,7 @@ def test_trained_tokens_stand_between_brackets_where_there_are_no_colours(
 
 def test_other_brackets_are_taken_where_a_row_has_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *write_run(tmp_path, [conversation("a⟦b", "c")]))
-    assert "trained tokens stand between ⟪ and ⟫" in text
+    assert "trained tokens are between ⟪ and ⟫" in text
     assert "a⟦b<|im_end|>" in text
     assert "⟪c<|im_end|>⟫" in text
 
@@ -100,7 +100,7 @@ def test_windows_of_texts_say_that_they_are_cut(tmp_path: Path, capsys: pytest.C
 def test_prompts_are_shown_as_the_policy_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = write_run(tmp_path, [{"prompt": "Two and two?", "answer": "4"}])
     text = printed(capsys, *arguments, "algorithm=grpo")  # without any reward
-    assert "nothing of them is trained" in text
+    assert "prompts only: no token is trained" in text
     assert text.endswith("<|im_start|>user⏎\nTwo and two?<|im_end|>⏎\n<|im_start|>assistant⏎\n\n")
     assert "⟦" not in text
 

@@ -117,7 +117,7 @@ def test_rows_of_which_none_can_be_used_are_counted_by_their_reasons(
     assert found["skipped"]["unrenderable"]["count"] == len(rows)
     assert cli.main(["data", "stats", *arguments, *options]) == 0
     text = capsys.readouterr().out
-    assert "rows, of which a run can use none\n" in text
+    assert "rows, none of which a run can use\n" in text
     assert f"{tmp_path / 'rows.jsonl'}, line 1: " in text
     assert "is skipped" not in caplog.text
     assert "can't be held out" not in caplog.text

@@ -72,7 +72,7 @@ def test_a_column_of_something_else_is_told_with_the_way_out() -> None:
         ("[{", r"column 'tools': not JSON \(.*\): '\[\{'"),
         ({"name": "add"}, r"column 'tools': expected a list of tools, or its JSON, found dict"),
         ('"add"', r"column 'tools': expected a list of tools, or its JSON, found str"),
-        ([tool("add"), "look"], r"column 'tools', tool 2: a JSON schema with a name was expected, found 'look'"),
+        ([tool("add"), "look"], r"column 'tools', tool 2: expected a JSON schema with a name, found 'look'"),
         ([{"type": "function", "function": "add"}], r"tool 1: its key 'function' is 'add', not a schema"),
         ([{"type": "function", "function": {}}], r"tool 1: its key 'name' is None, not a text"),
     ],

@@ -82,7 +82,7 @@ def test_a_model_without_known_turns_is_trained_whole_if_the_config_says_so() ->
 
 
 def test_no_token_counts_of_no_role() -> None:
-    with pytest.raises(UnusableRow, match="no token of a turn of any role"):
+    with pytest.raises(UnusableRow, match="it has no token in a turn of any role"):
         assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), "", roles_to_train=[])
 
 
@@ -106,7 +106,7 @@ def test_the_loss_mask_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> 
 def test_no_roles_are_told_where_all_tokens_count(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         resolve_mask(template_of(FAMILIES["pixtral"]), DataConfig(source="jsonl", **options))
-    assert caplog.messages == ["loss mask: all tokens count, but padding and those of images, audio and videos"]
+    assert caplog.messages == ["loss mask: all tokens count, except padding and those of images, audio and videos"]
 
 
 # Markers of the config ------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_the_configs_markers_take_the_place_of_the_built_in_ones() -> None:
     own = ASSISTANT | {"include_start": True, "include_end": False}
     assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, role_boundaries=[USER, own])
     data = DataConfig(source="jsonl", role_boundaries=[ASSISTANT], roles_to_train=["user"])
-    with pytest.raises(DataError, match="no turns of 'user' can be told"):
+    with pytest.raises(DataError, match="no turns of 'user' can be recognized"):
         resolve_mask(template_of(FAMILIES["chatml"]), data)
 
 
@@ -135,7 +135,7 @@ def test_turns_without_end_marker_are_told(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level("INFO"):
         resolve_mask(template_of(FAMILIES["chatml"]), data)
     assert caplog.messages[0].endswith(
-        "; no end is learned of turns of assistant, which have no end marker of their own"
+        "; turns of assistant have no end marker of their own, so their end is not learned"
     )
 
 
@@ -256,7 +256,10 @@ def test_markers_of_the_config_are_encoded_before_any_row() -> None:
     tokenizer.chat_template = None
     for given, message in [
         ([USER, ASSISTANT | {"start": "nothing"}], r"data.role_boundaries\[1\].start: 'nothing' has no tokens"),
-        ([USER, ASSISTANT | {"start": "nothing" + USER["start"]}], r"\[1\].start: has the same tokens as that of user"),
+        (
+            [USER, ASSISTANT | {"start": "nothing" + USER["start"]}],
+            r"\[1\].start: has the same tokens as the start of user",
+        ),
     ]:
         data = DataConfig(source="jsonl", role_boundaries=given)
         with pytest.raises(ConfigError, match=message):

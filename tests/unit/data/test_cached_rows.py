@@ -363,7 +363,7 @@ def test_two_preparations_at_one_time_do_not_write_the_same_file(
         assert first.is_alive()
         first.join(0.01)
     assert cli.main(["data", "prepare", *options, "--workers", "1"]) == 1
-    assert "another rlpipe data prepare writes to" in capsys.readouterr().err
+    assert "another rlpipe data prepare is writing to" in capsys.readouterr().err
     (tmp_path / "go").touch()
     first.join()
     assert first.exitcode == 0

@@ -146,7 +146,7 @@ def test_images_are_counted(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     found = stats(capsys, *arguments)
     assert found["images"] == {"num_rows": 4, "num_images": 6, "num_tokens": num_tokens}
     assert found["num_repeated"] == 0
-    assert f"images         6 in 4 rows, of {num_tokens} tokens\n" in printed(capsys, "stats", *arguments)
+    assert f"images         6 in 4 rows, {num_tokens} tokens in total\n" in printed(capsys, "stats", *arguments)
 
 
 def test_rows_that_differ_in_their_images_are_no_repeats(

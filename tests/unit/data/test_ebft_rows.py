@@ -120,7 +120,7 @@ def test_all_turns_makes_a_row_of_each_answer(tmp_path: Path) -> None:
     ]
     assert rows.location(1).endswith("rows.jsonl, line 1, part 2 of 2")
     assert rows.location(2).endswith("rows.jsonl, line 2")
-    with pytest.raises(UnusableRow, match=r"^column 'messages' has no turn of the role assistant; its roles are user$"):
+    with pytest.raises(UnusableRow, match=r"^column 'messages' has no assistant turn; its roles are user$"):
         rows[2]
 
 
@@ -147,12 +147,15 @@ CHAT_TRANSFORMS = ["first_turn", "last_turn", "all_turns", "reasoning"]
         (None, "column 'messages' is null"),
         ("hello", "expected a list of chat messages, found str; a transform can read the JSON in it"),
         ([], "column 'messages' is an empty list"),
-        ([{"role": "human", "content": "hi"}], "has no turn of the role assistant; its roles are human"),
-        ([user("hi"), assistant("")], "message 2, a turn of the assistant, is empty"),
-        ([user("hi"), assistant("a"), assistant("b")], "messages 2 and 3 are both the assistant's; make one of them"),
+        ([{"role": "human", "content": "hi"}], "has no assistant turn; its roles are human"),
+        ([user("hi"), assistant("")], "message 2, an assistant turn, is empty"),
+        (
+            [user("hi"), assistant("a"), assistant("b")],
+            "messages 2 and 3 are both the assistant's; merge them into one",
+        ),
         (
             [{"from": "human", "value": "hi"}, {"from": "gtp", "value": "ho"}],
-            "column 'messages': message 2: its key 'from' is 'gtp', which is no role; did you mean 'gpt'?",
+            "column 'messages': message 2: its key 'from' is 'gtp', which is not a role; did you mean 'gpt'?",
         ),
     ],
 )
@@ -202,7 +205,7 @@ def test_reasoning_beside_the_content_counts_as_its_span(tmp_path: Path) -> None
 def test_reasoning_without_an_answer_is_a_truth_where_it_is_kept(tmp_path: Path) -> None:
     messages = [user("?"), assistant(None, reasoning_content="two")]
     assert of_chat(tmp_path, "reasoning", messages)["ground_truth"] == "<think>\ntwo\n</think>\n\n"
-    with pytest.raises(UnusableRow, match=r"^message 2 has no answer beside its reasoning$"):
+    with pytest.raises(UnusableRow, match=r"^message 2 has only reasoning, and no answer$"):
         of_chat(tmp_path, "reasoning", messages, thinking="strip")
 
 
@@ -233,7 +236,7 @@ def test_answers_without_a_span_pass_only_where_it_would_be_stripped(tmp_path: P
         ([user("?"), assistant("two</think>4")], "keep", "message 2 has no complete <think>...</think> span"),
         ([user("?"), assistant("<think>two")], "strip", "message 2 has a <think> without </think>"),
         ([user("?"), assistant("<think>x"), *THINKING], "keep", "message 2 has a <think> without </think>"),
-        ([user("?"), assistant("<think>two</think>\n")], "strip", "message 2 has no answer beside its reasoning"),
+        ([user("?"), assistant("<think>two</think>\n")], "strip", "message 2 has only reasoning, and no answer"),
         ([user("?"), assistant([{"type": "image"}])], "keep", "the content of message 2 is a list, not a text"),  # type: ignore[arg-type]
     ],
 )
@@ -273,7 +276,7 @@ def test_missing_columns_are_named_with_the_line(tmp_path: Path, name: str, row:
     ("name", "arguments", "message"),
     [
         ("input_output", {"input_colum": "x"}, "has no argument 'input_colum'; did you mean 'input_column'"),
-        ("last_turn", {"keep": 1}, "last_turn has no argument 'keep'; it takes truth_column"),
+        ("last_turn", {"keep": 1}, "last_turn has no argument 'keep'; its arguments are truth_column"),
         ("reasoning", {"thinking": "yes"}, "data.transform_args.thinking: 'yes' is neither 'keep' nor 'strip'"),
     ],
 )
@@ -354,7 +357,7 @@ def test_every_turn_is_a_prompt_and_those_that_cannot_be_are_skipped(tmp_path: P
     assert prompt_text(prompts[1]) == "<|user|>2+2?<|end|><|assistant|>4<|end|><|user|>3+3?<|end|><|assistant|>"
     assert prompt_text(prompts[2]) == "<|assistant|>Hi!<|end|><|user|>2+2?<|end|><|assistant|>"
     assert [(row.row, row.location.removeprefix(f"{tmp_path}/"), row.reason) for row in source.skipped] == [
-        (2, "rows.jsonl, line 2", "column 'messages' has no turn of the role assistant; its roles are user"),
+        (2, "rows.jsonl, line 2", "column 'messages' has no assistant turn; its roles are user"),
         (3, "rows.jsonl, line 3, part 1 of 2", "column 'prompt' is an empty list"),
     ]
 

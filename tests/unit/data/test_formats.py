@@ -176,11 +176,11 @@ def test_a_message_without_content_is_one_if_it_says_something_else(others: dict
         ([{"role": "assistant", "content": {"text": "x"}}], "message 1: its content is a dict"),
         ([{"role": "assistant"}], "message 1: its key 'content' is missing"),
         ([{"role": "assistant", "content": None}], "message 1: its key 'content' is null"),
-        ([{"role": "assistant", "content": [3]}], "message 1, part 1: a part of a content must be"),
+        ([{"role": "assistant", "content": [3]}], "message 1, part 1: a content part must be"),
         ([{"role": "assistant", "content": [{"text": "x"}]}], "message 1, part 1: .* the key 'type'"),
         ([{"role": "assistant", "content": [{"type": "text"}]}], "message 1, part 1: its key 'text' is None"),
-        (CHAT[:1], "has no turn of the role assistant; its roles are user"),
-        (SHAREGPT[:1], "has no turn of the role assistant; its roles are user"),
+        (CHAT[:1], "has no assistant turn; its roles are user"),
+        (SHAREGPT[:1], "has no assistant turn; its roles are user"),
     ],
 )
 def test_wrong_messages_are_unusable_and_say_why(messages: Any, reason: str) -> None:
@@ -218,11 +218,11 @@ def test_alpaca_rows_without_a_template_have_the_prompt_of_alpaca() -> None:
     [
         ({"instruction": "a", "output": None}, "column 'output' is None, not a text"),
         ({"instruction": 3, "output": "b"}, "column 'instruction' is 3, not a text"),
-        ({"instruction": "a", "output": "b", "history": ["x"]}, "column 'history': a pair"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, "column 'history': expected a pair"),
         ({"instruction": "a", "output": "b", "input": 5}, "column 'input' is 5, not a text"),
         ({"instruction": "a", "output": "b", "system": 5}, "column 'system' is 5, not a text"),
         ({"instruction": "a", "output": "b", "history": 5}, "column 'history' is 5, not a list of pairs of texts"),
-        ({"instruction": "a", "output": "b", "history": [["a", None]]}, "a pair of question and answer was expected"),
+        ({"instruction": "a", "output": "b", "history": [["a", None]]}, "expected a pair of question and answer"),
     ],
 )
 def test_wrong_alpaca_rows_are_unusable_and_say_why(row: Row, reason: str) -> None:

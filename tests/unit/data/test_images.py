@@ -90,11 +90,11 @@ def test_absolute_paths_and_file_addresses_are_read_from_anywhere(tmp_path: Path
     ("given", "problem"),
     [
         ("absent.png", "image 2 can't be read (FileNotFoundError"),
-        ("https://example.org/cat.png", "is on the net: download the images"),
+        ("https://example.org/cat.png", "is a URL: download the images"),
         ("data:image/png;base64,!!", "not base64"),
         ({"bytes": None, "path": None}, "no bytes and no path"),
-        (7, "int is no image, path or bytes"),
-        (None, "there is no image 2"),
+        (7, "int is not an image, path or bytes"),
+        (None, "its messages refer to image 2, which is missing"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_named(given: Any, problem: str) -> None:
@@ -135,11 +135,19 @@ def test_without_images_a_mark_is_a_text() -> None:
 @pytest.mark.parametrize(
     ("messages", "column", "problem"),
     [
-        (turns([LOOK, text("a")]), None, "there is no image 1"),
-        (turns([LOOK, text("a"), LOOK]), [plain(RED)], "there is no image 2"),
-        (turns([LOOK, text("a")]), [plain(RED), plain(BLUE)], "it has 2 images, of which 1 have no place"),
-        (turns([{"type": "video", "video": "a.mp4"}]), None, "of the type 'video'; texts and images can be rendered"),
-        ([{"role": "assistant", "content": "a"}], [plain(RED)], "no message of the user"),
+        (turns([LOOK, text("a")]), None, "its messages refer to image 1, which is missing"),
+        (turns([LOOK, text("a"), LOOK]), [plain(RED)], "its messages refer to image 2, which is missing"),
+        (
+            turns([LOOK, text("a")]),
+            [plain(RED), plain(BLUE)],
+            "it has 2 images, but its messages have no place for 1 of them",
+        ),
+        (
+            turns([{"type": "video", "video": "a.mp4"}]),
+            None,
+            "has the type 'video'; only texts and images can be rendered",
+        ),
+        ([{"role": "assistant", "content": "a"}], [plain(RED)], "no user message to put them in"),
     ],
 )
 def test_images_and_places_must_agree(messages: Any, column: Any, problem: str) -> None:
@@ -178,7 +186,7 @@ def test_tokens_of_an_image_never_count(model: ModelConfig) -> None:
 
 def test_a_token_of_an_image_that_is_not_there_makes_a_row_unusable(model: ModelConfig) -> None:
     renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
-    with pytest.raises(UnusableRow, match="a token that stands for an image"):
+    with pytest.raises(UnusableRow, match="an image token without an image"):
         renderer.render({"prompt": "an <image> in a text"}, places()[0])
 
 
@@ -190,7 +198,7 @@ def test_images_need_the_chat_template(model: ModelConfig) -> None:
 
 def test_a_file_that_is_no_image_makes_a_row_unusable(model: ModelConfig) -> None:
     renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
-    with pytest.raises(UnusableRow, match=r"image 1 can't be read .* in no format of images that PIL knows"):
+    with pytest.raises(UnusableRow, match=r"image 1 can't be read .* PIL does not know its image format"):
         renderer.render({"prompt": "colour?", "images": [b"no image"]}, places()[0])
 
 
@@ -214,13 +222,13 @@ def test_an_unknown_processor_option_is_named(model: ModelConfig) -> None:
 def test_a_model_of_texts_alone_takes_no_images(tmp_path: Path) -> None:
     model = ModelConfig(path=str(make_tiny_policy(tmp_path, hidden_size=32, num_layers=1)))
     renderer = PromptRenderer(load_tokenizer(model), DataConfig(source="jsonl"), ImageProcessor(model))
-    with pytest.raises(ModelError, match="has no processor of images, but rows have images"):
+    with pytest.raises(ModelError, match="has no image processor, but rows have images"):
         renderer.render({"prompt": "colour?", "images": [picture(8, 8)]}, places()[0])
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [({}, r"can't be loaded, which rows with images need \("), ({"a": 1}, r"loaded with model\.processor_kwargs \(")],
+    [({}, r"can't be loaded, but rows with images need it \("), ({"a": 1}, r"loaded with model\.processor_kwargs \(")],
 )
 def test_a_folder_with_a_tokenizer_alone_takes_no_images(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
@@ -273,9 +281,7 @@ def test_a_class_for_texts_alone_is_refused_before_anything_is_trained(tmp_path:
         if images:
             assert len(renderer.render(row, places()[0]).images) == 1
         else:
-            with pytest.raises(
-                ModelError, match=r"loaded for texts alone, but rows have images: set model\.images=true"
-            ):
+            with pytest.raises(ModelError, match=r"loaded for text only, but rows have images: set model\.images=true"):
                 renderer.render(row, places()[0])
 
 
@@ -339,7 +345,7 @@ def test_an_image_that_is_too_large_to_open_is_named() -> None:
 
 
 def test_an_array_is_no_image() -> None:
-    with pytest.raises(UnusableRow, match="ndarray is no image, path or bytes"):
+    with pytest.raises(UnusableRow, match="ndarray is not an image, path or bytes"):
         take([{"role": "user", "content": [{"type": "image", "image": np.zeros((4, 4, 3), np.uint8)}]}])
 
 

@@ -45,8 +45,8 @@ def test_markers_of_other_templates_are_derived(turn: str, expected: str) -> Non
 @pytest.mark.parametrize(
     ("jinja", "reason"),
     [
-        ("<|user|>{{ m.content }}<|end|>", "turns of user and assistant start alike, with '<|user|>'"),
-        ("{{ m.content }}<|end|>", "nothing stands before turns of user"),
+        ("<|user|>{{ m.content }}<|end|>", "turns of user and assistant start the same way, with '<|user|>'"),
+        ("{{ m.content }}<|end|>", "turns of user have no marker before them"),
         (
             "<|{{ m.role }}|>{{ m.content }}{{ m.content }}<|end|>",
             "it renders a message of a conversation more than once",
@@ -54,7 +54,7 @@ def test_markers_of_other_templates_are_derived(turn: str, expected: str) -> Non
         ("<|{{ m.role }}|><|end|>", "it does not render each message of a conversation, in order"),
         (
             "<|{{ m.role }}|>{{ m.content }}<|end|>{{ '<|user|>go on<|end|>' if loop.index == 2 }}",
-            "do not hold what they should",
+            "its apparent markers do not enclose the messages",
         ),
         ("{{ raise_exception('no') }}", "the chat template raised TemplateError: no"),
     ],
@@ -93,7 +93,7 @@ def test_assistants_whose_last_turn_ends_in_another_way_are_refused(case: str, h
     )
     with pytest.raises(DataError) as caught:
         find_boundaries(ChatTemplate(tokenizer, DATA), DATA)
-    assert f"(the assistant's turns end with {last!r} where they come last, and otherwise before" in str(caught.value)
+    assert f"(the assistant's last turn ends with {last!r}, its earlier turns end differently)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_turns_without_an_end_are_told(options: dict, is_told: bool, caplog: pyt
     with caplog.at_level("INFO"):
         rules = resolve_mask(ChatTemplate(tokenizer, data), data)
     (line,) = caplog.messages
-    told = "; no end is learned of turns of assistant, which have no end marker of their own"
+    told = "; turns of assistant have no end marker of their own, so their end is not learned"
     assert line.endswith(told) == is_told
-    assert ("no end is learned" in line) == is_told
+    assert ("their end is not learned" in line) == is_told
     text = "<|user|>hi<|end|><|assistant|>yo<|user|>a<|end|><|assistant|>b"
     mask = rules.mark(np.array(tokenizer(text, add_special_tokens=False)["input_ids"]))
     assert mask.any()
@@ -206,7 +206,7 @@ def test_rows_with_other_roles_are_skipped_where_the_template_writes_them_as_the
 def test_a_role_that_is_written_as_the_assistants_has_no_turns() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{ELSE}{{% endfor %}}"
-    with pytest.raises(DataError, match=r"no turns of 'system' can be told .*; there are assistant, user$"):
+    with pytest.raises(DataError, match=r"no turns of 'system' can be recognized .*; the roles are assistant, user$"):
         assert_marks(tokenizer, turns("hi", "yo", system="no"), "", roles_to_train=["system"])
 
 
@@ -240,5 +240,5 @@ def test_generation_blocks_are_told_as_well(caplog: pytest.LogCaptureFixture) ->
         mask.tokens(turns("hi", "yo"))
         mask.tokens(turns("hi", "yo"))
     assert caplog.messages == [
-        "loss mask: generation blocks of the chat template, with the end tokens right behind them"
+        "loss mask: generation blocks of the chat template, with the end tokens right after them"
     ]

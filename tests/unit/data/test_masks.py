@@ -75,7 +75,7 @@ def test_template_that_rewrites_earlier_turns_is_marked_as_it_renders_them() -> 
 
 
 def test_conversation_without_assistant_is_unusable() -> None:
-    with pytest.raises(UnusableRow, match="no token of a turn of assistant"):
+    with pytest.raises(UnusableRow, match="it has no token in a turn of assistant"):
         marked(CHAT_TEMPLATE, CONVERSATION[:1])
 
 

@@ -83,5 +83,5 @@ def test_nulls_that_tables_add_to_calls_are_dropped() -> None:
 def test_a_prompt_does_not_go_on_from_a_turn_without_content() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = PRINTS
-    with pytest.raises(UnusableRow, match="its last turn, which the completion would go on from, has no content"):
+    with pytest.raises(UnusableRow, match="its last turn, which the completion would continue, has no content"):
         PromptRenderer(tokenizer, DataConfig(source="jsonl")).render({"prompt": [ASKED, CALL]}, PLACE)

@@ -134,7 +134,7 @@ def test_a_source_that_can_not_be_opened_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cursor", [Cursor(1, 0), Cursor(0, -1)])
 def test_a_cursor_with_epochs_is_not_of_a_mix(tmp_path: Path, cursor: Cursor) -> None:
-    with pytest.raises(DataError, match="is not of this data"):
+    with pytest.raises(DataError, match="does not belong to this data"):
         opened(mix(tmp_path, {"a": ["a"]}, {})).seek(cursor)
 
 
@@ -153,7 +153,8 @@ def test_held_out_rows_come_from_all_sources_by_weight(tmp_path: Path) -> None:
 def test_a_source_that_has_fewer_rows_than_its_share_of_the_held_out_ones_is_named(tmp_path: Path) -> None:
     data = mix(tmp_path, {"a": letters("a", 9), "b": ["b", None]}, {}, held_out=HeldOutConfig(size=4))
     message = (
-        r"^data\.held_out\.size: 2 of the 4 rows, by weight, are to come from .*b\.jsonl, of whose 2 rows 1 can be"
+        r"^data\.held_out\.size: 2 of the 4 rows, by weight, must come from .*b\.jsonl, "
+        "which has 2 rows, of which 1 can be"
     )
     with pytest.raises(DataError, match=message):
         opened(data)

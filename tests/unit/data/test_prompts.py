@@ -79,7 +79,7 @@ def test_seek_reproduces_what_followed(tmp_path: Path, drawn: int) -> None:
 @pytest.mark.parametrize("cursor", [Cursor(epoch=0, position=11), Cursor(epoch=-1, position=0)])
 def test_cursor_of_other_data_is_refused(tmp_path: Path, cursor: Cursor) -> None:
     source, _ = open_prompts(data_of(tmp_path, LETTERS), TOKENIZER, seed=1)
-    with pytest.raises(DataError, match="not of this data"):
+    with pytest.raises(DataError, match="does not belong to this data"):
         source.seek(cursor)
 
 
@@ -160,7 +160,7 @@ def test_held_out_split_is_used_whole_and_kept_out(tmp_path: Path) -> None:
     source, held_out = open_prompts(data, TOKENIZER, seed=1)
     assert contents(held_out) == ["c", "zz"]
     assert set(contents(source.take(18))) == set(LETTERS) - {"c"}
-    with pytest.raises(DataError, match=r"data.held_out.split: .* has no split 'dev', but train, test"):
+    with pytest.raises(DataError, match=r"data.held_out.split: .* has no split 'dev'; its splits are train, test"):
         open_prompts(replace(data, held_out=HeldOutConfig(split="dev")), TOKENIZER, seed=1)
 
 
@@ -172,13 +172,17 @@ def test_held_out_rows_that_can_not_be_rendered_are_replaced(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("prompts", "size", "usable"),
-    [(LETTERS, 10, "10 rows 10"), (LETTERS, 11, "10 rows 10"), ([*LETTERS[:4], None, None], 5, "6 rows 4")],
+    [
+        (LETTERS, 10, "10 rows, of which 10"),
+        (LETTERS, 11, "10 rows, of which 10"),
+        ([*LETTERS[:4], None, None], 5, "6 rows, of which 4"),
+    ],
 )
 def test_holding_out_more_than_leaves_rows_is_refused_with_their_number(
     tmp_path: Path, prompts: list[Any], size: int, usable: str
 ) -> None:
     message = (
-        f"^data.held_out.size: {size} rows are to come from .*rows.jsonl, of whose {usable} can be held out; "
+        f"^data.held_out.size: {size} rows must come from .*rows.jsonl, which has {usable} can be held out; "
         f"set it below {usable.split()[-1]}, so that some are left to train on$"
     )
     for open_rows in (open_prompts, partial(open_sft_rows, max_tokens=64)):

@@ -219,7 +219,7 @@ def test_template_whose_turns_can_not_be_told_apart_names_the_row() -> None:
     tokenizer.chat_template = "{% for message in messages %}<|user|>{{ message['content'] }}<|end|>{% endfor %}"
     renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl"), max_tokens=100)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    with pytest.raises(DataError, match=r"^rows.jsonl, line 5: the chat template .* alike"):
+    with pytest.raises(DataError, match=r"^rows.jsonl, line 5: the chat template .* start the same way"):
         renderer.render({"messages": [{"role": role, "content": content} for role, content in turns]}, PLACE)
 
 
@@ -240,7 +240,7 @@ def test_plain_pairs_follow_the_options_of_the_loss_mask(options: dict[str, Any]
 @pytest.mark.parametrize("options", [{}, {"chat": False}, {"text_column": "completion"}])
 def test_half_a_character_makes_a_row_unusable(options: dict[str, Any]) -> None:
     row = {"prompt": "a", "completion": "b\ud83d"}
-    with pytest.raises(UnusableRow, match=r"half a character, '\\ud83d'"):
+    with pytest.raises(UnusableRow, match=r"an unpaired surrogate, '\\ud83d'"):
         sequence_of(row, **options)
 
 

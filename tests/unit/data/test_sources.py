@@ -37,7 +37,11 @@ def test_jsonl_rows_keep_the_line_numbers_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('{"prompt": ', "line 2: not JSON"), ("[1]", "line 2: a JSON object .* found list"), ("\x00", "line 2: not JSON")],
+    [
+        ('{"prompt": ', "line 2: not JSON"),
+        ("[1]", "line 2: expected a JSON object .* found list"),
+        ("\x00", "line 2: not JSON"),
+    ],
 )
 def test_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
@@ -82,7 +86,7 @@ def test_saved_data_set_and_its_splits(tmp_path: Path) -> None:
     assert read(DataConfig(source="datasets", path=str(tmp_path / "single"))) == ROWS
     DatasetDict({"test": Dataset.from_list(ROWS[:1])}).save_to_disk(str(tmp_path / "split"))
     assert read(DataConfig(source="datasets", path=str(tmp_path / "split"), split="test")) == ROWS[:1]
-    with pytest.raises(DataError, match=r"data.split: .* has no split 'train', but test"):
+    with pytest.raises(DataError, match=r"data.split: .* has no split 'train'; its splits are test"):
         open_rows(DataConfig(source="datasets", path=str(tmp_path / "split")), seed=0)
 
 
@@ -131,7 +135,7 @@ def test_reasoning_gym_rows_carry_what_the_grader_needs() -> None:
     ("task", "arguments", "message"),
     [
         ("chainsum", {}, "no task 'chainsum'; the closest names are chain_sum"),
-        ("chain_sum", {"sizes": 3}, "no argument 'sizes'; it takes .*size"),
+        ("chain_sum", {"sizes": 3}, "no argument 'sizes'; its arguments are .*size"),
         ("chain_sum", {"size": -1}, "size must be positive"),
     ],
 )

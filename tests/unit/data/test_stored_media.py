@@ -131,7 +131,7 @@ def test_an_image_that_is_elsewhere_is_fetched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("https://127.0.0.1:9/a.png", "is on the net: download the images"),
+        ("https://127.0.0.1:9/a.png", "is a URL: download the images"),
         ("zip://a.jpg::nowhere.zip", "the data set can't decode it"),
     ],
 )

@@ -167,7 +167,7 @@ def test_what_stands_at_a_place_does_not_depend_on_the_way_there(
         elif position == length:
             assert jumping.row(Cursor(epoch, position)) is None
         else:
-            with pytest.raises(DataError, match=f"has {length} rows, so .* is not of this data"):
+            with pytest.raises(DataError, match=f"has {length} rows, so .* does not belong to this data"):
                 jumping.row(Cursor(epoch, position))
 
 
@@ -211,7 +211,7 @@ def test_a_place_far_ahead_is_reached_without_the_blocks_before_it() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cursor_behind_the_end_is_refused(tmp_path: Path, kind: str) -> None:
     data = make(tmp_path, kind, numbers(20), streaming=True, shuffle_rows=6)
-    with pytest.raises(DataError, match=r"has 20 rows, so .* is not of this data"):
+    with pytest.raises(DataError, match=r"has 20 rows, so .* does not belong to this data"):
         opened(data).seek(Cursor(0, 57))
     source = opened(data)
     source.seek(Cursor(3, 20))
@@ -269,7 +269,7 @@ def test_null_conversations_are_refused_in_the_first_row_and_skipped_later(tmp_p
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_stream_without_a_usable_row_fails_at_the_start(tmp_path: Path, kind: str) -> None:
     data = make(tmp_path, kind, [{"prompt": None, "completion": "y"}] * 20, streaming=True, shuffle_rows=6)
-    with pytest.raises(DataError, match=r"all 20 rows for training are skipped, .*column 'prompt' is null"):
+    with pytest.raises(DataError, match=r"all 20 rows for training are skipped, for example .*column 'prompt' is null"):
         opened(data)
 
 

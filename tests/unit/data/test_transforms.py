@@ -143,7 +143,7 @@ def test_an_exception_of_the_users_own_before_the_first_row_is_a_data_error(tmp_
         ("def transform(cfg):\n    return 3", "must return"),
         (
             "def transform(cfg):\n    return (lambda row: row), {'num_proc': 2}",
-            "only remove_columns and batched",
+            "the options are remove_columns and batched, not num_proc",
         ),
         ("def transform(cfg):\n    return lambda row: [row]", "line 1: data.transform returned list"),
         (
@@ -195,7 +195,7 @@ def test_a_batched_transform_makes_any_number_of_rows(tmp_path: Path, caplog: py
         "rows.jsonl, line 5, part 2 of 2",
     ]
     assert rows.name == "rows.jsonl"
-    assert caplog.messages == ["rows.jsonl: data.transform made no row of 3 of its 6 rows"]
+    assert caplog.messages == ["rows.jsonl: data.transform created no rows from 3 of its 6 rows"]
 
 
 def test_a_row_on_which_a_batched_transform_raises_stays_one_unusable_row(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ BATCHED = "def transform(cfg):\n    return (lambda batch: {}), {{'batched': True
         ("{'a': [1, 2], 'b': [1]}", "line 1: data.transform returned columns of different lengths: a 2, b 1"),
         ("{'a': 'xy'}", "line 1: data.transform is batched, but 'a' is a str instead of a list"),
         ("[{'a': 1}]", "line 1: data.transform returned list instead of a dict"),
-        ("{'a': []}", "data.transform made no row of any of its 1 rows"),
-        ("{}", "data.transform made no row of any of its 1 rows"),
+        ("{'a': []}", "data.transform created no rows from its 1 rows"),
+        ("{}", "data.transform created no rows from its 1 rows"),
     ],
 )
 def test_unfit_batches_are_data_errors_at_the_start(tmp_path: Path, columns: str, message: str) -> None:
@@ -233,5 +233,7 @@ def test_unfit_batches_are_data_errors_at_the_start(tmp_path: Path, columns: str
 def test_a_batched_transform_that_changes_its_mind_is_a_data_error(tmp_path: Path) -> None:
     code = "import itertools\nCOUNT = itertools.count(1)\n" + BATCHED.format("{'a': [0] * next(COUNT)}")
     rows = transform_all(tmp_path, code, [{"q": "x"}])
-    with pytest.raises(DataError, match=r"line 1: data.transform made 2 rows of it, but 1 when the data was opened"):
+    with pytest.raises(
+        DataError, match=r"line 1: data.transform created 2 rows from it, but 1 when the data was opened"
+    ):
         rows[0]

@@ -249,7 +249,7 @@ def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> Non
 def test_a_type_that_a_reward_model_does_not_know_is_refused_in_one_line() -> None:
     reward = RewardConfig(path="rlpipe.scoring.reward_model:SequenceReward", kwargs={"model": "m", "dtype": "int8"})
     run = replace(run_of(), rewards={"quality": reward})
-    with pytest.raises(ConfigError, match=r"scoring.rewards.quality.kwargs: dtype 'int8' is none of auto"):
+    with pytest.raises(ConfigError, match=r"scoring.rewards.quality.kwargs: dtype 'int8' is not one of auto"):
         resolve_dtype(run, [RANK], lambda need, dtype: [OLD])
 
 

@@ -195,7 +195,7 @@ def test_what_can_not_be_planned_is_said(tmp_path: Path) -> None:
     (learner,) = plans(config_of("ebft"))
     assert isinstance(learner, UnplannedScorer)
     assert learner.reason == "the learner's ranks read them, in the learner's time"
-    with pytest.raises(ConfigError, match=r"scoring.rewards.preference.kwargs: dtype 'int8' is none of"):
+    with pytest.raises(ConfigError, match=r"scoring.rewards.preference.kwargs: dtype 'int8' is not one of"):
         plans(config_of("reward_model", "+scoring.rewards.preference.kwargs.dtype=int8"))
 
 

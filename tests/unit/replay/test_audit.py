@@ -242,5 +242,5 @@ def test_a_lost_group_is_found_among_many(tmp_path: Path) -> None:
 
 def test_a_ledger_of_no_run_is_refused(tmp_path: Path) -> None:
     Ledger(tmp_path / NAME).assign(0, StepGroups(fresh=[group(0, [1.0])]))
-    with pytest.raises(DataError, match=r"ledger.sqlite does not say which config its run has: it has not begun"):
+    with pytest.raises(DataError, match=r"ledger.sqlite has no config yet: its run has not started"):
         audited(tmp_path)

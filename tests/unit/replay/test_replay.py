@@ -105,7 +105,7 @@ def test_unknown_and_repeated_groups_are_refused() -> None:
 
 
 def test_admission_beyond_the_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 groups were admitted where 4 may be"):
+    with pytest.raises(ValueError, match="5 groups were to be admitted, but the capacity is 4"):
         Admission(groups_per_step=4, max_staleness=0, num_steps=1).admit(5)
 
 

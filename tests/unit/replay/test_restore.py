@@ -79,7 +79,7 @@ def test_an_older_checkpoint_brings_its_copy_back(path: Path, tmp_path: Path, kn
     old = checkpoint(tmp_path, ledger, 1)
     ledger.checkpointed(known)
     restored, (message,) = begin(path, step=1, checkpoint=old, run_id=ledger.get("run_id"))
-    assert f"{path} goes on to step {known}: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert f"{path} continues to step {known}; it is now {path.with_name('ledger-1.sqlite')}" in message
     assert restored.checkpoint_step == 1
     assert Ledger(path.with_name("ledger-1.sqlite")).checkpoint_step == known, "nothing is overwritten"
 
@@ -123,7 +123,7 @@ def test_a_ledger_that_lost_its_newest_entries_is_set_aside_for_the_copy(path: P
     ledger.close()
     path.write_bytes(early)
     restored, (message,) = begin(path, step=1, checkpoint=new, run_id=run_id)
-    assert f"{path} does not know all of the 1 steps: it now is {path.with_name('ledger-1.sqlite')}" in message
+    assert f"{path} does not have all of the 1 steps; it is now {path.with_name('ledger-1.sqlite')}" in message
     assert restored.counts() == {GroupState.TRAINED: 2, GroupState.SCORED: 1}
     assert path.with_name("ledger-1.sqlite").read_bytes() == early
 
@@ -136,7 +136,7 @@ def test_the_log_of_a_ledger_goes_aside_with_it(path: Path, tmp_path: Path) -> N
     assert log.stat().st_size > 0
     path.unlink()
     restored, (message,) = begin(path, step=1, checkpoint=old, run_id=run_id)
-    assert f"{path} is missing: it now is {path.with_name('ledger-1.sqlite')}, and the one in" in message
+    assert f"{path} is missing; it is now {path.with_name('ledger-1.sqlite')}, and the one in" in message
     assert restored.events() == [], "a log is of no other file than its own"
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
     started(path).close()
     damage_file(path)
     broken = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to go on from: choose"):
+    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to resume from: choose"):
         begin(path)
     assert path.read_bytes() == broken
 
@@ -190,7 +190,7 @@ def test_a_damaged_copy_is_refused_and_named(path: Path, tmp_path: Path) -> None
     ledger.close()
     shutil.rmtree(path.parent)
     damage_file(old / NAME)
-    with pytest.raises(ConfigError, match=rf"is missing, and {old / NAME} can't take its place: .*; resume"):
+    with pytest.raises(ConfigError, match=rf"is missing, and {old / NAME} can't replace it: .*; resume"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
     assert not path.exists()
 
@@ -204,14 +204,14 @@ def test_a_ledger_of_another_run_is_refused(path: Path, tmp_path: Path) -> None:
 
 def test_a_ledger_that_knows_a_lost_checkpoint_is_refused(path: Path) -> None:
     started(path).checkpointed(1)
-    with pytest.raises(ConfigError, match="knows a checkpoint after 1 steps, but there is none beside it"):
+    with pytest.raises(ConfigError, match="records a checkpoint after 1 steps, but none is next to it"):
         begin(path)
 
 
 def test_other_options_are_refused_with_the_list(path: Path) -> None:
     started(path)
     other = {**CONFIG, "seed": 4}
-    with pytest.raises(ConfigError, match=r"with other options \(seed: 0 -> 4\): set them back, or resume_changes=all"):
+    with pytest.raises(ConfigError, match=r"with other options \(seed: 0 -> 4\): restore them, set resume_changes=all"):
         begin(path, config=other)
     ledger, _ = begin(path, config=other, changes_allowed=True)
     assert ledger.get("config") == other

@@ -135,7 +135,7 @@ def test_tokens_are_dropped_some_steps_behind_the_checkpoint(tmp_path: Path) -> 
     assert [g.group_id for g in store.ledger.load([0, 1, 2])] == [2]
     assert store.ledger.rows("SELECT group_id FROM tokens") == [(2,)], "dropped tokens still take room"
     assert states(store.ledger) == {0: "TRAINED", 1: "TRAINED", 2: "TRAINED"}
-    with pytest.raises(LedgerError, match=r"step 0 is to be trained again.*ledger.keep_steps, now 1"):
+    with pytest.raises(LedgerError, match=r"step 0 must be trained again.*ledger.keep_steps, now 1"):
         store.ledger.groups_of(0)
 
 

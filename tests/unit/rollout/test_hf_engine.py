@@ -212,7 +212,7 @@ def test_lengths_are_bounded_by_request_and_model(path: Path) -> None:
     assert max(len(rollout.token_ids) for rollout in long) <= 12
     (failed,) = sample(open_hf(path, max_model_len=6), [request(4)])
     assert len(failed) == 0
-    assert failed.failure == "the prompt is too long: its 9 tokens leave no room in 6 (rollout.max_model_len)"
+    assert failed.failure == "the prompt is too long: its 9 tokens leave no space in 6 (rollout.max_model_len)"
 
 
 def test_a_request_without_the_adapter_is_answered_by_the_plain_model(path: Path) -> None:
@@ -255,7 +255,7 @@ def test_what_goes_first_does_not_wait_for_the_others(path: Path) -> None:
 
 def test_requests_that_can_not_be_sampled_say_why(path: Path) -> None:
     (adapterless,) = sample(open_hf(path, "none"), [request(0, use_adapter=False)])
-    assert adapterless.failure == "the engine serves no adapter that could be left out"
+    assert adapterless.failure == "the engine serves full weights, so it can't leave out an adapter"
     engine = open_hf(path)
     (guided,) = sample(engine, [request(0, sampling=SamplingConfig(guided_regex="a"))])
     assert guided.failure is not None
@@ -284,7 +284,7 @@ def test_missing_and_unknown_tensors_are_named(path: Path) -> None:
     full_engine, full = open_hf(path, "none"), publish_full(retrained(path), 1)
     with pytest.raises(ModelError, match=r"were not published: model\.norm\.weight"):
         load(full_engine, without(full, "model.norm.weight"))
-    with pytest.raises(ModelError, match="engine engine-0 takes full weights, got lora"):
+    with pytest.raises(ModelError, match="engine engine-0 expects full weights, got lora"):
         load(full_engine, published)
 
 
@@ -325,7 +325,7 @@ def test_further_sampling_arguments_reach_generate(path: Path) -> None:
 
 def test_weights_that_come_directly_are_refused(path: Path) -> None:
     config, weights = model_config(path, "none"), WeightsConfig(transport="nccl")
-    with pytest.raises(ConfigError, match="nccl is vLLM's"):
+    with pytest.raises(ConfigError, match="nccl needs vLLM, which is not installed"):
         open_engine("engine-0", config, rollout_config("hf"), weights, max_prompt_tokens=16)
 
 

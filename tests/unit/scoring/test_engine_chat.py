@@ -152,11 +152,11 @@ def test_what_does_not_come_in_time_is_said(dead: bool, monkeypatch: pytest.Monk
 
 def test_what_no_engine_can_answer_fails_at_once() -> None:
     async def refuse(name: str, request: GroupRequest, timeout_s: float) -> RolloutGroup:
-        return failed_group(request, "the prompt is too long: its 9 tokens leave no room in 6 (rollout.max_model_len)")
+        return failed_group(request, "the prompt is too long: its 9 tokens leave no space in 6 (rollout.max_model_len)")
 
     with pytest.raises(RequestFailed, match=r"no engine can answer: the prompt is too long: .*rollout\.max_model_len"):
         asyncio.run(open_chat(refuse).answer(MESSAGES, weights="base"))
-    with pytest.raises(ConfigError, match="an engine does not know n; it knows chat_template_kwargs, extra, "):
+    with pytest.raises(ConfigError, match="engines have no option n; they have chat_template_kwargs, extra, "):
         asyncio.run(open_chat(refuse).answer(MESSAGES, weights="base", options={"n": 2}))
 
 

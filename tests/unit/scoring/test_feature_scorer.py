@@ -199,8 +199,8 @@ def test_further_turns_are_what_stands_between_those_of_the_assistant() -> None:
 
 def test_further_turns_that_cannot_be_used_are_said() -> None:
     prompt = make_group("4").prompt
-    with pytest.raises(UnusableRow, match="does not end with a turn of the assistant"):
+    with pytest.raises(UnusableRow, match="does not end with an assistant turn"):
         renderer().prepare(replace(prompt, task={**prompt.task, "remaining_turns": [turn("user", "3+3?")]}))
     text = make_group("4", chat=False).prompt
-    with pytest.raises(UnusableRow, match="of a prompt that is no conversation"):
+    with pytest.raises(UnusableRow, match="needs a prompt that is a conversation"):
         renderer(chat=False).prepare(replace(text, task={**text.task, "remaining_turns": [turn("assistant", "x")]}))

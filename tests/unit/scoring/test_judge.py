@@ -179,7 +179,7 @@ def test_a_completion_alone_has_no_comparison() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": "{{ completion"}, "template is no Jinja template"),
+        ({"template": "{{ completion"}, "template is not a Jinja template"),
         ({"minimum": 5, "maximum": 5}, "minimum 5 is not below maximum 5"),
     ],
 )
@@ -262,8 +262,8 @@ LASTING = {
     "broken": "it answered 500 .<html>oops</html>",
     "starting": "it answered 503",
     "hanging up": "RemoteProtocolError",
-    "no JSON": "its answer is no JSON",
-    "another JSON": "its answer is no chat completion",
+    "no JSON": "its answer is not JSON",
+    "another JSON": "its answer is not a chat completion",
     "no text": "its answer has no text",
     "no number": 'gave no number from 0 to 10: "I\'d rather not say"',
     "a number outside": "gave no number from 0 to 10: '11'",
@@ -348,10 +348,10 @@ def test_nemo_gym_reads_one_of_several_rewards() -> None:
 
 
 WRONG_VERDICTS: dict[str, Callable[[], Reply]] = {
-    "its reward is None, and no finite number": lambda: Reply(body={}),
-    "its reward is 'good', and no finite number": lambda: Reply(body={"reward": "good"}),
-    "its reward is nan, and no finite number": lambda: Reply(body=b'{"reward": NaN}'),
-    "its answer is no JSON": lambda: Reply(body=b"reward: 1"),
+    "its reward is None, not a finite number": lambda: Reply(body={}),
+    "its reward is 'good', not a finite number": lambda: Reply(body={"reward": "good"}),
+    "its reward is nan, not a finite number": lambda: Reply(body=b'{"reward": NaN}'),
+    "its answer is not JSON": lambda: Reply(body=b"reward: 1"),
     "it answered 500": lambda: Reply(status=500),
     "it answered 429": lambda: Reply(status=429),
     "no answer within 0.3 seconds": lambda: Reply(body={"reward": 1.0}, delay_s=1.0),
@@ -435,11 +435,11 @@ def test_equal_questions_have_equal_seeds_and_others_have_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "either url, a server's, or engine, base or policy; here are neither"),
-        ({"url": "http://x", "engine": "base"}, "either url.* or engine.*; here are both"),
+        ({}, r"either url \(a server\) or engine \(base or policy\), found neither"),
+        ({"url": "http://x", "engine": "base"}, "either url.* or engine.*, found both"),
         ({"engine": "learner"}, "engine is 'learner'; set base or policy"),
-        ({"engine": "base", "model": "m"}, "model goes with url"),
-        ({"url": "http://x"}, "model goes with url"),
+        ({"engine": "base", "model": "m"}, "model needs url"),
+        ({"url": "http://x"}, "model needs url"),
         ({"engine": "policy", "cache": "x.sqlite"}, "cache: the policy's answers change with every version"),
     ],
 )
@@ -449,7 +449,7 @@ def test_a_judge_has_a_server_or_the_engines(options: dict[str, Any], message: s
 
 
 def test_the_engines_of_no_run_can_not_be_asked() -> None:
-    with pytest.raises(ValueError, match="engine=base asks the engines of a run, and here are none: set a url"):
+    with pytest.raises(ValueError, match="engine=base uses the engines of a run, and there are none here: set a url"):
         NumberJudge(template="x", engine="base").setup()
 
 
@@ -463,11 +463,11 @@ def test_the_engines_of_no_run_can_not_be_asked() -> None:
 )
 def test_a_base_judge_needs_engines_that_serve_an_adapter(adapter: dict[str, Any], message: str) -> None:
     model = ModelConfig(path="m", adapter=AdapterConfig(**adapter))
-    with pytest.raises(ConfigError, match=f"engine=base asks the model beneath the adapter.*{message}"):
+    with pytest.raises(ConfigError, match=f"engine=base needs engines that serve the adapter separately.*{message}"):
         NumberJudge.check_run(model, {"engine": "base", "template": "x"})
     NumberJudge.check_run(model, {"engine": "policy", "template": "x"})
     NumberJudge.check_run(model, {"url": "http://x", "model": "m", "template": "x"})
-    with pytest.raises(ConfigError, match="an engine does not know n"):
+    with pytest.raises(ConfigError, match="engines have no option n"):
         NumberJudge.check_run(ModelConfig(path="m"), {"engine": "base", "request": {"n": 1}})
 
 

@@ -136,9 +136,9 @@ def test_a_sequence_that_is_too_long_is_an_error(any_model: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (SequenceReward, {"dtype": "int8"}, "dtype 'int8' is none of auto, float32, bfloat16, float16"),
-        (StepReward, {"combine": "sum"}, "combine 'sum' is none of minimum, mean, last"),
-        (StepReward, {"separator": ""}, "separator is empty"),
+        (SequenceReward, {"dtype": "int8"}, "dtype 'int8' is not one of auto, float32, bfloat16, float16"),
+        (StepReward, {"combine": "sum"}, "combine 'sum' is not one of minimum, mean, last"),
+        (StepReward, {"separator": ""}, "separator is empty; set the text"),
     ],
 )
 def test_wrong_options_are_refused(kind: type, options: dict[str, str], message: str) -> None:

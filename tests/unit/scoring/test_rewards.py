@@ -112,7 +112,7 @@ def plain(completions: list[str], answer: list[str], *, scale: float = 1.0) -> l
 @pytest.mark.parametrize(
     ("reward", "kwargs", "words"),
     [
-        (positional_only, {}, "by position only"),
+        (positional_only, {}, "has the positional-only parameter"),
         (blind, {}, "add 'completions'"),
         (nothing, {}, "add 'completions'"),
         (plain, {"scael": 2.0}, "scael"),

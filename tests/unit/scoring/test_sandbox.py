@@ -89,8 +89,8 @@ def test_async_functions_and_logged_metrics_work(sandbox: Sandbox) -> None:
         ("sys_exit", "SystemExit: enough (isolation_cases.py:"),
         ("interrupt", "KeyboardInterrupt (isolation_cases.py:"),
         ("nothing_to_show", "it returned 3 values for 2 completions"),
-        ("grow", "its sandbox may take memory_gb=0.5"),
-        ("share_memory", "took more than memory_gb=0.5 together"),
+        ("grow", "its sandbox may use memory_gb=0.5"),
+        ("share_memory", "used more than memory_gb=0.5 together"),
         ("fork_without_end", "more than 128 processes"),
         ("write_nonsense", "wrote no answer, but b'\\x80\\x04nonsense'"),
         ("write_without_end", "bytes as its answer"),
@@ -175,5 +175,8 @@ def test_answers_are_never_trusted() -> None:
 def test_a_machine_that_cannot_filter_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'riscv64'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"isolation=sandbox of right: .*x86_64 or aarch64, .*riscv64; set process"):
+    with pytest.raises(
+        ConfigError,
+        match=r"isolation=sandbox of right can't be used on this machine: .*x86_64 or aarch64, .*riscv64; set process",
+    ):
         Sandbox({"right": RewardConfig(path=f"{CASES}:behave", isolation="sandbox")})

@@ -51,14 +51,14 @@ def all_dead(folder: Path) -> bool:
 def test_a_reward_that_allocates_without_end_fails_and_the_next_works(tmp_path: Path) -> None:
     lines = run_scorer(tmp_path, "grow", "well").stdout.splitlines()
     assert lines[0].startswith("grow None MemoryError (isolation_cases.py:")
-    assert lines[0].endswith("its process may take scoring.memory_gb=0.5")
+    assert lines[0].endswith("its process may use scoring.memory_gb=0.5")
     assert lines[1] == "well [1.0] None"
 
 
 def test_a_process_that_memory_does_not_come_back_to_is_given_up(tmp_path: Path) -> None:
     done = run_scorer(tmp_path, "well", "hoard", "well")
     assert done.stdout == "well [1.0] None\n"
-    assert "MemoryError: what reward 'mine' took does not come free" in done.stderr
+    assert "MemoryError: the memory of reward 'mine' is not freed" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["start_children_and_die", "start_children_and_fail"])

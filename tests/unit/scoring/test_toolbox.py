@@ -159,7 +159,7 @@ def test_math_answers_are_compared_by_value(gold: str, completion: str, score: f
 
 
 def test_a_row_whose_answer_is_no_mathematics_is_refused() -> None:
-    with pytest.raises(ValueError, match="'see above' is no mathematical expression"):
+    with pytest.raises(ValueError, match="'see above' is not a mathematical expression"):
         math_answer(["1"], ["see above"], plain=True)
 
 
@@ -189,5 +189,5 @@ def test_json_schema_takes_json_fenced_or_not() -> None:
 
 
 def test_json_schema_refuses_a_schema_that_is_none() -> None:
-    with pytest.raises(ValueError, match="schema is no JSON schema: 'text' is not valid"):
+    with pytest.raises(ValueError, match="schema is not a JSON schema: 'text' is not valid"):
         json_schema(["{}"], schema={"type": "text"})

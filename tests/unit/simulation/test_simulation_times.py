@@ -100,12 +100,12 @@ def test_draws_do_not_depend_on_their_order() -> None:
      "lognormal:0,1", "lognormal:2", "exponential:inf", "empirical:"],
 )  # fmt: skip
 def test_what_is_no_distribution_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match=r"--generate: .* is no distribution of seconds; write constant:S, uniform"):
+    with pytest.raises(InputError, match=r"--generate: .* is not a distribution of seconds; write constant:S, uniform"):
         parse_distribution(text, "--generate")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "can't be read"), ("", "holds no number"), ("1\nx\n", "'x' is not a number")]
+    ("content", "message"), [(None, "can't be read"), ("", "has no numbers"), ("1\nx\n", "'x' is not a number")]
 )
 def test_a_file_without_seconds_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "seconds.txt"
@@ -165,7 +165,7 @@ def test_a_ledger_may_lie_elsewhere(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_readable_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--from takes the folder of a run: .* has no ledger.sqlite"):
+    with pytest.raises(DataError, match=r"--from needs the folder of a run: .* has no ledger.sqlite"):
         times_of(Config(), run=tmp_path)
     (tmp_path / "ledger.sqlite").write_text("nothing of the kind" * 100)
     with pytest.raises(DataError, match=r"ledger.sqlite can't be used: file is not a database"):
@@ -176,7 +176,7 @@ def test_what_a_run_has_not_measured_must_be_given(run: Path) -> None:
     with sqlite3.connect(run / "ledger.sqlite") as ledger:
         ledger.execute("DELETE FROM steps")
     ledger.close()
-    with pytest.raises(DataError, match=r"--train: nothing is measured in .* yet; give --train"):
+    with pytest.raises(DataError, match=r"--train: nothing is measured in .* yet; set --train"):
         times_of(Config(), run=run)
     assert times_of(Config(), run=run, train="constant:1", sync="constant:2")["sync"] == [2.0]
 
@@ -184,7 +184,7 @@ def test_what_a_run_has_not_measured_must_be_given(run: Path) -> None:
 def test_sync_times_that_hold_a_wait_are_refused(run: Path) -> None:
     config = Config()
     config.model.adapter.kind, config.replay.max_staleness = "none", 1
-    with pytest.raises(DataError, match="give --sync, the seconds of the transfer and the load alone"):
+    with pytest.raises(DataError, match="set --sync to the seconds of the transfer and the load alone"):
         times_of(config, run=run)
     assert times_of(config, run=run, sync="constant:2")["sync"] == [2.0]
     config.replay.max_staleness = 0
@@ -196,7 +196,7 @@ def test_generation_and_training_must_be_given_without_a_run() -> None:
         times_of(Config(), train="constant:1")
     with pytest.raises(InputError, match="--train is required"):
         times_of(Config(), generate="constant:1")
-    with pytest.raises(InputError, match="so that no time passes"):
+    with pytest.raises(InputError, match="so no time passes"):
         times_of(Config(), generate="constant:0", train="constant:0")
     assert times_of(Config(), generate="constant:1", train="constant:2") == {
         "generate": [1.0], "train": [2.0], "sync": [0.0], "scorer": [0.0]
