@@ -275,7 +275,7 @@ def summarize(kills: list[Kill], output: Path, accuracy: float, undisturbed: flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of killing")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes during which processes are killed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="learner ranks; above 1 with fsdp2")
@@ -301,7 +301,7 @@ def main() -> None:
             driver.kill()
         for kill in chaos.kills:
             after = "never" if kill.recovery_s is None else f"after {kill.recovery_s:.1f} s"
-            print(f"{kill.at - chaos.kills[0].at:6.1f} s: {kill.kind} killed, mended {after}", flush=True)
+            print(f"{kill.at - chaos.kills[0].at:6.1f} s: {kill.kind} killed, recovered {after}", flush=True)
     result = summarize(
         chaos.kills, disturbed, read_summary(disturbed)["eval_accuracy_end"], undisturbed["eval_accuracy_end"]
     )

@@ -152,7 +152,7 @@ def main() -> None:
     names = [policy.name for policy in POLICIES]
     parser.add_argument("--policies", nargs="+", choices=names, default=names)
     parser.add_argument("--batches", type=int, default=5)
-    parser.add_argument("--only", nargs=2, metavar=("POLICY", "SETTING"), help="one measurement, in this process")
+    parser.add_argument("--only", nargs=2, metavar=("POLICY", "SETTING"), help="only this measurement, in this process")
     arguments = parser.parse_args()
     by_name = {policy.name: policy for policy in POLICIES}
     if arguments.only:

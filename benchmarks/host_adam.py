@@ -77,7 +77,7 @@ def make_sides(names: Sequence[str], num_elements: int, dtype: torch.dtype) -> d
         try:
             found[name] = SIDES[name](make_weights(num_elements, dtype), SCALE)
         except (RuntimeError, ImportError, OSError, AttributeError, AssertionError) as error:
-            print(f"{name} is not there: {error}", flush=True)
+            print(f"{name} is not available: {error}", flush=True)
     return found
 
 

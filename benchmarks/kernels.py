@@ -1,7 +1,7 @@
-"""Kernels against the bare work that all must do (the roof), and against those of other libraries, in one run.
+"""Kernels, compared with the bare work that all of them must do (the roof) and with other libraries, in one run.
 
 Each side takes turns with the roof; on a GPU all sides of a case do. On the CPU, where memory is measured per process,
-each side runs in a process of its own. What is not installed or fails is named, and its figures are null.
+each side runs in a process of its own. A side that is not installed or fails is named, and its figures are null.
 Without a GPU, small shapes show memory and errors only. Run: ``python -m benchmarks.kernels``.
 """
 
@@ -88,16 +88,16 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
     shape = SHAPES["cuda" if torch.cuda.is_available() else "cpu"]
     known = list(dict.fromkeys(name for module in COMPARED.values() for name in module.SIDES))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=GROUPS, default=[*GROUPS], help="what is measured")
-    parser.add_argument("--sides", nargs="+", choices=known, default=known, help="beside the roofs")
+    parser.add_argument("--cases", nargs="+", choices=GROUPS, default=[*GROUPS], help="groups to measure")
+    parser.add_argument("--sides", nargs="+", choices=known, default=known, help="sides to compare with the roofs")
     parser.add_argument("--tokens", type=int, default=shape["tokens"])
     parser.add_argument("--vocabulary", type=int, default=shape["vocabulary"])
-    parser.add_argument("--hidden", type=int, nargs="+", default=shape["hidden"], help="of the lm_head")
+    parser.add_argument("--hidden", type=int, nargs="+", default=shape["hidden"], help="hidden sizes of the lm_head")
     parser.add_argument("--chunk-tokens", type=int, default=shape["chunk_tokens"], help="learner.logprob_chunk_tokens")
     parser.add_argument("--layer", type=int, default=shape["layer"], help="inputs and outputs of the LoRA layer")
     parser.add_argument("--sequence", type=int, default=shape["sequence"], help="tokens that become one feature vector")
     parser.add_argument("--turns", type=int, default=shape["turns"])
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which a process is given up")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which a process is stopped")
     arguments = parser.parse_args(given)
     for name in ("tokens", "vocabulary", "chunk_tokens", "layer", "sequence", "turns"):
         if getattr(arguments, name) < 1:
@@ -190,7 +190,7 @@ def run_process(name: str, setup: Mapping[str, Any], minutes: float) -> dict[str
             if done.returncode:
                 log.seek(0)
                 last = next(reversed([line for line in log.read().splitlines() if line.strip()]), "")
-                killed = " (out of host memory, as a rule)" if done.returncode == -9 else ""
+                killed = " (usually out of host memory)" if done.returncode == -9 else ""
                 reason = f"exit code {done.returncode}{killed}: {last[:MAX_REASON]}"
         except subprocess.TimeoutExpired:
             reason = f"it took more than {minutes:g} minutes"

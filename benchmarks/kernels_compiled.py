@@ -122,7 +122,7 @@ def describe(name: str, pointer: str, *, changed: bool, capability: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, default=H100["capability"], help="compute capability, 90 for 9.0")
+    parser.add_argument("--capability", type=int, default=H100["capability"], help="compute capability; 90 means 9.0")
     arguments = parser.parse_args(sys.argv[1:])
     rows = [
         describe(name, pointer, changed=changed, capability=arguments.capability)

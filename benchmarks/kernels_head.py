@@ -162,7 +162,7 @@ def _differentiated(inputs: Inputs, compute: Compute) -> Outcome:
 def _side(inputs: Inputs, compute: Compute, *, has_entropy: bool = True, note: str = "") -> Side:
     """Return the side of a function that autograd differentiates."""
     if inputs.case.entropy_gradient and not has_entropy:
-        raise NotImplementedError("it has no entropy")
+        raise NotImplementedError("no entropy")
     with_note = "; ".join(filter(None, [note, "" if has_entropy else "without entropy"]))
     return Side(both=lambda: _differentiated(inputs, compute), forward=torch.no_grad()(compute), note=with_note)
 
@@ -237,14 +237,14 @@ def make_liger(inputs: Inputs) -> Side:
         function = liger._resolve_implementation(inputs.hidden.device)
         how = "torch in chunks of 512 tokens" if function is fallback else "CuTe's kernels"
     except ImportError as error:
-        function, how = fallback, f"torch in chunks of 512 tokens, as its kernels can't be imported: {error}"
+        function, how = fallback, f"torch in chunks of 512 tokens, because its kernels can't be imported: {error}"
     options = (1.0, -100, True) if function is fallback else (1.0, -100, 1, True)
 
     def compute() -> tuple[Tensor, Tensor | None]:
         loss, entropy = function.apply(inputs.hidden, inputs.weight, inputs.targets, *options)
         return -loss, entropy
 
-    return _side(inputs, compute, note=f"{how}; the gradient of a frozen weight, too")
+    return _side(inputs, compute, note=f"{how}; also computes the gradient of a frozen weight")
 
 
 def make_liger_loss(inputs: Inputs) -> Side:
@@ -268,7 +268,7 @@ def make_liger_ppo(inputs: Inputs) -> Side:
         logprobs = LigerFusedLinearPPOBase.chunk_forward(inputs.hidden[None], inputs.weight, inputs.targets[None])
         return logprobs.squeeze(0), None
 
-    return _side(inputs, compute, has_entropy=False, note="torch; products of the backward pass in float32")
+    return _side(inputs, compute, has_entropy=False, note="torch; the backward pass multiplies in float32")
 
 
 def make_cce(inputs: Inputs) -> Side:
@@ -285,7 +285,7 @@ def make_cce(inputs: Inputs) -> Side:
             impl="cce" if on_gpu else "torch_compile",
         ), None
 
-    note = "leaves out small gradients" if on_gpu else "its compiled torch, of all logits"
+    note = "leaves out small gradients" if on_gpu else "its compiled torch code, with all logits in memory"
     return _side(inputs, compute, has_entropy=False, note=note)
 
 

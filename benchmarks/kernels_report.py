@@ -21,8 +21,8 @@ GROUPS = {
 OURS = {"head": ("rlpipe",), "rows": ("rlpipe", "rlpipe-in-place"), "lora": ("rlpipe",)}
 """Sides that represent rlpipe's kernel."""
 NO_GPU = (
-    "not comparable: without a GPU Triton's kernels do not run, so that seconds are those of references and of other "
-    "code for the CPU; memory and errors count"
+    "not comparable: Triton's kernels do not run without a GPU, so seconds are those of references and other CPU "
+    "code; memory and errors count"
 )
 ERRORS = ("logprob_error", "entropy_error", "gradient_error", "weight_gradient_error")
 COLUMNS = (
@@ -155,9 +155,9 @@ def _line(case: str, name: str, found: Mapping[str, Any]) -> str:
 
 def features_lines(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
-        f"{name}: the network's pass {found['network_s']:.3g} s, of this pooling {found['pooling_s']:.3g} s; rewards "
+        f"{name}: network pass {found['network_s']:.3g} s, including pooling {found['pooling_s']:.3g} s; rewards "
         f"of [{found['groups']}, {found['samples']}, {found['features']}] {found['rewards_s']:.3g} s; share "
-        f"{found['share']:.1%}, of rewards alone {found['rewards_share']:.1%}"
+        f"{found['share']:.1%}, rewards alone {found['rewards_share']:.1%}"
         for name, found in cases.items()
     ]
 

@@ -139,7 +139,7 @@ def make_rlpipe(inputs: Inputs, *, in_place: bool = False) -> Side:
         )
         return logprobs, entropy
 
-    note = "the gradient takes the logits' memory" if in_place else ""
+    note = "the gradient overwrites the logits" if in_place else ""
     return _side(inputs, compute, logits, in_place=in_place, note=note)
 
 
@@ -164,7 +164,7 @@ def make_trl(inputs: Inputs) -> Side:
         lambda: selective_log_softmax_and_entropy(
             inputs.logits, inputs.targets, entropy_requires_grad=inputs.case.entropy_gradient
         ),
-        note="its torch, row by row",
+        note="its torch code, row by row",
     )
 
 
@@ -173,7 +173,7 @@ def make_liger(inputs: Inputs) -> Side:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     if inputs.case.entropy_gradient:
-        raise NotImplementedError("it has no entropy")
+        raise NotImplementedError("no entropy")
     if inputs.logits.device.type != "cuda":
         raise NotImplementedError("its kernel needs a GPU")
     logits = inputs.logits.detach().clone().requires_grad_()
@@ -181,7 +181,7 @@ def make_liger(inputs: Inputs) -> Side:
     def compute() -> tuple[Tensor, Tensor | None]:
         return -liger_cross_entropy(logits, inputs.targets, reduction="none"), None
 
-    return _side(inputs, compute, logits, note="without entropy; overwrites the logits, and copies them backwards")
+    return _side(inputs, compute, logits, note="without entropy; overwrites the logits, and copies them in backward")
 
 
 SIDES: dict[str, Callable[[Inputs], Side]] = {

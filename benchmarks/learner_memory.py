@@ -121,7 +121,7 @@ def measure_publishing(rank: int, num_ranks: int, model: ModelConfig, bucket_byt
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the packed row")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the packed row")
     parser.add_argument("--vocabulary", type=int, default=65536)
     parser.add_argument("--chunk-tokens", type=int, default=256, help="learner.logprob_chunk_tokens")
     parser.add_argument("--bucket-mb", type=float, default=40.0)
@@ -129,7 +129,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return_what_is_freed()
     step = measure_step(arguments, device)
-    print(f"a step needs {step['share']:.0%} of what its logits would take")
+    print(f"a step needs {step['share']:.0%} of the memory of all logits")
     model, result = make_model(FOLDER / "deep", **PUBLISHED), FOLDER / "publishing.json"
     num_ranks = 1 if device.type == "cuda" else 2
     Path(f"{result}.store").unlink(missing_ok=True)

@@ -188,7 +188,7 @@ def _settle(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12, help="the first two are not counted")
+    parser.add_argument("--steps", type=int, default=12, help="number of steps, of which the first two are not timed")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

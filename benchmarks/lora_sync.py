@@ -190,7 +190,7 @@ def medians(repetitions: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--adapter-mb", type=float, default=40.0, help="million bytes of the adapter, in float32")
+    parser.add_argument("--adapter-mb", type=float, default=40.0, help="million bytes of the adapter in float32")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=20)
     arguments = parser.parse_args()
@@ -210,7 +210,7 @@ def main() -> None:
     found = measure(publisher, arguments.repetitions)
     ray.shutdown()
     for way, repetitions in found.items():
-        print(f"{way}: {medians(repetitions)}, total in half of the repetitions: {totals_spread(repetitions)}")
+        print(f"{way}: {medians(repetitions)}, middle half of the totals: {totals_spread(repetitions)}")
     print(json.dumps(summarize(found, adapter_mb=adapter_mb, engines=arguments.engines)))
 
 

@@ -62,7 +62,7 @@ def measure(folder: Path, *, shards: int, hidden: int) -> dict[str, float]:
         maker = multiprocessing.get_context("spawn").Process(target=make, args=(folder / name, *size))
         maker.start()
         maker.join()
-        assert maker.exitcode == 0, f"the model can't be made in {folder}"
+        assert maker.exitcode == 0, f"the model can't be created in {folder}"
     return_what_is_freed()
     merge_in(folder / "small")  # warms up what is loaded only once
     with peak_memory(torch.device("cpu")) as peak:
@@ -83,7 +83,7 @@ def measure(folder: Path, *, shards: int, hidden: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=768, help="a shard has 224 bytes times its square")
+    parser.add_argument("--hidden", type=int, default=768, help="hidden size h; a shard has 224 h² bytes")
     arguments = parser.parse_args()
     print(json.dumps(measure(FOLDER, shards=arguments.shards, hidden=arguments.hidden)))
 

@@ -1,4 +1,4 @@
-"""Training with chunked offload, against the machine's limits, and FSDP2's and DeepSpeed's offload.
+"""Training with chunked offload, compared with the machine's limits and the offload of FSDP2 and DeepSpeed.
 
 One GPU with 128 GiB of host memory is enough, without Ray or vLLM; weights are random. Each side of each case runs in a
 process of its own. Without a GPU a tiny model shows that it runs. Run: ``python -m benchmarks.offload``.
@@ -55,12 +55,12 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
     default = [name for name in CASES if (name in ON_CPU) != on_gpu]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=default, metavar="CASE", help=f"of {', '.join(CASES)}"
+        "--cases", nargs="+", choices=CASES, default=default, metavar="CASE", help=f"cases to run: {', '.join(CASES)}"
     )
-    parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES, help="none: rlpipe alone")
-    parser.add_argument("--warmup", type=int, default=2, help="updates before those that are timed")
-    parser.add_argument("--updates", type=int, default=5, help="that are timed, in each process")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which a process is given up")
+    parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES, help="no value: rlpipe alone")
+    parser.add_argument("--warmup", type=int, default=2, help="updates before the timed ones")
+    parser.add_argument("--updates", type=int, default=5, help="timed updates in each process")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which a process is stopped")
     parser.add_argument("--out", type=Path, help="folder for offload.json and offload.md")
     arguments = parser.parse_args(given)
     for name, least in {"warmup": 1, "updates": 1, "minutes": 0.1}.items():
@@ -71,7 +71,7 @@ def parse_arguments(given: Sequence[str]) -> argparse.Namespace:
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"--out {arguments.out} can't be made a folder: {error.strerror}")
+            parser.error(f"--out {arguments.out} can't be created as a folder: {error.strerror}")
     arguments.cases = list(dict.fromkeys(arguments.cases))
     return arguments
 
@@ -111,7 +111,7 @@ def run_side(side: str, setup: Mapping[str, Any], minutes: float, case: str = ""
     if result_file.exists():
         result: dict[str, Any] = json.loads(result_file.read_text())
         return result
-    return {"error": f"it ended with exit code {code} (-9: out of host memory, as a rule); see {log.name}"}
+    return {"error": f"it ended with exit code {code} (-9: usually out of host memory); see {log.name}"}
 
 
 def reasons(sides: Mapping[str, Any]) -> dict[str, str]:

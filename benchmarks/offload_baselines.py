@@ -106,7 +106,7 @@ def make_zero3_adam(scorer: nn.Module, device: torch.device) -> torch.optim.Opti
             print("the optimizer is DeepSpeedCPUAdam", flush=True)
             return made
         except (RuntimeError, ImportError, OSError, AttributeError, AssertionError) as error:
-            print(f"the optimizer is torch's: DeepSpeedCPUAdam does not build: {error}", flush=True)
+            print(f"the optimizer is torch's, because DeepSpeedCPUAdam does not build: {error}", flush=True)
     return torch.optim.AdamW(scorer.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 

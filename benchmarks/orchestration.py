@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--groups", type=int, default=20_000)
-    parser.add_argument("--warmup-groups", type=int, default=4000, help="before those that are counted")
+    parser.add_argument("--warmup-groups", type=int, default=4000, help="groups before the counted ones")
     parser.add_argument("--groups-per-step", type=int, default=128)
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--scorers", type=int, default=2)

@@ -173,7 +173,7 @@ def main() -> None:
     chaos = Kills(Driver(options(output, policy), output.with_suffix(".log")), output, minutes=0, seed=0)
     chaos.kill_each(arguments.repetitions)
     for kill in chaos.kills:
-        print(f"{kill.kind} killed, mended after {kill.recovery_s:.1f} s", flush=True)
+        print(f"{kill.kind} killed, recovered after {kill.recovery_s:.1f} s", flush=True)
     result = {
         "first_step_s": round(median(start["first_step_s"] for start in starts), 2),
         "first_step_cpu_s": round(median(start["first_step_cpu_s"] for start in starts), 2),

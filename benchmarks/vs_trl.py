@@ -320,7 +320,7 @@ def main() -> None:
     for name, workload in WORKLOADS.items():
         if name in arguments.workloads:
             result |= compare(workload, arguments.seeds)
-    print(f"all of it took {time.perf_counter() - started:.0f} s")
+    print(f"everything took {time.perf_counter() - started:.0f} s")
     print(json.dumps(result))
 
 

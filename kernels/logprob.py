@@ -291,7 +291,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, states: Tenso
     if hidden.shape != (*targets.shape, weight.shape[1]) or (states is None) != (up is None):
         raise ValueError(
             f"hidden of shape {[*hidden.shape]}, weight {[*weight.shape]}, targets {[*targets.shape]}: they must be "
-            "[T, H], [V, H] and [T]; and states need up, as it does states"
+            "[T, H], [V, H] and [T]; and states and up must be given together"
         )
 
 

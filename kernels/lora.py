@@ -42,7 +42,7 @@ def lora_linear(
     for a weight that requires a gradient, and for shapes that do not fit.
     """
     if weight.requires_grad:
-        raise ValueError("weight requires a gradient, and lora_linear makes none: freeze it")
+        raise ValueError("weight requires a gradient, and lora_linear computes none: freeze it")
     if down.shape[1:] != x.shape[-1:] or up.shape[1:] != down.shape[:1]:
         raise ValueError(
             f"x of shape {[*x.shape]}, down {[*down.shape]}, up {[*up.shape]}: they must be [..., I], [r, I] and [O, r]"

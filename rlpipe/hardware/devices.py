@@ -88,7 +88,7 @@ def load_usable(name: str) -> Device | None:
 def _read_device(content: Any) -> Device:
     """Build a device from parsed JSON; raise ``ValueError`` or ``TypeError`` with what is wrong."""
     if not isinstance(content, dict):
-        raise TypeError("it holds no object")
+        raise TypeError("it is not a JSON object")
     _check_names(content, Device)
     for name, value in content.items():
         _check(name, value)
@@ -251,7 +251,7 @@ def find_device(name: str | None = None) -> Device:
         if not own:
             names = ", ".join(_known_names(stored))
             raise ConfigError(
-                f"this machine is not measured yet: measure it with rlpipe plan --calibrate, or give --device, "
+                f"this machine is not measured yet: measure it with rlpipe plan --calibrate, or set --device to "
                 f"one of {names}"
             )
         return load_stored(own[0])

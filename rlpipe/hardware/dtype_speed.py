@@ -186,7 +186,7 @@ def _read() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("%s can't be read and is written anew: %s", _path(), error)
+        logger.warning("%s can't be read and will be replaced: %s", _path(), error)
         return {}
     is_whole = isinstance(content, dict) and all(
         isinstance(entry, dict) and all(isinstance(rates, dict) for rates in entry.values())
@@ -203,4 +203,4 @@ def _keep(made: Products, rates: Mapping[str, float]) -> None:
         _path().parent.mkdir(parents=True, exist_ok=True)
         write_whole(_path(), json.dumps(content, indent=2) + "\n")
     except OSError as error:
-        logger.warning("rates of this machine can't be kept, and are timed again next time: %s", error)
+        logger.warning("the rates of this machine can't be stored, and will be measured again next time: %s", error)

@@ -69,7 +69,7 @@ class DeviceTypes:
         if dtype not in self.rates or WIDE not in self.rates:
             return self.describe(dtype)
         slowdown = self.rates[WIDE] / self.rates[dtype]
-        return f"{self.device} takes {slowdown:.2g} times as long for a product as in {WIDE}"
+        return f"{self.device} takes {slowdown:.2g} times as long for a matrix product as in {WIDE}"
 
     def _speedup(self, dtype: str) -> float:
         """Return the speed relative to float32; 0 for a dtype that was not measured or can't be multiplied in."""
@@ -97,17 +97,17 @@ def choose_dtype(
     assert devices, "somebody computes"
     if asked != AUTO:
         slow = next((entry for entry in devices if entry.is_slow(asked)), None)
-        line = None if slow is None else f"{option}={asked} is slow here: {slow.cost(asked)}; {AUTO} takes {WIDE}"
+        line = None if slow is None else f"{option}={asked} is slow here: {slow.cost(asked)}; {AUTO} chooses {WIDE}"
         return DtypeChoice(dtype=asked, line=line)
     against = next((entry for entry in devices if entry.auto == WIDE), None)
     decisive = devices[0] if against is None else against
     if begun is None or begun == decisive.auto:
         return DtypeChoice(
-            dtype=decisive.auto, line=f"{option}={AUTO}: {decisive.auto}, as {decisive.describe(NARROW)}"
+            dtype=decisive.auto, line=f"{option}={AUTO}: {decisive.auto}, because {decisive.describe(NARROW)}"
         )
     slow = next((entry for entry in devices if entry.is_slow(begun)), None)
     but = decisive.describe(NARROW) if slow is None else slow.cost(begun)
-    return DtypeChoice(dtype=begun, line=f"{option}={AUTO}: {begun}, as the run began in it, though {but}")
+    return DtypeChoice(dtype=begun, line=f"{option}={AUTO}: {begun}, because the run began with it, although {but}")
 
 
 def gpu_types(name: str, capability: tuple[int, int]) -> DeviceTypes:

@@ -106,7 +106,7 @@ class Drift:
         return self.median / self.spread if self.mended and self.spread else 1.0
 
     def __str__(self) -> str:
-        done = "scaled to the median" if self.factor != 1 else "left as it is"
+        done = "scaled to the median" if self.factor != 1 else "left unchanged"
         return (
             f"model.normalize_weight_scales.{self.rule}: {self.name} has a standard deviation of {self.spread:.4g}, "
             f"{self.spread / self.median:.2f} times the median {self.median:.4g}; {done}"
@@ -129,7 +129,7 @@ def normalize_weight_scales(model: nn.Module, rules: Mapping[str, WeightScaleRul
         if not middle:
             raise ModelError(
                 f"model.normalize_weight_scales.{rule_name}: no parameter with a spread matches {rule.name_pattern!r}; "
-                f"one of the model's is {next(iter(model.named_parameters()))[0]}"
+                f"a parameter of the model is {next(iter(model.named_parameters()))[0]}"
             )
         for name, spread in spreads.items():
             if not middle / rule.threshold <= spread <= middle * rule.threshold:

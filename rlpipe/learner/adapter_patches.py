@@ -89,7 +89,7 @@ def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]
         for base, parameter, patch in patches_of(module)
     }
     if not patches:
-        raise ModelError(f"the adapter {adapter} changes nothing of {type(model).__name__}")
+        raise ModelError(f"the adapter {adapter} changes no parameter of {type(model).__name__}")
     if tied := changed_tie(model, patches):
         one, other = tied
         raise ModelError(
@@ -115,7 +115,7 @@ def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> P
     except (OSError, ValueError, LookupError, RuntimeError, TypeError) as error:
         raise ModelError(f"the adapter {folder} does not fit the base: {describe_error(error)}") from None
     for what, found in (
-        ("these tensors find no place in the base", result.unexpected_keys),
+        ("the base has no place for these tensors", result.unexpected_keys),
         ("these tensors are missing", result.missing_keys),
     ):
         if found:
@@ -261,7 +261,7 @@ class LiveMerge:
         try:
             config = check_mergeable(model.peft_config[ADAPTER])
         except ValueError as error:
-            raise ModelError(f"model.adapter.merge: engines can't be given this adapter: {error}") from None
+            raise ModelError(f"model.adapter.merge: engines can't use this adapter: {error}") from None
         with torch.random.fork_rng(devices=[]):  # the values it draws are not used
             adapted = PeftModel(self._twin, replace(config, init_lora_weights=False), ADAPTER)
         self._outlines = {
@@ -280,7 +280,7 @@ class LiveMerge:
         if tied := changed_tie(self._twin, self._places):
             raise ModelError(
                 f"model.adapter changes {tied[0]}, which the model ties to {tied[1]}, and engines can't serve them "
-                "apart: leave it out of model.adapter, or take a model with tie_word_embeddings=false"
+                "separately: leave it out of model.adapter, or use a model with tie_word_embeddings=false"
             )
 
     def outlines(self) -> dict[str, Tensor]:

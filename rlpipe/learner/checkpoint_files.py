@@ -52,7 +52,7 @@ def damage(path: Path) -> str | None:
     try:
         files: dict[str, int] = json.loads((path / RECORD).read_text())["files"]
     except (OSError, ValueError, KeyError):
-        return f"it has no whole {RECORD}"
+        return f"it has no complete {RECORD}"
     for name, size in files.items():
         file = path / name
         there = file.stat().st_size if file.is_file() else None
@@ -132,7 +132,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read the record of ``complete_checkpoint``; raise ``ConfigError`` if ``path`` is not a complete checkpoint."""
     problem = damage(path)
     if problem is not None:
-        raise ConfigError(f"{path} is no whole checkpoint ({problem}): give another step_... folder")
+        raise ConfigError(f"{path} is not a complete checkpoint ({problem}): give another step_... folder")
     record: dict[str, Any] = json.loads((path / RECORD).read_text())
     return record
 

@@ -84,8 +84,8 @@ def read_policy(policy: Policy, folder: Path) -> None:
     if stored != shapes:
         different = sorted(name for name in stored | shapes if stored.get(name) != shapes.get(name))
         raise ModelError(
-            f"{folder} trains other parameters than {policy.config.path} has ({len(different)} differ, such as "
-            f"{different[0]}): give the model that was trained"
+            f"{folder} has other trained parameters than {policy.config.path} ({len(different)} differ, such as "
+            f"{different[0]}): use the model that was trained"
         )
     policy.sharding.load_state(parameters, partial(read_tensors, folder, prefix=POLICY))
 
@@ -99,8 +99,8 @@ def _check_names(stored: Collection[str], expected: Collection[str], folder: Pat
     different = sorted({name for name in stored if name.startswith((POLICY, REFERENCE))} ^ set(expected))
     if different:
         raise ConfigError(
-            f"{folder} trains other parameters than this config ({len(different)} differ, such as {different[0]}): "
-            "set model.adapter as it was, or resume=never"
+            f"{folder} has other trained parameters than this config ({len(different)} differ, such as "
+            f"{different[0]}): set model.adapter to its earlier value, or resume=never"
         )
 
 
@@ -144,7 +144,7 @@ def export_policy(policy: Policy, folder: Path) -> None:
                 load_tokenizer(policy.config).save_pretrained(temporary)
         except (OSError, SafetensorError) as error:
             raise RunError(
-                f"the policy can't be written to {folder}: {error}; the same command writes it once there is room"
+                f"the policy can't be written to {folder}: {error}; the same command writes it once there is space"
             ) from error
     policy.sharding.barrier()
 

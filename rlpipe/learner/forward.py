@@ -113,7 +113,7 @@ def check_logits(model: PreTrainedModel) -> None:
     for name in LOGIT_CHANGES:
         if getattr(config, name, None) is not None:
             raise ModelError(
-                f"{type(model).__name__} has {name}: rlpipe can't train a model that changes its logits so"
+                f"{type(model).__name__} has {name}: rlpipe can't train a model that changes its logits in this way"
             )
 
 
@@ -302,4 +302,4 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ModelError(f"{type(model).__name__} has no list of its {count} layers, whose hidden states are to be read")
+    raise ModelError(f"{type(model).__name__} has no list of its {count} layers, so their hidden states can't be read")

@@ -92,7 +92,7 @@ def open_files(folder: Path) -> ModelFiles:
             with safe_open(folder / file, "pt") as tensors:
                 inside = tensors.keys()
             if missing := set(names) - set(inside):
-                raise ModelError(f"{folder / file} lacks {min(missing)}, which {index} promises")
+                raise ModelError(f"{folder / file} lacks {min(missing)}, which {index} lists")
             files[file] = list(inside)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         if isinstance(error, ModelError):
@@ -297,7 +297,9 @@ def merge(request: MergeRequest) -> Iterator[str]:
     trained_on = request.trained_on or record.base_precision
     chosen = request.base_precision or trained_on
     if request.text is not None and trained_on != "nf4":
-        raise ModelError("--text: the adapter was trained on the base as it is, and nothing is measured: leave it out")
+        raise ModelError(
+            "--text: nothing is measured for an adapter that was trained on the unchanged base: leave it out"
+        )
     if trained_on == "nf4":
         gap = Gap(model, adapted, weights, live=over_nf4({}, quantized))
         texts = _read_texts(request.text, base) if request.text is not None else _draw_texts(gap, base)
@@ -364,7 +366,7 @@ def write_merged(
         complete_folder(folder, output)
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"the merged model can't be written to {output}: {error}; the same command goes on with what is missing"
+            f"the merged model can't be written to {output}: {error}; the same command continues with the missing files"
         ) from error
 
 
@@ -405,7 +407,7 @@ def _merge_file(
             for name in here:  # a view would keep the whole tensor in memory, and can't be written
                 tensors[name] = back[name] if unit.converter is None else back[name].clone()
                 if not tensors[name].isfinite().all():
-                    raise ModelError(f"{name} is not finite once it is merged: the adapter or the base is broken")
+                    raise ModelError(f"{name} is not finite after merging: the adapter or the base is broken")
     return tensors
 
 

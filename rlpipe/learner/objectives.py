@@ -169,8 +169,8 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
         return copy
     if algorithm.reference.sync_steps:
         raise ConfigError(
-            "algorithm.reference.sync_steps moves the frozen copy of full training; "
-            "with a LoRA adapter the reference is the model below it: set it to 0"
+            "algorithm.reference.sync_steps updates the frozen copy in full training; "
+            "with a LoRA adapter the reference is the base model: set it to 0"
         )
     return AdapterOff(policy)
 
@@ -236,8 +236,8 @@ class PackedRows:
             self._policy.sharding.reduce(torch.tensor(int(any(lacking))), Reduce.MAX)
         ):
             raise ModelError(
-                "this model can't be trained on several ranks on rows of which only some have images: leave out the "
-                "others, or set learner.num_ranks=1"
+                "this model can't be trained on several ranks if only some rows have images: leave out the rows "
+                "without images, or set learner.num_ranks=1"
             )
         return [
             with_blank(micro, self._policy.vision.processor.blank) if need and not micro.images else micro

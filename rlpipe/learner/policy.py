@@ -191,7 +191,7 @@ def make_sharding(
         return Zero3(learner.zero3, device)
     if learner.num_ranks > 1:
         raise ConfigError(
-            f"learner.num_ranks={learner.num_ranks} needs learner.strategy=fsdp2 or zero3: single is one rank"
+            f"learner.num_ranks={learner.num_ranks} needs learner.strategy=fsdp2 or zero3: single has only one rank"
         )
     return SingleRank()
 

@@ -231,7 +231,9 @@ def use_masks(model: PreTrainedModel, implementation: str) -> None:
     """
     config = model.config.get_text_config()
     if find_layout(model, "sdpa") is not AttentionLayout.SHARED:
-        raise ModelError(f"{type(model).__name__} can't take masks of its own, which algorithm.kind=ebft_strided needs")
+        raise ModelError(
+            f"{type(model).__name__} can't use custom attention masks, which algorithm.kind=ebft_strided needs"
+        )
     if implementation != "eager":
         if getattr(config, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{type(model).__name__} caps its attention: set model.attention=eager")

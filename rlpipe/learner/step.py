@@ -191,7 +191,7 @@ class Learner:
             what = "groups" if self._algorithm.kind == "rl" else "rows"
             raise LearnerFailed(
                 f"step {step}: the loss or gradient was not finite in {self.bad_steps_in_row} steps in a row "
-                f"(learner.max_bad_steps), now through {what} {named}; look at those, or try a "
+                f"(learner.max_bad_steps), last in {what} {named}; inspect them, or try a "
                 "lower learner.optimizer.lr"
             )
         if self.reference is not None:

@@ -35,7 +35,7 @@ def read_record(adapter: Path) -> TrainingRecord:
     try:
         return TrainingRecord(**json.loads(path.read_text())) if path.exists() else TrainingRecord()
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path} is not what this version of rlpipe writes: {describe_error(error)}") from None
+        raise ModelError(f"{path} is not in the format of this version of rlpipe: {describe_error(error)}") from None
 
 
 def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
@@ -46,8 +46,8 @@ def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
     """
     if rescales_weights(model):
         raise ConfigError(
-            "model.normalize_weight_scales: only a learner mends weights; merge the adapter (rlpipe merge), and take "
-            "what comes out, without these rules"
+            "model.normalize_weight_scales: only a learner rescales weights; merge the adapter (rlpipe merge), and use "
+            "the merged model, without these rules"
         )
     path = adapter or model.adapter.path
     return replace(model, adapter=AdapterConfig(kind=model.adapter.kind) if path is None else read_adapter_config(path))
@@ -67,7 +67,7 @@ def read_adapter_config(path: str) -> AdapterConfig:
         raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
     record = read_record(Path(path))
     if record.weight_scales:
-        raise ModelError(f"--adapter: {path} was trained over weights that were mended: merge it first (rlpipe merge)")
+        raise ModelError(f"--adapter: {path} was trained on rescaled weights: merge it first (rlpipe merge)")
     modules = settings.target_modules
     return AdapterConfig(
         kind="qlora" if record.base_precision == "nf4" else "lora",

@@ -81,7 +81,7 @@ def describe_gguf(path: str) -> str | None:
     made = json.loads((folder / ORIGIN).read_text())
     return (
         f"model.path={path}: {made['architecture']} with {made['num_parameters'] / 1e6:,.0f}M parameters in "
-        f"{made['types']}, trained and sampled as dequantised weights: {folder}"
+        f"{made['types']}, trained and sampled with dequantised weights: {folder}"
     )
 
 
@@ -92,7 +92,7 @@ def _check_file(file: Path) -> None:
     except OSError as error:
         raise ModelError(f"model.path={file}: the file can't be read ({describe_error(error)})") from None
     if magic != MAGIC:
-        raise ModelError(f"model.path={file}: this is no GGUF file (it does not begin with {MAGIC.decode()!r})")
+        raise ModelError(f"model.path={file}: this is not a GGUF file (it does not begin with {MAGIC.decode()!r})")
     if _PART.search(file.name):
         raise ModelError(
             f"model.path={file}: a model in several files can't be read; join them with llama-gguf-split --merge"

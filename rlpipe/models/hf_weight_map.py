@@ -105,4 +105,4 @@ def _find(found: Tensors, renamed: str) -> Tensor:
     for name, tensor in found.items():
         if name == renamed or name.endswith(f".{renamed}") or renamed.endswith(f".{name}"):
             return tensor
-    raise ValueError(f"transformers has no way back to {renamed}")
+    raise ValueError(f"transformers can't convert it back to {renamed}")

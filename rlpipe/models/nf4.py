@@ -42,8 +42,8 @@ def resolve_nf4(model: nn.Module, device: torch.device) -> None:
         if isinstance(module, Linear4bit):
             if device.type == "cpu" and module.in_features % BLOCK:
                 raise ModelError(
-                    f"bitsandbytes reads NF4 wrongly on a CPU where a layer's width, here {module.in_features}, is no "
-                    f"multiple of {BLOCK}: set model.adapter.kind=lora, or train on a GPU"
+                    f"bitsandbytes reads NF4 wrongly on a CPU where a layer's width, here {module.in_features}, is not "
+                    f"a multiple of {BLOCK}: set model.adapter.kind=lora, or train on a GPU"
                 )
             module.support_avx512bf16_for_cpu = False
             assert module.quant_state is not None, "transformers quantises while it loads"

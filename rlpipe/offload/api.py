@@ -108,7 +108,7 @@ def representative_batch(model: nn.Module, num_tokens: int, *, num_rows: int = 1
         return {"input_ids": tokens, "labels": tokens}
     if "ForCausalLM" in name or "LMHead" in name:
         return {"input_ids": tokens, "labels": tokens}
-    raise ValueError(f"{name} is of no kind that a batch is known for: give one")
+    raise ValueError(f"{name} has no default batch: pass one")
 
 
 def _with_image(model: Any, config: Any, tokens: Tensor) -> dict[str, Tensor]:
@@ -119,7 +119,9 @@ def _with_image(model: Any, config: Any, tokens: Tensor) -> dict[str, Tensor]:
     else:
         pixels, count = _squares(config, vision, rows)
     if count >= length:
-        raise ValueError(f"an image of {type(model).__name__} is {count} tokens: give rows of more than {length}")
+        raise ValueError(
+            f"an image of {type(model).__name__} has {count} tokens, too many for rows of {length}: raise num_tokens"
+        )
     image_token = feature_token_id(config)
     assert image_token is not None, "a model with a vision tower has a token for its features"
     tokens = torch.full_like(tokens, 1 if image_token != 1 else 2)
@@ -230,7 +232,7 @@ def _loss(
     """Return the loss of a batch from ``loss_of`` or the model; raise ``ValueError`` if there is none."""
     found = model(**batch).loss if loss_of is None else loss_of(model, batch)
     if not isinstance(found, Tensor):
-        raise ValueError(f"{type(model).__name__} gives no loss for the batch: add labels to it, or give loss_of")
+        raise ValueError(f"{type(model).__name__} returns no loss for the batch: add labels to it, or pass loss_of")
     return found
 
 
@@ -279,7 +281,7 @@ def plan(
             trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
     except RuntimeError as error:
         raise ValueError(
-            f"{type(model).__name__} can't be traced without its values ({describe_error(error)}): "
+            f"{type(model).__name__} can't be traced without real tensors ({describe_error(error)}): "
             f"set all of {', '.join(entry.name for entry in fields(Knobs))}"
         ) from error
     profiles = {
@@ -402,7 +404,7 @@ class OffloadedAdamW:
         weights = {weight_key(name) for name in (*self._resident, *self._names.values())}
         if other := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
             raise ConfigError(
-                f"{folder} trains other parameters than this model ({len(other)} differ, such as {other[0]})"
+                f"{folder} has other trained parameters than this model ({len(other)} differ, such as {other[0]})"
             )
         self._adam.state.clear()
         for name, parameter in self._resident.items():

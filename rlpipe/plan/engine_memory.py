@@ -157,7 +157,7 @@ def _cpu_kv_bytes() -> int:
     try:
         return int(float(text) * 2**30)
     except ValueError:
-        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={text} is no number of GiB") from None
+        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={text} is not a number of GiB") from None
 
 
 def _quantization(config: Config, described: PreTrainedConfig) -> str | None:
@@ -167,7 +167,7 @@ def _quantization(config: Config, described: PreTrainedConfig) -> str | None:
     name = config.rollout.engine_args.get("quantization") or method
     if name is not None and str(name) not in QUANTIZED_BYTES:
         known = ", ".join(QUANTIZED_BYTES)
-        raise ConfigError(f"a plan does not know the size of weights in {name}; it knows {known}, and model.dtype")
+        raise ConfigError(f"a plan does not know the size of {name} weights; it supports {known}, and model.dtype")
     return None if name is None else str(name)
 
 
@@ -179,7 +179,9 @@ def _kv_element_bytes(config: Config) -> float:
         return 1
     if name in ELEMENT_BYTES:
         return ELEMENT_BYTES[name]
-    raise ConfigError(f"rollout.engine_args.kv_cache_dtype={name}: a plan knows auto, fp8, {', '.join(ELEMENT_BYTES)}")
+    raise ConfigError(
+        f"rollout.engine_args.kv_cache_dtype={name}: a plan supports auto, fp8, {', '.join(ELEMENT_BYTES)}"
+    )
 
 
 def _number(config: Config, name: str, default: float, *, at_most: float) -> float:

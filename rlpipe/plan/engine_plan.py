@@ -151,7 +151,7 @@ def forward_pass(
 
 def _limit(setup: EngineSetup, running: int, work: int, room: int) -> str:
     if running == work:
-        return "all of a step's"
+        return "all sequences of a step"
     if running == setup.max_sequences:
         name = "max_num_seqs" if setup.kind == "vllm" else "max_batch_size"
         return f"rollout.engine_args.{name}"
@@ -231,16 +231,17 @@ def describe_problem(setup: EngineSetup, memory: EngineMemory, device: Device) -
     """Return why the engine does not fit, or None if it does."""
     needed = memory.weights_bytes + memory.adapter_bytes + memory.reserve_bytes
     if setup.kind == "vllm" and setup.engines_per_device * setup.utilization > 1:
-        return f"{setup.engines_per_device} engines on a GPU, each of which takes {setup.utilization:.0%} of its memory"
+        return f"{setup.engines_per_device} engines share a GPU, and each uses {setup.utilization:.0%} of its memory"
     if memory.kv_bytes <= 0:
-        return f"without any sequence it needs {gib(needed)}, and may take {gib(memory.budget_bytes)} of {device.name}"
+        budget = gib(memory.budget_bytes)
+        return f"the engine needs {gib(needed)} without any sequence, and may use {budget} of {device.name}"
     if memory.longest_bytes > memory.kv_bytes:
-        return f"one sequence of {setup.max_model_len:,} tokens needs {gib(memory.longest_bytes)}, and " + (
+        return f"one sequence of {setup.max_model_len:,} tokens needs {gib(memory.longest_bytes)}, but only " + (
             f"{gib(memory.kv_bytes)} are left for keys and values"
         )
     batch = min(setup.max_sequences, setup.groups_per_engine * setup.group_size)
     if setup.kind == "hf" and memory.sequences_full < batch:
-        return f"a batch has {batch:,} sequences, and the memory holds {memory.sequences_full:,} at full length"
+        return f"a batch has {batch:,} sequences, but only {memory.sequences_full:,} of full length fit in memory"
     return None
 
 

@@ -74,8 +74,8 @@ def trace_policy(
             trace = trace_model(scorer, outline.units, loss_of, roofline(device), compute_dtype=compute_dtype)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
         raise ModelError(
-            f"model.path={config.model.path}: a plan can't trace {type(scorer.causal_model).__name__} without its "
-            f"values, and says nothing of its learner ({describe_error(error)})"
+            f"model.path={config.model.path}: a plan can't trace {type(scorer.causal_model).__name__} without "
+            f"real tensors, so the learner is not planned ({describe_error(error)})"
         ) from None
     trace.stages = unfold(trace.stages, stands_for)
     if outline.nf4:
@@ -267,16 +267,16 @@ class LearnerCase:
         assert self.memory is not None
         device, host, room = self.memory.device.total, self.memory.host.total, self.room
         if device > room.device_bytes:
-            beside = f", {gib(room.engine_bytes)} of which engines take" if room.engines else ""
+            beside = f", where engines use {gib(room.engine_bytes)}" if room.engines else ""
             return (
-                f"a rank needs {gib(device)}, and may take {gib(room.device_bytes)} of the "
+                f"a rank needs {gib(device)}, and may use {gib(room.device_bytes)} of the "
                 f"{gib(self.device.memory_bytes)} of its device{beside}"
             )
         if self.device.kind == "cuda" and host > room.host_bytes:
             share = f"{gib(room.host_bytes)} of {gib(self.device.host_memory_bytes)}"
             if self.device.measured_at is None:
-                share += ", which are assumed: --host-memory-gib says another"
-            return f"a rank needs {gib(host)} of the host's memory, and its part of that is {share}"
+                share += " (an assumption; set --host-memory-gib)"
+            return f"a rank needs {gib(host)} of the host's memory, and its share is {share}"
         return None
 
     @cached_property

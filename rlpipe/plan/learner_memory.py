@@ -194,7 +194,9 @@ def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel
     try:
         causal = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
+        raise ModelError(
+            f"model.path={model.path}: its config does not describe a model ({describe_error(error)})"
+        ) from None
     if causal.base_model is causal or causal.get_output_embeddings() is None:
         raise ModelError(f"model.path={model.path}: {type(causal).__name__} has no lm_head of its own")
     return causal
@@ -216,7 +218,7 @@ def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
             warnings.simplefilter("ignore", RuntimeWarning)  # the run itself logs it
             adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config, causal)))
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.adapter can't be outlined: {describe_error(error)}") from None
+        raise ModelError(f"model.adapter can't be created: {describe_error(error)}") from None
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # as the learner trains it
             parameter.data = parameter.data.float()

@@ -262,8 +262,8 @@ class LearnerPlan:
         if self.work.update_sequences >= AMORTISING_SEQUENCES:
             return []
         return [
-            f"an update has {self.work.update_sequences:g} sequences: what it costs whatever is trained, such as the "
-            f"optimizer, is spread over few; {AMORTISING_SEQUENCES} or more are better"
+            f"an update has {self.work.update_sequences:g} sequences, which are few for its fixed costs, such as "
+            f"the optimizer; {AMORTISING_SEQUENCES} or more are better"
         ]
 
 

@@ -96,8 +96,8 @@ def plan_machine(
 
 
 def _describe(case: MachineCase) -> str:
-    assumed = ", which are assumed: --host-memory-gib says another" if case.device.measured_at is None else ""
-    return f"its actors need {gib(case.num_bytes)} of {gib(case.device.host_memory_bytes)}{assumed}"
+    assumed = " (an assumption; set --host-memory-gib)" if case.device.measured_at is None else ""
+    return f"the actors need {gib(case.num_bytes)}, and the machine has {gib(case.device.host_memory_bytes)}{assumed}"
 
 
 def _run_kind() -> ActorKind:
@@ -169,5 +169,5 @@ def _more_machines(case: MachineCase) -> Iterator[str]:
     for count in range(most, 0, -1):
         changed = replace(case, gpus_per_machine=count)
         if changed.fits:
-            yield f"machines that have {count} of its GPUs each"
+            yield f"machines with {count} of these GPUs each"
             return

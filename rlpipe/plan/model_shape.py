@@ -42,8 +42,8 @@ def describe_offline(path: str, config: ModelConfig, option: str = "model.path")
     if hub_has(path, kind="model", option=option, error=ModelError, revision=config.revision, timeout_s=HUB_TIMEOUT_S):
         return _describe(path, path, config, option)
     raise ModelError(
-        f"{option}={path}: there is no such folder, the hub can't be reached, and the model is not among those that "
-        f"a plan knows: {_fix(option)}"
+        f"{option}={path}: there is no such folder, the hub can't be reached, and the model is not among those "
+        f"built into rlpipe: {_fix(option)}"
     )
 
 
@@ -64,18 +64,18 @@ def _cached_folder(path: str, config: ModelConfig, option: str) -> str | None:
         found = try_to_load_from_cache(path, "config.json", revision=config.revision)
     except HFValidationError:
         remedy = _remedy(config, option)
-        raise ModelError(f"{option}: there is no folder {path!r}, and it is no hub id: {remedy}") from None
+        raise ModelError(f"{option}: there is no folder {path!r}, and it is not a hub id: {remedy}") from None
     return str(Path(found).parent) if isinstance(found, str) else None
 
 
 def _remedy(config: ModelConfig, option: str) -> str:
     if config.prepare is not None:
-        return f"{config.prepare} makes it when a run starts; begin one, or {_fix(option)}"
+        return f"{config.prepare} creates it when a run starts; start one, or {_fix(option)}"
     return _fix(option)
 
 
 def _fix(option: str) -> str:
-    return f"give {option} a folder with a config.json"
+    return f"set {option} to a folder with a config.json"
 
 
 def _describe(source: str, path: str, config: ModelConfig, option: str) -> PreTrainedConfig:
@@ -124,7 +124,9 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
     try:
         outline = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(f"model.path={model.path}: its config describes no model ({describe_error(error)})") from None
+        raise ModelError(
+            f"model.path={model.path}: its config does not describe a model ({describe_error(error)})"
+        ) from None
     text: Any = described.get_text_config()
     experts = {name: entry.numel() for name, entry in outline.named_parameters() if ".experts." in name}
     num_experts, per_token = _num_experts(text) if experts else (1, 1)

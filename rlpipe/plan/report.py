@@ -35,7 +35,7 @@ from rlpipe.plan.sections import (
     unplanned_section,
 )
 
-ASSUMPTION = "All prompts and completions are taken at full length. Shorter ones take less time."
+ASSUMPTION = "All prompts and completions are assumed to have full length. Shorter ones take less time."
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

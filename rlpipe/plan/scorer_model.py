@@ -157,7 +157,9 @@ class ScorerModel:
             try:
                 found = trace_forward(self.module, lambda: self.run(num_sequences, num_tokens), roofline(device))
             except UNTRACEABLE as error:
-                raise ModelError(f"{self.path} can't be traced without its values ({describe_error(error)})") from None
+                raise ModelError(
+                    f"{self.path} can't be traced without real tensors ({describe_error(error)})"
+                ) from None
             self._costs[key] = ForwardCost(
                 seconds=found.seconds + self.unpacking_bytes / device.memory_bandwidth,
                 peak_bytes=found.peak_bytes + self.unpacked_bytes,
@@ -184,7 +186,7 @@ def _outline_reward(reward: ClassifierReward, dtype_name: str, option: str, conf
         with torch.device("meta"):
             classifier: PreTrainedModel = reward.auto_class.from_config(described, dtype=dtype, **code)
     except (*UNTRACEABLE, OSError, ImportError) as error:
-        raise ModelError(f"{reward.source} can't be outlined ({describe_error(error)})") from None
+        raise ModelError(f"{reward.source} can't be created without weights ({describe_error(error)})") from None
     classifier.config.pad_token_id = 0
     classifier.config.use_cache = False
 

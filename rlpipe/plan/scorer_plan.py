@@ -110,8 +110,8 @@ class ScorerCase:
         if needed <= self.room_bytes:
             return None
         if not self.is_on_gpu:
-            return f"a process needs {gib(needed)}, and may take {gib(self.room_bytes)} of the host's memory"
-        return f"a process needs {gib(needed)}, and may take {gib(self.room_bytes)} of its device" + (
+            return f"a process needs {gib(needed)}, and may use {gib(self.room_bytes)} of the host's memory"
+        return f"a process needs {gib(needed)}, and may use {gib(self.room_bytes)} of its device" + (
             describe_neighbours(self.neighbours)
         )
 
@@ -126,7 +126,7 @@ class ScorerCase:
 
 def describe_neighbours(neighbours: Sequence[Placed]) -> str:
     shown = " and ".join(kind.describe(count) for kind, count in neighbours)
-    return f" beside {shown}" if shown else ""
+    return f" next to {shown}" if shown else ""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -272,7 +272,7 @@ def _plan(case: ScorerCase, full_tokens: int) -> ScorerPlan:
 
 def _unknown(config: Config) -> Iterator[UnplannedScorer]:
     if config.algorithm.kind == "rl" and reads_features(config.algorithm):
-        yield UnplannedScorer(name="features", reason="the learner's ranks read them, in the learner's time")
+        yield UnplannedScorer(name="features", reason="computed by the learner's ranks, as part of the learner's time")
     for pool in resolve_pools(config).values():
         name, reward = next(iter(pool.members.items()))
         if reward.num_gpus > 0 and not has_model(pool.members):
@@ -280,5 +280,5 @@ def _unknown(config: Config) -> Iterator[UnplannedScorer]:
 
 
 def _describe_unknown(pool: RewardPool, reward: RewardConfig) -> str:
-    asks = f"{pool.max_size} processes, each asking for" if pool.max_size > 1 else "1 process, asking for"
-    return f"{asks} {reward.num_gpus:g} of a GPU; what {reward.path} loads is not known"
+    asks = f"{pool.max_size} processes, each requesting" if pool.max_size > 1 else "1 process, requesting"
+    return f"{asks} {reward.num_gpus:g} of a GPU; the memory of {reward.path} is not known"

@@ -58,7 +58,7 @@ def _device_rows(device: Device, dtypes: Sequence[str]) -> Iterator[tuple[str, s
     if device.kind == "cuda":
         yield "PCIe", f"{to_device} GB/s to the device, {to_host} back, {both} each way at once"
     else:
-        yield "copies", f"{to_device} GB/s one at a time, {both} each of two at once"
+        yield "copies", f"{to_device} GB/s for one at a time, {both} for each of two at once"
     yield from _link_rows(device)
     yield from _state_rows(device)
     yield "host memory", f"{gib(device.host_memory_bytes)}, {giga(device.host_bandwidth)} GB/s"
@@ -74,7 +74,7 @@ def _state_rows(device: Device) -> Iterator[tuple[str, str]]:
     label = "adding"
     for total in STATE_DTYPES:
         parts = ", ".join(f"{giga(device.host_adding[adding(part, total)])} of {part}" for part in STATE_DTYPES)
-        yield label, f"billion elements/s on the host: {parts}, to {total}"
+        yield label, f"billion elements/s on the host: {parts}, into {total}"
         label = ""
 
 
@@ -82,7 +82,7 @@ def _link_rows(device: Device) -> Iterator[tuple[str, str]]:
     """Yield one rate at a gigabyte if all collectives are alike; otherwise the rates of each by the bytes received."""
     label = "between ranks"
     if device.link is None:
-        yield label, f"{giga(device.both)} GB/s (as both ways at once: no link is known)"
+        yield label, f"{giga(device.both)} GB/s (link not known: the rate of both directions at once)"
         return
     curves = {entry.name.replace("_", "-"): getattr(device.link, entry.name) for entry in fields(device.link)}
     if len(set(curves.values())) == 1:
@@ -126,19 +126,19 @@ def _engine_memory_rows(plan: EnginePlan, device: Device) -> Iterator[tuple[str,
     yield "  keys, values", f"{gib(max(0, memory.kv_bytes))}, {gib(plan.kv_token_bytes)} a token"
     yield "host memory", f"{gib(memory.host_bytes)} a process"
     full, mean = f"{memory.sequences_full:,}", f"{memory.sequences_mean:,}"
-    yield "room for", f"{full} sequences of {setup.num_tokens:,} tokens, or {mean} of {setup.mean_tokens:,.0f}"
+    yield "capacity", f"{full} sequences of {setup.num_tokens:,} tokens, or {mean} of {setup.mean_tokens:,.0f}"
 
 
 def _describe_sharing(sharing: Sharing) -> str:
     engines = f"{sharing.engines} engines" if sharing.engines > 1 else "1 engine"
-    others = f"; beside one there is a place for {' and '.join(sharing.others)}" if sharing.others else ""
-    return f"{engines} on a GPU, each asking for {sharing.num_gpus:g} of it{others}; {gib(sharing.left_bytes)} are left"
+    others = f"; one engine can share it with {' and '.join(sharing.others)}" if sharing.others else ""
+    return f"{engines} on a GPU, each requesting {sharing.num_gpus:g} of it{others}; {gib(sharing.left_bytes)} are left"
 
 
 def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str]]:
     setup, decode = plan.setup, speed.decode
     work = setup.groups_per_engine * setup.group_size
-    yield "a step's work", f"{work:,} sequences an engine, {speed.running:,} at one time (bound: {speed.limit})"
+    yield "a step's work", f"{work:,} sequences an engine, {speed.running:,} at one time (limit: {speed.limit})"
     total = speed.decode_tokens_per_s * setup.num_engines
     in_all = f", {total:,.0f} on all {setup.num_engines}" if setup.num_engines > 1 else ""
     yield "decode", f"{speed.decode_tokens_per_s:,.0f} tokens/s{in_all}; bottleneck: {decode.bottleneck}"
@@ -158,7 +158,7 @@ def _speed_rows(plan: EnginePlan, speed: EngineSpeed) -> Iterator[tuple[str, str
 def _engine_change_rows(plan: EnginePlan) -> Iterator[tuple[str, str]]:
     label = "faster with" if plan.fits else "fits with"
     if not plan.fits and not plan.changes:
-        yield label, "no change, nor two of them, that a plan knows; take a smaller model, or shorter prompts"
+        yield label, "no known change, nor two of them, is enough; use a smaller model, or shorter prompts"
     for entry in plan.changes:
         yield label, f"{entry.change} ({entry.seconds:.1f} s a step)"
         label = ""
@@ -182,7 +182,7 @@ def learner_section(plan: LearnerPlan, device: Device) -> Section:
 
 def unplanned_section(kind: str) -> Section:
     """Return the section of an algorithm whose learner is not planned."""
-    text = f"no: algorithm.kind={kind} samples in the learner, which a plan does not know"
+    text = f"no: algorithm.kind={kind} samples in the learner, which a plan does not cover"
     return Section(name="learner", title="learner", rows=[("planned", text)], data={"planned": False})
 
 
@@ -227,7 +227,7 @@ def _learner_memory_rows(
     plan: LearnerPlan, on_device: DeviceBytes, on_host: HostBytes, device: Device
 ) -> Iterator[tuple[str, str]]:
     room = plan.room
-    engines = "engine takes" if room.engines == 1 else "engines take"
+    engines = "engine uses" if room.engines == 1 else "engines use"
     beside = f"; {room.engines} {engines} {gib(room.engine_bytes)}" if room.engines else ""
     yield "memory", f"{gib(on_device.total)} of the {gib(device.memory_bytes)} of its device{beside}"
     for name, label in DEVICE_LABELS.items():
@@ -242,7 +242,7 @@ def _learner_memory_rows(
         "reference": on_host.reference,
     }
     held = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-    loading = f"; {gib(on_host.loading)} while it loads" if on_host.loading else ""
+    loading = f"; {gib(on_host.loading)} while loading" if on_host.loading else ""
     yield "host memory", f"{gib(on_host.total)} a rank: {held}{loading}"
 
 
@@ -269,7 +269,7 @@ def _seconds(seconds: float) -> str:
 def _learner_change_rows(plan: LearnerPlan) -> Iterator[tuple[str, str]]:
     label = "fits with"
     if not plan.fits and not plan.changes:
-        yield label, "no change, nor two of them, that a plan knows; take a smaller model, or shorter sequences"
+        yield label, "no known change, nor two of them, is enough; use a smaller model, or shorter sequences"
     for entry in plan.changes:
         yield label, f"{entry.change} ({entry.seconds:.1f} s a step, {gib(entry.device_bytes)})"
         label = ""
@@ -310,12 +310,12 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
     yield plan.name, f"{plan.kind} {plan.model}: {copies} {where}"
     yield "  fits", "yes" if plan.problem is None else f"NO: {plan.problem}"
     rest = f", CUDA {gib(memory.beside)}" if memory.beside else ""
-    of = f"of the {gib(device.memory_bytes)} of its device" if setup.num_gpus else "of the host's"
+    of = f"of the {gib(device.memory_bytes)} of its device" if setup.num_gpus else "of host memory"
     parts = f"weights {gib(memory.weights)} in {plan.dtype}, activations {gib(memory.activations)}{rest}"
     yield "  memory", f"{gib(memory.total)} {of}: {parts}"
     if plan.neighbours:
         yield "  its GPU", f"{gib(plan.room_bytes)} are left{describe_neighbours(plan.neighbours)}"
-    loading = f"; {gib(memory.loading)} of it while it loads" if memory.loading else ""
+    loading = f"; {gib(memory.loading)} of it while loading" if memory.loading else ""
     yield "  host memory", f"{gib(plan.actor.host_bytes)} a process{loading}"
     sequences = setup.groups_per_copy * setup.sequences_per_group
     yield (
@@ -325,7 +325,7 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
     if plan.seconds is not None:
         yield "  time", f"{plan.seconds:.1f} s a step"
     elif plan.fits:
-        yield "  time", "not known: it computes on the host's CPU"
+        yield "  time", "not known: the scorer computes on the host's CPU"
     if plan.note is not None:
         yield "  note", plan.note
     yield from _scorer_change_rows(plan)
@@ -334,7 +334,7 @@ def _scorer_rows(plan: ScorerPlan | UnplannedScorer, device: Device) -> Iterator
 def _scorer_change_rows(plan: ScorerPlan) -> Iterator[tuple[str, str]]:
     label = "  fits with"
     if not plan.fits and not plan.changes:
-        yield label, "no single change that a plan knows; take a smaller model, or shorter sequences"
+        yield label, "no single known change is enough; use a smaller model, or shorter sequences"
     for entry in plan.changes:
         time = "" if entry.seconds is None else f"{entry.seconds:.1f} s a step, "
         yield label, f"{entry.change} ({time}{gib(entry.num_bytes)})"
@@ -368,7 +368,7 @@ def _machine_rows(plan: MachinePlan, device: Device) -> Iterator[tuple[str, str]
         yield "", f"{gib(num * kind.host_bytes)}: {kind.describe(num)}{each}"
     label = "fits with"
     if not plan.fits and not plan.changes:
-        yield label, "no change that a plan knows; take a smaller model, or less actors"
+        yield label, "no known change is enough; use a smaller model, or fewer actors"
     for change in plan.changes:
         yield label, change
         label = ""
@@ -446,6 +446,6 @@ def _loop_rows(loop: Loop) -> Iterator[tuple[str, str]]:
     how = "one after the other" if loop.takes_turns else "at the same time"
     generating = f"sampling {loop.sampling_s:.1f}"
     if loop.scoring_s:
-        generating += f" {'and then' if loop.scores_after else 'beside'} scoring {loop.scoring_s:.1f}"
+        generating += f" {'and then' if loop.scores_after else 'alongside'} scoring {loop.scoring_s:.1f}"
     yield "time", f"{loop.seconds:.1f} s: {generating}, training {loop.training_s:.1f}, {how}"
     yield "speed", f"{loop.tokens / loop.seconds:,.0f} tokens/s; bottleneck: {loop.bottleneck}"

@@ -391,9 +391,9 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 def _check_features(adapter_config: Mapping[str, Any]) -> None:
     for feature in (*MERGEABLE, "use_qalora", "layer_replication"):
         if adapter_config.get(feature):
-            merging = "set model.adapter.merge=true where it is trained, or merge it first (rlpipe merge)"
+            merging = "set model.adapter.merge=true in its training run, or merge it first (rlpipe merge)"
             raise ModelError(
-                f"the adapter uses {feature}, which engines can't serve beside the model"
+                f"the adapter uses {feature}, which engines can't serve as an adapter"
                 + (f": {merging}" if feature in MERGEABLE else "")
             )
     if adapter_config.get("bias", "none") != "none":

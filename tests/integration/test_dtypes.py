@@ -70,8 +70,8 @@ def test_a_run_goes_on_elsewhere_in_the_type_that_it_began_in(
     becomes(machine, OLD)
     assert train("model.dtype=auto", "algorithm.num_steps=2") == 0
     (line,) = lines_of(capsys)
-    assert line.startswith("model.dtype=auto: bfloat16, as the run began in it, though an old CPU ")
-    assert line.endswith("takes 98 times as long for a product as in float32")
+    assert line.startswith("model.dtype=auto: bfloat16, because the run began with it, although an old CPU ")
+    assert line.endswith("takes 98 times as long for a matrix product as in float32")
     assert recorded_types(output, 2) == ["bfloat16", "bfloat16"]
     assert json.loads((output / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
     assert train("model.dtype=bfloat16", "algorithm.num_steps=3") == 0  # the same dtype, now explicit: one notice
@@ -92,7 +92,7 @@ def test_a_node_of_the_cluster_times_its_products_once(
 
     first = train(tmp_path / "first")
     assert re.fullmatch(
-        rf"model.dtype=auto: (float32|bfloat16), as {re.escape(cpu_name())} reaches \S+ GFLOP/s in float32 and "
+        rf"model.dtype=auto: (float32|bfloat16), because {re.escape(cpu_name())} reaches \S+ GFLOP/s in float32 and "
         r"\S+ GFLOP/s in bfloat16.*, \S+ times as fast",
         first,
     )

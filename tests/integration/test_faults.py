@@ -167,7 +167,7 @@ def test_damaged_checkpoints_are_set_aside_for_the_one_before(
     assert cli.main(["train", *options(finished)]) == 0
     printed = capsys.readouterr().out
     assert f"({largest.name} has {size // 2} of {size} bytes); it is now {checkpoints}/step_000006.damaged" in printed
-    assert f"(it has no whole {RECORD}); it is now {checkpoints}/step_000004.damaged" in printed
+    assert f"(it has no complete {RECORD}); it is now {checkpoints}/step_000004.damaged" in printed
     assert f"{finished / NAME} continues to step 6; it is now {finished}/ledger-1.sqlite, and the one in" in printed
     assert f"resuming from {checkpoints}/step_000002, after step 2" in printed
     assert (checkpoints / "step_000006.damaged" / largest.name).stat().st_size == size // 2
@@ -182,7 +182,7 @@ def test_without_a_whole_checkpoint_nothing_is_touched(
         (path / RECORD).unlink()
     before = hashes(finished)
     error = refusal(options(finished), capsys)
-    assert f"no checkpoint in {finished}/checkpoints is complete (step_000002: it has no whole {RECORD}; step_" in error
+    assert f"no checkpoint in {finished}/checkpoints is complete (step_000002: it has no complete {RECORD}; step_" in error
     assert hashes(finished) == before
 
 
@@ -223,9 +223,9 @@ def test_a_folder_that_cannot_be_written_is_refused(
 ) -> None:
     (file := tmp_path / "file").write_text("")
     error = refusal(options(file / "run"), capsys)
-    assert f"output={file}/run can't be written ({file} is no folder): fix that, or choose another output" in error
+    assert f"output={file}/run can't be written ({file} is not a folder): fix that, or choose another output" in error
     error = refusal(options(tmp_path / "run", f"ledger.folder={file}/ledgers"), capsys)
-    assert f"can't be written: {file} is no folder; choose another ledger.folder or output" in error
+    assert f"can't be written: {file} is not a folder; choose another ledger.folder or output" in error
 
 
 def test_a_read_only_disk_is_refused(options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,7 @@ def test_ranks_decide_alike_and_train_as_one(ranks: Ranks, sharing: str) -> None
 
 def find_no_way() -> None:
     free = Capacity(device_bytes=2**30 if dist.get_rank() else 1, host_bytes=2**30)
-    with pytest.raises(RunError if dist.get_rank() else ValueError, match="the smallest on the device takes"):
+    with pytest.raises(RunError if dist.get_rank() else ValueError, match="the smallest on the device needs"):
         offload(make_qwen(), device=CPU, optimizer=CONFIG, num_tokens=18, capacity=free)
 
 

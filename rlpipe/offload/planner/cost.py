@@ -243,19 +243,19 @@ def why_impossible(profile: Profile, knobs: Knobs, rates: Rates) -> str | None:
     """Return what is wrong with the knobs, or None."""
     count, blocks = len(profile.chunks), len(profile.blocks)
     if not 0 <= knobs.num_persistent <= count:
-        return f"num_persistent={knobs.num_persistent} of {count} chunks"
+        return f"num_persistent={knobs.num_persistent}: the model has {count} chunks"
     left = sum(chunk.slots for chunk in profile.chunks[knobs.num_persistent :])
     least = profile.least_slots(knobs.num_persistent)
     if not least <= knobs.num_slots <= left:
-        return f"num_slots={knobs.num_slots}, while the chunks that come and go need at least {least}, and fill {left}"
+        return f"num_slots={knobs.num_slots}: the chunks that are loaded on demand use between {least} and {left}"
     if min(knobs.num_swapped, knobs.num_checkpointed, knobs.num_offloaded) < 0:
-        return "modes for less than no blocks"
+        return "a number of blocks is negative"
     if knobs.num_swapped + knobs.num_checkpointed + knobs.num_offloaded > blocks:
-        return f"modes for more than {blocks} blocks"
+        return f"the numbers of blocks add up to more than {blocks}"
     modes = arrange(profile, knobs, rates)
     for index in range(knobs.num_persistent, first_cached(profile, knobs.num_slots)):
         if any(profile.stages[s].is_block and modes[s] is Mode.KEEP for s in profile.chunks[index].stages):
-            return f"a block keeps its activations, with weights of chunk {index} among them, which does not stay"
+            return f"a block keeps activations with weights of chunk {index}, which does not stay on the device"
     return None
 
 

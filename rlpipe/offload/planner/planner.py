@@ -58,7 +58,7 @@ class Decision:
         predicted = "as the config says" if prediction is None else _describe_prediction(prediction)
         return (
             f"{where}; of {self.num_blocks} layers {kept} keep their activations, {knobs.num_offloaded} drop weights, "
-            f"{knobs.num_checkpointed} compute again, {knobs.num_swapped} swap; {predicted}"
+            f"{knobs.num_checkpointed} recompute, {knobs.num_swapped} swap; {predicted}"
         )
 
     def _describe_sharing(self) -> str:
@@ -78,20 +78,20 @@ class Decision:
         predicted_s = passes_s * num_micro_batches + prediction.device_adam_s + prediction.exposed_adam_s
         took = (
             f"an update of {num_micro_batches} micro batches took {duration(seconds)}; {duration(predicted_s)} were "
-            "predicted, for full ones"
+            "predicted for full ones"
         )
         if device_bytes is not None:
-            took += f"; it took {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
+            took += f"; it used {gib(device_bytes)} on the device; {gib(prediction.device_bytes)} were predicted"
         return (
             f"{took}; it holds {gib(host_bytes)} on the host; {gib(prediction.host_bytes)} were predicted; the process "
-            f"takes {gib(process_bytes)}, with code and libraries"
+            f"uses {gib(process_bytes)}, with code and libraries"
         )
 
 
 def describe_small_update(num_sequences: int) -> str:
     return (
-        f"an update of {num_sequences} sequences does not make up for what its transfers cost whatever it trains; "
-        f"{AMORTISING_SEQUENCES} and more do"
+        f"an update of {num_sequences} sequences is too small to make up for the fixed costs of its transfers; "
+        f"use {AMORTISING_SEQUENCES} or more"
     )
 
 
@@ -163,7 +163,7 @@ def decide(
 def _why_not_all(profile: Profile, rates: Rates, capacity: Capacity) -> str:
     least = Knobs(num_persistent=len(profile.chunks), num_slots=0, num_checkpointed=len(profile.blocks))
     needed, there = predict(profile, least, rates).device_bytes, capacity.device_bytes
-    return f" (all would take {gib(needed)} of {gib(there)})" if needed > there else ""
+    return f" (all would need {gib(needed)} of {gib(there)})" if needed > there else ""
 
 
 def _why_shared(others: Mapping[int, Choice | None]) -> str:

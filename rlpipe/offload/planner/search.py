@@ -68,7 +68,7 @@ def search(profile: Profile, rates: Rates, capacity: Capacity, fixed: Mapping[st
     divisions = _divisions(profile, fixed)
     if not divisions or not _choices(fixed.get("num_persistent"), len(profile.chunks)):
         raise ValueError(
-            f"no way has {_describe(fixed)}: the model has {len(profile.chunks)} chunks and "
+            f"no plan has {_describe(fixed)}: the model has {len(profile.chunks)} chunks and "
             f"{len(profile.blocks)} layers; set less, or leave it out"
         )
     found: list[_Candidate] = []
@@ -118,17 +118,17 @@ def _describe_failure(
     wanted = fixed.get("num_slots")
     if wanted is not None and wanted < least:
         return ValueError(
-            f"num_slots={wanted}: what is used at one time needs at least {least}; set that or more, or leave it out"
+            f"num_slots={wanted}: the chunks used at one time need at least {least}; set that or more, or leave it out"
         )
     if wanted is not None and wanted > most:
         return ValueError(
-            f"num_slots={wanted}: the chunks that come and go fill {most} and no more; set less, or leave it out"
+            f"num_slots={wanted}: the chunks that are loaded on demand fill only {most}; set less, or leave it out"
         )
     is_both = device <= capacity.device_bytes and host <= capacity.host_bytes
     return DoesNotFit(
-        f"no way of offloading fits: the smallest on the device takes {gib(device)} of "
+        f"no offload plan fits: the smallest on the device needs {gib(device)} of "
         f"{gib(capacity.device_bytes)} there, the smallest on the host {gib(host)} of "
-        f"{gib(capacity.host_bytes)}{', but what spares one takes of the other' if is_both else ''}; take "
+        f"{gib(capacity.host_bytes)}{', but no plan is within both' if is_both else ''}; use "
         "shorter micro batches (learner.max_tokens_per_microbatch), an adapter, more ranks, or a smaller model"
     )
 

@@ -178,7 +178,7 @@ class Trace:
         Raises whatever ``run`` raises. Gradients of the ``parameters``, which are trained, stay as they were.
         """
         if self._has_run:
-            raise RuntimeError("a trace is of one run: make another one")
+            raise RuntimeError("a trace records one run: create another one")
         self._has_run = True
         handles = [
             handle
@@ -338,7 +338,7 @@ def unfold(stages: Sequence[Stage], stands_for: Mapping[int, int]) -> list[Stage
     traced = set(stands_for.values())
     starts = [index for index, stage in enumerate(stages) if stage.unit in traced]
     if sorted(stages[index].unit or 0 for index in starts) != sorted(traced):
-        raise ValueError("blocks are not traced once each")
+        raise ValueError("a block was not traced exactly once")
     groups = {
         stages[start].unit: stages[start:end] for start, end in zip(starts, [*starts[1:], len(stages)], strict=True)
     }

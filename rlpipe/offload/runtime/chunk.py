@@ -384,7 +384,7 @@ def materialize(name: str, tensor: Tensor, fill: Fill | None) -> Tensor:
     if not tensor.is_meta:
         return tensor
     if fill is None:
-        raise ValueError(f"{name} is on the meta device and has no values: give fill")
+        raise ValueError(f"{name} is on the meta device and has no values: pass fill")
     values = torch.empty(tensor.shape, dtype=tensor.dtype)
     fill(name, values)
     return values

@@ -62,8 +62,8 @@ class Gradients:
         total, squares = self._ranks.sum(torch.tensor([mark, mark**2], device=self._device)).tolist()
         if total**2 != self._ranks.num_ranks * squares:  # equal only if all marks are
             raise RuntimeError(
-                f"this rank's backward pass is of the chunks {', '.join(map(str, chunks)) or 'none'}, another's of "
-                "others: have all ranks call the same units of the model in each pass"
+                f"this rank's backward pass used the chunks {', '.join(map(str, chunks)) or 'none'}, another rank's "
+                "other chunks: have all ranks call the same units of the model in each pass"
             )
 
     def finish(self, indices: Iterable[int]) -> None:

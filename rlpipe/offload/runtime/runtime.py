@@ -382,7 +382,7 @@ def check_free(model: nn.Module, optimizer: OptimizerConfig | None) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     for other in _open:
         if not own.isdisjoint(map(id, other._parameters.values())):
-            raise RuntimeError(LOST if other.is_lost else "the model is offloaded already: close that first")
+            raise RuntimeError(LOST if other.is_lost else "the model is offloaded already: close it first")
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("the model has gradients: call zero_grad(set_to_none=True) first")
     if getattr(model, "is_gradient_checkpointing", False):

@@ -172,7 +172,7 @@ class Residency:
             if victim is None:
                 raise OutOfSlots(
                     f"chunk {index} needs {self._slots_of[index]} slots, but all {self.num_slots} are in use by chunks "
-                    f"{', '.join(map(str, self.resident)) or 'none'}: give num_slots a higher number"
+                    f"{', '.join(map(str, self.resident)) or 'none'}: set a larger num_slots"
                 )
             self._release(victim)
 

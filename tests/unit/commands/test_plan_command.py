@@ -91,7 +91,8 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     arguments = ["plan", EXPERIMENT, "--device", "rtx3090-24g", "model.path=Qwen/Qwen3-14B", short]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "fits            NO: without any sequence it needs " in text
+    assert "fits            NO: the engine needs " in text
+    assert " without any sequence, and may use " in text
     assert "fits with       rollout.tensor_parallel_size=2 rollout.num_gpus=2 (" in text
     assert "--device l40s-48g (" in text
     assert "fits            NO: a rank needs " in text
@@ -122,10 +123,10 @@ def test_scorers_are_said_with_their_model(capsys: pytest.CaptureFixture[str]) -
     arguments = ["plan", "experiment=reward_model", "model.path=Qwen/Qwen3-0.6B", own, "--device", "h100-80g"]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "  mine            1 process, asking for 1 of a GPU; what mine.py:Model loads is not known\n" in text
+    assert "  mine            1 process, requesting 1 of a GPU; the memory of mine.py:Model is not known\n" in text
     model = "SequenceReward Skywork/Skywork-Reward-V2-Qwen3-0.6B: 2 processes, each on 0.15 GPU"
     assert f"  preference      {model}\n    fits          yes\n" in text
-    assert " are left beside 1 preference scorer and 1 rollout engine\n" in text
+    assert " are left next to 1 preference scorer and 1 rollout engine\n" in text
     assert " and then scoring " in text
     assert cli.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["scorers"]
@@ -141,8 +142,9 @@ def test_a_learner_that_is_not_planned_is_named(capsys: pytest.CaptureFixture[st
 
 
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "this machine is not measured yet: measure it with rlpipe plan --calibrate, or give --device" in fails(
-        ["plan", EXPERIMENT], capsys
+    assert (
+        "this machine is not measured yet: measure it with rlpipe plan --calibrate, or set --device to one of"
+        in fails(["plan", EXPERIMENT], capsys)
     )
     assert "did you mean h100-80g?" in fails(["plan", EXPERIMENT, "--device", "h100"], capsys)
     assert "config.json" in fails([*RUN, "model.path=a/b/c"], capsys)
@@ -167,11 +169,11 @@ def test_a_measurement_is_shown_with_all_of_its_rates(capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "  rates          measured 2026-11-22\n  hardware       GPU X\n" in text
     assert "544.0 TFLOP/s in bfloat16\n                 544.0 TFLOP/s in float16\n" in text
-    assert "between ranks  45 GB/s (as both ways at once: no link is known)\n" in text
+    assert "between ranks  45 GB/s (link not known: the rate of both directions at once)\n" in text
     assert "Adam           96 billion elements/s on the device, 5.4 on the host in float32\n" in text
     assert "                 191 billion elements/s on the device, 11 on the host in bfloat16\n" in text
-    assert "adding         billion elements/s on the host: 12 of float32, 15 of bfloat16, to float32\n" in text
-    assert "                 billion elements/s on the host: 19 of float32, 25 of bfloat16, to bfloat16\n" in text
+    assert "adding         billion elements/s on the host: 12 of float32, 15 of bfloat16, into float32\n" in text
+    assert "                 billion elements/s on the host: 19 of float32, 25 of bfloat16, into bfloat16\n" in text
     assert "host memory    128.0 GiB, 150 GB/s\n" in text
     assert text.endswith(f"stored in {path_of('node-cuda')}\n")
     sums = Curve(num_bytes=(2.0**19, 2.0**26), seconds=(2**19 / 1e9, 2**26 / 20e9))

@@ -49,8 +49,8 @@ def test_what_keeps_a_folder_from_being_made_is_named(tmp_path: Path) -> None:
     (file := tmp_path / "file").write_text("")
     (link := tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert why_not_writable(tmp_path / "new" / "run") is None
-    assert why_not_writable(file / "new" / "run") == f"{file} is no folder"
-    assert why_not_writable(link / "run") == f"{link} is no folder"
+    assert why_not_writable(file / "new" / "run") == f"{file} is not a folder"
+    assert why_not_writable(link / "run") == f"{link} is not a folder"
     assert why_not_writable(Path("/proc/self/run")) == "/proc/self can't be written to"
 
 
@@ -58,7 +58,7 @@ def test_a_large_file_must_leave_room_for_the_others(tmp_path: Path) -> None:
     check_room(tmp_path, 1000)
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(
-        OSError, match=r"\[Errno 28\] the disk has .* MiB left, needed are .*, and 16 MiB for the ledger"
+        OSError, match=r"\[Errno 28\] the disk has .* MiB left, but needs .*, plus 16 MiB for the ledger"
     ):
         check_room(tmp_path, free + 2**30)
 

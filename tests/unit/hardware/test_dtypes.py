@@ -72,11 +72,11 @@ def test_gpus_compute_in_bfloat16_from_ampere_on(capability: tuple[int, int], ex
 
 def test_the_line_says_which_type_and_why() -> None:
     assert choose_dtype("auto", [NEW]).line == (
-        "model.dtype=auto: bfloat16, as a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat16, "
+        "model.dtype=auto: bfloat16, because a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat16, "
         "3 times as fast"
     )
     assert choose_dtype("auto", [OLD]).line == (
-        "model.dtype=auto: float32, as an old CPU reaches 127 GFLOP/s in float32 and 1.3 GFLOP/s in bfloat16, "
+        "model.dtype=auto: float32, because an old CPU reaches 127 GFLOP/s in float32 and 1.3 GFLOP/s in bfloat16, "
         "0.01 times as fast"
     )
     switched = replace(OLD, switches=("ONEDNN_MAX_CPU_ISA=AVX2",))
@@ -94,8 +94,8 @@ def test_a_slow_type_that_was_asked_for_is_kept_with_its_factor() -> None:
     choice = choose_dtype("bfloat16", [OLD])
     assert choice.dtype == "bfloat16"
     assert choice.line == (
-        "model.dtype=bfloat16 is slow here: an old CPU takes 98 times as long for a product as in float32; "
-        "auto takes float32"
+        "model.dtype=bfloat16 is slow here: an old CPU takes 98 times as long for a matrix product as in float32; "
+        "auto chooses float32"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_run_keeps_the_type_that_it_began_in() -> None:
     choice = choose_dtype("auto", [OLD], begun="bfloat16")
     assert choice.dtype == "bfloat16"
     assert choice.line is not None
-    assert "as the run began in it, though an old CPU takes 98 times as long" in choice.line
+    assert "because the run began with it, although an old CPU takes 98 times as long" in choice.line
     assert choose_dtype("auto", [NEW], begun="float32").dtype == "float32"
 
 
@@ -243,7 +243,7 @@ def test_a_reward_model_on_another_kind_of_device_has_a_line_of_its_own() -> Non
         "scoring.rewards.on_cpu.kwargs.dtype=auto:",
         "scoring.rewards.asked.kwargs.dtype=bfloat16",
     ]
-    assert "float32, as an old CPU" in lines[1]
+    assert "float32, because an old CPU" in lines[1]
 
 
 def test_a_type_that_a_reward_model_does_not_know_is_refused_in_one_line() -> None:

@@ -92,7 +92,9 @@ def test_measurements_come_back_as_they_were_stored() -> None:
 
 def test_no_name_and_this_are_this_machines_measurement() -> None:
     for name in (None, "this"):
-        with pytest.raises(ConfigError, match="measure it with rlpipe plan --calibrate, or give --device, one of b200"):
+        with pytest.raises(
+            ConfigError, match="measure it with rlpipe plan --calibrate, or set --device to one of b200"
+        ):
             find_device(name)
     processor = replace(measured(own_name("cpu")), kind="cpu", link=None, hardware="Processor X")
     store(processor)
@@ -143,5 +145,5 @@ def test_a_file_that_holds_no_device_is_damaged(text: str) -> None:
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="file is no folder; set XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match="file is not a folder; set XDG_CACHE_HOME"):
         store(measured("node"))

@@ -279,5 +279,5 @@ def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...]) -
     hidden, weight, targets = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=r"hidden of shape .*, weight .*, targets .*must be"):
         linear_logprob(hidden, weight, targets.long())
-    with pytest.raises(ValueError, match="states need up"):
+    with pytest.raises(ValueError, match="states and up must be given together"):
         linear_logprob(torch.zeros(4, 6), torch.zeros(9, 6), torch.zeros(4).long(), states=torch.zeros(4, 2))

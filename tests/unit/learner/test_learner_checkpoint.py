@@ -164,7 +164,7 @@ def test_a_checkpoint_leaves_room_for_the_ledger(tiny: Path, tmp_path: Path, mon
     store, learner = CheckpointStore(tmp_path, keep=2), make_learner(tiny)
     first = store.save(learner, step=1, extra={})
     monkeypatch.setattr("rlpipe.common.atomic_io.RESERVE", 2**60)
-    with pytest.raises(OSError, match=r"the disk has \S+ MiB left, needed are 0.\d MiB, and \d+ MiB for the ledger"):
+    with pytest.raises(OSError, match=r"the disk has \S+ MiB left, but needs 0.\d MiB, plus \d+ MiB for the ledger"):
         store.save(learner, step=2, extra={})
     assert list(tmp_path.iterdir()) == [first]
 
@@ -211,14 +211,14 @@ def test_resume_names_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
     assert resolve_checkpoint(str(path), tmp_path / "elsewhere") == path
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_checkpoint(str(tmp_path / "step_000009"), tmp_path)
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
         resolve_checkpoint(str(tmp_path), tmp_path)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tiny: Path, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     path = store.save(make_learner(tiny), step=1, extra={})
-    with pytest.raises(ConfigError, match="trains other parameters"):
+    with pytest.raises(ConfigError, match="has other trained parameters"):
         store.load(path, make_learner(tiny, adapter="none"))
 
 
@@ -294,10 +294,10 @@ def test_what_cant_be_exported_is_named_with_the_fix(
     checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra=extra)
     wider = make_tiny_policy(tmp_path / "wider", hidden_size=96, num_layers=2, intermediate_size=128)
     for arguments, message in (
-        ([str(tmp_path), str(tmp_path / "policy")], "no whole checkpoint"),
+        ([str(tmp_path), str(tmp_path / "policy")], "not a complete checkpoint"),
         ([str(checkpoint), str(tiny)], "exists: choose another folder"),
         ([str(checkpoint), str(tmp_path / "policy"), "--base", str(tmp_path / "none")], "there is no folder"),
-        ([str(checkpoint), str(tmp_path / "policy"), "--base", str(wider)], "give the model that was trained"),
+        ([str(checkpoint), str(tmp_path / "policy"), "--base", str(wider)], "use the model that was trained"),
         ([str(checkpoint), str(tmp_path / "policy"), "more"], "one argument too many: more"),
     ):
         assert exit_code(["export", *arguments]) == 2

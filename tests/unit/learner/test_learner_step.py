@@ -124,7 +124,7 @@ def test_steps_that_are_not_finite_change_nothing_and_then_stop_the_run(tiny: Pa
     assert_close(before, parameters_of(learner), 0)
     learner.train_step(make_batches(step=2)[0])
     learner.train_step(bad)
-    with pytest.raises(LearnerFailed, match=r"step 1: .* 2 steps in a row .*, now through groups 0, 1, 2, 3; look"):
+    with pytest.raises(LearnerFailed, match=r"step 1: .* 2 steps in a row .*, last in groups 0, 1, 2, 3; inspect"):
         learner.train_step(bad)
 
 

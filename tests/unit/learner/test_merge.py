@@ -204,7 +204,7 @@ def test_tensors_that_are_left_over_or_missing_are_named(tmp_path: Path) -> None
     first = min(tensors)
     tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = tensors.pop(first)
     save_file(tensors, file)
-    with pytest.raises(ModelError, match=r"find no place in the base: .*layers\.9\.mlp\.up_proj"):
+    with pytest.raises(ModelError, match=r"the base has no place for these tensors: .*layers\.9\.mlp\.up_proj"):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     del tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"]
     save_file(tensors, file)
@@ -228,7 +228,10 @@ def test_a_full_disk_keeps_what_is_written_and_the_merge_goes_on(tmp_path: Path)
     base = make_base(tmp_path, shard_bytes=24_000)
     adapted = make_adapter(base, tmp_path / "adapter")
     sizes = sorted(path.stat().st_size for path in base.glob("*.safetensors"))
-    with largest_file(sizes[-1] - 1), pytest.raises(RunError, match="the same command goes on with what is missing"):
+    with (
+        largest_file(sizes[-1] - 1),
+        pytest.raises(RunError, match="the same command continues with the missing files"),
+    ):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")

@@ -137,9 +137,9 @@ def test_the_command_draws_texts_and_finds_the_base_by_itself(
         (["ADAPTER"], "required: OUTPUT"),
         (
             ["ADAPTER", "OUT", "--trained-on", "full", "--text", "none.txt"],
-            "--text: the adapter was trained on the base",
+            "--text: nothing is measured for an adapter that was trained on the unchanged base",
         ),
-        (["BROKEN", "OUT"], "is not what this version of rlpipe writes: "),
+        (["BROKEN", "OUT"], "is not in the format of this version of rlpipe: "),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

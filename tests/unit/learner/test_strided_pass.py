@@ -132,7 +132,7 @@ def test_so_they_do_under_flex_attention_which_gpus_take(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(LINEAR))
 def test_models_without_plain_attention_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=r"can't take masks of its own, which algorithm\.kind=ebft_strided needs"):
+    with pytest.raises(ModelError, match=r"can't use custom attention masks, which algorithm\.kind=ebft_strided needs"):
         scorer_of(name)
 
 

@@ -52,7 +52,7 @@ def test_a_dry_run_changes_nothing() -> None:
     (drift,) = normalize_weight_scales(layers, rule(dry_run=True))
     assert (drift.name, drift.factor) == ("2.weight", 1.0)
     assert str(drift).startswith("model.normalize_weight_scales.layers: 2.weight has a standard deviation of ")
-    assert str(drift).endswith("left as it is")
+    assert str(drift).endswith("left unchanged")
     assert torch.equal(layers["2"].weight, before)
 
 

@@ -105,7 +105,7 @@ def test_every_part_reads_the_same_dequantised_folder(made: tuple[Path, dict[str
 def test_what_was_made_is_said(made: tuple[Path, dict[str, np.ndarray]]) -> None:
     file, _ = made
     folder = model_folder(str(file))
-    made_of = "llama with 0M parameters in F32, Q4_1, trained and sampled as dequantised weights"
+    made_of = "llama with 0M parameters in F32, Q4_1, trained and sampled with dequantised weights"
     assert describe_gguf(str(file)) == f"model.path={file}: {made_of}: {folder}"
     assert describe_gguf(folder) is None
 
@@ -135,8 +135,8 @@ def test_processes_that_begin_at_one_time_convert_it_once(made: tuple[Path, dict
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.gguf", b"", "this is no GGUF file"),
-        ("model.gguf", b"GGML and more", "this is no GGUF file"),
+        ("model.gguf", b"", "this is not a GGUF file"),
+        ("model.gguf", b"GGML and more", "this is not a GGUF file"),
         ("model.gguf", b"GGUF and then nothing that makes sense", "can't dequantise it"),
         ("model-00001-of-00002.gguf", b"GGUF", "join them with llama-gguf-split --merge"),
     ],

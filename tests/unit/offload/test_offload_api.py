@@ -130,13 +130,13 @@ def test_the_vision_tower_is_among_what_is_traced(kind: str) -> None:
 
 def test_what_no_batch_is_known_for_needs_one() -> None:
     model = Qwen3Model(Qwen3Config(**SMALL, vocab_size=97, num_key_value_heads=1, head_dim=32))
-    with pytest.raises(ValueError, match="Qwen3Model is of no kind that a batch is known for: give one"):
+    with pytest.raises(ValueError, match="Qwen3Model has no default batch: pass one"):
         offload(model, device=CPU)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_changed() -> None:
     model = make_qwen()
-    with pytest.raises(DoesNotFit, match="the smallest on the device takes"):
+    with pytest.raises(DoesNotFit, match="the smallest on the device needs"):
         offload(model, device=CPU, optimizer=CONFIG, num_tokens=64, capacity=Capacity(device_bytes=10, host_bytes=10))
     assert torch.isfinite(token_loss(model, 0))
 
@@ -161,20 +161,20 @@ def test_the_way_that_fits_trains_as_without_offload(caplog: pytest.LogCaptureFi
         _, _, found = train_offloaded(offloaded, token_loss, CONFIG, **options)
         held, predicted = offloaded.host_bytes, offloaded.decision.prediction.host_bytes
     decided, small, compared = (record.getMessage() for record in caplog.records)
-    assert "chunks stay (all would take " in decided
+    assert "chunks stay (all would need " in decided
     assert "slots; of 6 layers" in decided
     assert small == "offload: " + describe_small_update(2)
     assert compared.startswith("offload: an update of 2 micro batches took ")
-    assert f"; it holds {gib(held)} on the host; {gib(predicted)} were predicted; the process takes " in compared
+    assert f"; it holds {gib(held)} on the host; {gib(predicted)} were predicted; the process uses " in compared
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-5, rtol=0, msg=name)
 
 
 def test_what_gives_no_loss_is_refused() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM gives no loss for the batch: add labels to it"):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM returns no loss for the batch: add labels to it"):
         offload(make_qwen(), device=CPU, optimizer=CONFIG, batch={"input_ids": tokens})
-    with pytest.raises(ValueError, match="Linear is of no kind that a batch is known for"):
+    with pytest.raises(ValueError, match="Linear has no default batch: pass one"):
         offload(nn.Linear(3, 3), device=CPU, optimizer=CONFIG)
     with pytest.raises(ValueError, match="sharing=both: give one of auto, replicated, sharded"):
         offload(make_qwen(), device=CPU, optimizer=CONFIG, sharing="both")
@@ -254,7 +254,9 @@ def test_where_all_knobs_are_given_nothing_is_measured_or_traced(monkeypatch: py
 def test_a_model_that_looks_at_its_values_needs_all_knobs() -> None:
     model = make_qwen()
     model.model.layers[1].register_forward_pre_hook(lambda _, args: print(float(args[0].sum())))
-    with pytest.raises(ValueError, match=r"can't be traced without its values .* set all of num_persistent, num_slots"):
+    with pytest.raises(
+        ValueError, match=r"can't be traced without real tensors .* set all of num_persistent, num_slots"
+    ):
         offload(model, device=CPU, optimizer=CONFIG, num_tokens=16, sizes=SIZES)
 
 

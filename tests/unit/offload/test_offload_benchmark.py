@@ -130,7 +130,7 @@ def test_without_figures_the_last_line_says_null(tmp_path: Path) -> None:
         (["--baselines", "ddp"], "invalid choice: 'ddp'"),
         (["--updates", "0"], "--updates is 0, and must be at least 1"),
         (["--minutes", "nan"], "--minutes is nan, and must be at least 0.1"),
-        (["--out", "/dev/null/x"], "--out /dev/null/x can't be made a folder: Not a directory"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x can't be created as a folder: Not a directory"),
     ],
 )
 def test_wrong_options_are_said_in_one_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

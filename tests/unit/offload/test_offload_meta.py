@@ -59,7 +59,7 @@ def test_a_model_without_values_is_filled_chunk_by_chunk(kind: str, num_persiste
 def test_values_that_nobody_gives_are_missed() -> None:
     hollow, _ = on_meta(make_qwen)
     arrangement = arrange_all(hollow, Mode.KEEP, num_slots=9)
-    with pytest.raises(ValueError, match="give fill"):
+    with pytest.raises(ValueError, match="pass fill"):
         OffloadedModel(hollow, arrangement, device=CPU, optimizer=CONFIG, sizes=SIZES)
 
 

@@ -82,7 +82,7 @@ def test_a_model_that_is_given_back_is_as_it_was() -> None:
 def test_a_closed_model_is_closed_once_and_offloaded_anew() -> None:
     model = make_qwen()
     offloaded = offload(model)
-    with pytest.raises(RuntimeError, match="offloaded already: close that first"):
+    with pytest.raises(RuntimeError, match="offloaded already: close it first"):
         offload(model)
     offloaded.close()
     offloaded.close()
@@ -412,7 +412,7 @@ def test_a_trace_is_of_one_run() -> None:
     with pytest.raises(ZeroDivisionError):
         trace.run(lambda: 1 / 0, [])
     assert hooks_of(model) == 0
-    with pytest.raises(RuntimeError, match="a trace is of one run"):
+    with pytest.raises(RuntimeError, match="a trace records one run"):
         trace.run(lambda: token_loss(model, 0), model.parameters())
 
 

@@ -170,7 +170,7 @@ def test_gpus_that_share_an_engine_exchange_sums() -> None:
 def test_few_groups_are_all_sampled_at_one_time() -> None:
     speed = plan(QWEN_8B, "algorithm.groups_per_step=8").speed
     assert speed is not None
-    assert (speed.running, speed.limit) == (64, "all of a step's")
+    assert (speed.running, speed.limit) == (64, "all sequences of a step")
     assert speed.decode_s == pytest.approx(1024 * speed.decode.seconds)
 
 
@@ -198,7 +198,7 @@ def test_room_that_is_not_used_is_proposed() -> None:
 
 def test_what_would_make_it_fit_makes_it_fit() -> None:
     found = plan("Qwen/Qwen2.5-32B")
-    assert found.problem == "without any sequence it needs 64.4 GiB, and may take 46.6 GiB of round"
+    assert found.problem == "the engine needs 64.4 GiB without any sequence, and may use 46.6 GiB of round"
     assert found.speed is None
     assert changes(found) == [
         "rollout.engine_args.gpu_memory_utilization=0.95",
@@ -215,7 +215,7 @@ def test_too_long_a_sequence_is_cut_or_spread() -> None:
     device = replace(ROUND, memory_bytes=40 * 10**9)
     found = plan(QWEN_8B, "rollout.sampling.max_tokens=200000", device=device)
     assert found.problem is not None
-    assert found.problem.startswith("one sequence of 200,512 tokens needs 27.5 GiB, and ")
+    assert found.problem.startswith("one sequence of 200,512 tokens needs 27.5 GiB, but only ")
     cut = next(change for change in changes(found) if change.startswith("rollout.sampling.max_tokens="))
     assert plan(QWEN_8B, cut, device=device).fits
     longer = int(cut.rpartition("=")[2]) + 64
@@ -249,7 +249,7 @@ def test_a_model_that_no_two_changes_make_fit_has_no_remedy() -> None:
 def test_engines_on_one_gpu_must_leave_room_for_each_other() -> None:
     shares = ("rollout.num_engines=2", "rollout.num_gpus=0.5", "rollout.engine_args.gpu_memory_utilization=0.6")
     found = plan("Qwen/Qwen3-1.7B", *shares)
-    assert found.problem == "2 engines on a GPU, each of which takes 60% of its memory"
+    assert found.problem == "2 engines share a GPU, and each uses 60% of its memory"
     assert "rollout.engine_args.gpu_memory_utilization=0.47" in changes(found)
     fitting = plan("Qwen/Qwen3-1.7B", *shares[:2], "rollout.engine_args.gpu_memory_utilization=0.4")
     assert fitting.sharing is not None
@@ -286,7 +286,8 @@ def test_transformers_hold_a_whole_batch() -> None:
     assert found.memory.adapter_bytes == 0
     crowded = hf(memory_bytes=60 * 10**9)
     assert crowded.problem is not None
-    assert crowded.problem.startswith("a batch has 256 sequences, and the memory holds ")
+    assert crowded.problem.startswith("a batch has 256 sequences, but only ")
+    assert crowded.problem.endswith(" of full length fit in memory")
     smaller = changes(crowded)[0]
     assert smaller.startswith("rollout.engine_args.max_batch_size=")
     assert hf(smaller, memory_bytes=60 * 10**9).fits
@@ -308,8 +309,8 @@ def test_engines_on_the_cpu_are_planned_with_its_measurement() -> None:
         ("rollout.num_gpus=0", "rollout.num_gpus=0: engines run on the CPU, not on round"),
         ("rollout.engine_args.gpu_memory_utilization=1.5", "gpu_memory_utilization=1.5 is not a number above 0, and u"),
         ("rollout.engine_args.max_num_seqs=many", "max_num_seqs='many' is not a number"),
-        ("rollout.engine_args.quantization=awq", "the size of weights in awq; it knows bitsandbytes, fp8"),
-        ("rollout.engine_args.kv_cache_dtype=int4", "kv_cache_dtype=int4: a plan knows auto, fp8"),
+        ("rollout.engine_args.quantization=awq", "the size of awq weights; it supports bitsandbytes, fp8"),
+        ("rollout.engine_args.kv_cache_dtype=int4", "kv_cache_dtype=int4: a plan supports auto, fp8"),
         ("model.dtype=float16", "model.dtype=float16: device round has no rate for it"),
         ("model.adapter.r=1024", "model.adapter.r=1024 is more than vllm serves"),
     ],

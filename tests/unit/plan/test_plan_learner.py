@@ -246,7 +246,7 @@ def test_what_the_host_is_short_of_is_had_with_less_ranks_or_more_memory() -> No
     options = ("model=full", "learner.strategy=fsdp2", "learner.num_gpus=1", "model.gradient_checkpointing=true")
     found = plan(QWEN_8B, *options, "learner.num_ranks=4")
     assert found.problem is not None
-    assert found.problem.endswith("of 128.0 GiB, which are assumed: --host-memory-gib says another")
+    assert found.problem.endswith("of 128.0 GiB (an assumption; set --host-memory-gib)")
     changes = [change.change for change in found.changes]
     assert "learner.num_ranks=3" in changes
     assert "--host-memory-gib 256" in changes
@@ -303,9 +303,9 @@ def test_experts_are_planned() -> None:
 def test_what_can_not_be_planned_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner.num_gpus=0: the learner runs on the CPU"):
         plan(SMALL, "learner.num_gpus=0")
-    with pytest.raises(ConfigError, match=r"learner.offload=chunked: no way has num_persistent=9999"):
+    with pytest.raises(ConfigError, match=r"learner.offload=chunked: no plan has num_persistent=9999"):
         plan(SMALL, *CHUNKED, "learner.chunked.num_persistent=9999")
-    with pytest.raises(ModelError, match=r"model.adapter can't be outlined: .*no_such_proj"):
+    with pytest.raises(ModelError, match=r"model.adapter can't be created: .*no_such_proj"):
         plan(SMALL, "model.adapter.target_modules=[no_such_proj]")
 
 

@@ -80,7 +80,7 @@ def test_on_a_cpu_all_memory_is_the_machines() -> None:
     found = plan(*ON_CPU, "rollout.num_engines=3", device=small)
     assert learner.problem is None
     assert found.problem is not None
-    assert found.problem.startswith("its actors need ")
+    assert found.problem.startswith("the actors need ")
     assert "--host-memory-gib 32" in found.changes
     assert plan(*ON_CPU, "rollout.num_engines=3", device=replace(small, host_memory_bytes=32 * GIB)).fits
     fewer = next(change for change in found.changes if change.startswith("rollout.num_engines="))
@@ -100,7 +100,7 @@ def test_more_machines_have_less_each() -> None:
     device = replace(H100, host_memory_bytes=24 * GIB)
     found = plan(*options, device=device)
     assert not found.fits
-    assert "machines that have 3 of its GPUs each" in found.changes
+    assert "machines with 3 of these GPUs each" in found.changes
     assert "rollout.num_engines=2" in found.changes
 
 

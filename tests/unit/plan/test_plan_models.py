@@ -73,10 +73,12 @@ def test_an_unknown_model_is_refused_within_seconds() -> None:
 
 
 def test_a_path_that_is_no_hub_id_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"there is no folder 'a/b/c', and it is no hub id: give model\.path a folder"):
+    with pytest.raises(
+        ModelError, match=r"there is no folder 'a/b/c', and it is not a hub id: set model\.path to a folder"
+    ):
         describe("a/b/c")
     config = ModelConfig(path="a/b/c", prepare="rlpipe.quickstart:warm_up")
-    with pytest.raises(ModelError, match=r"rlpipe\.quickstart:warm_up makes it when a run starts"):
+    with pytest.raises(ModelError, match=r"rlpipe\.quickstart:warm_up creates it when a run starts"):
         describe_offline("a/b/c", config)
 
 
@@ -95,7 +97,7 @@ def test_a_config_that_describes_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"can't be read: .*hidden_size"):
         describe(str(tmp_path))
     config = LlamaConfig(hidden_act="none such")
-    with pytest.raises(ModelError, match=r"model\.path=here: its config describes no model"):
+    with pytest.raises(ModelError, match=r"model\.path=here: its config does not describe a model"):
         read_shape(config, ModelConfig(path="here"))
 
 

@@ -146,7 +146,7 @@ def test_who_may_be_on_its_gpu_leaves_less() -> None:
     assert beside.room_bytes == int(SHARE_USED * (H100.memory_bytes - taken))
     found = plan(config_of("reward_model"), beside=(replace(ENGINE, gpu_bytes=H100.memory_bytes),))
     assert found.problem is not None
-    assert found.problem.endswith("may take 0 bytes of its device beside 1 preference scorer and 1 rollout engine")
+    assert found.problem.endswith("may use 0 bytes of its device next to 1 preference scorer and 1 rollout engine")
     assert found.seconds is None
     assert [change.change for change in found.changes] == [OWN_GPU]
 
@@ -190,11 +190,11 @@ def test_what_can_not_be_planned_is_said(tmp_path: Path) -> None:
     own = "+scoring.rewards.mine={path: 'mine.py:Model', num_gpus: 0.5, num_processes: 2}"
     unknown, _ = plans(config_of("reward_model", own))
     assert unknown == UnplannedScorer(
-        name="mine", reason="2 processes, each asking for 0.5 of a GPU; what mine.py:Model loads is not known"
+        name="mine", reason="2 processes, each requesting 0.5 of a GPU; the memory of mine.py:Model is not known"
     )
     (learner,) = plans(config_of("ebft"))
     assert isinstance(learner, UnplannedScorer)
-    assert learner.reason == "the learner's ranks read them, in the learner's time"
+    assert learner.reason == "computed by the learner's ranks, as part of the learner's time"
     with pytest.raises(ConfigError, match=r"scoring.rewards.preference.kwargs: dtype 'int8' is not one of"):
         plans(config_of("reward_model", "+scoring.rewards.preference.kwargs.dtype=int8"))
 

@@ -171,7 +171,7 @@ def test_a_ledger_that_cannot_be_put_there_leaves_the_old_one(path: Path, tmp_pa
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"can't be written: \S*/file is no folder; choose another ledger.folder"):
+    with pytest.raises(ConfigError, match=r"can't be written: \S*/file is not a folder; choose another ledger.folder"):
         begin(tmp_path / "file" / "ledgers" / NAME)
 
 

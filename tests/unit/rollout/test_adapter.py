@@ -38,7 +38,7 @@ def test_an_adapter_is_served_over_the_base_that_it_was_trained_on(
 def test_an_adapter_over_mended_weights_is_not_served_over_others(tmp_path: Path) -> None:
     LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
     TrainingRecord(weight_scales={"lm_head.weight": 0.5}).write(tmp_path)
-    with pytest.raises(ModelError, match="mended: merge it first"):
+    with pytest.raises(ModelError, match="on rescaled weights: merge it first"):
         read_adapter_config(str(tmp_path))
 
 
@@ -61,5 +61,5 @@ def test_without_a_learner_and_an_adapter_it_is_the_base(kind: str) -> None:
 
 def test_without_a_learner_nobody_mends_weights() -> None:
     model = ModelConfig(path="base", normalize_weight_scales={"all": WeightScaleRule(name_pattern=".")})
-    with pytest.raises(ConfigError, match="only a learner mends"):
+    with pytest.raises(ConfigError, match="only a learner rescales"):
         without_learner(model, None)

@@ -132,7 +132,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[
     used_folder(config)
     checkpoint = Path(config.output) / "checkpoints" / "step_000001"
     (checkpoint / "learner.json").write_text('{"step": 1')
-    with pytest.raises(ConfigError, match=r"is complete \(step_000001: it has no whole learner.json\): put one back"):
+    with pytest.raises(ConfigError, match=r"is complete \(step_000001: it has no complete learner.json\): put one back"):
         find_resume_point(config)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         find_resume_point(load_config([*options, "resume=never", reward("bare")]))
@@ -142,7 +142,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[
 def test_an_output_that_cannot_be_written_is_refused_at_once(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = load_config([*options, f"output={tmp_path}/file/run", reward("bare")])
-    with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is no folder\): fix"):
+    with pytest.raises(ConfigError, match=r"output=\S+/file/run can't be written \(\S+/file is not a folder\): fix"):
         find_resume_point(config)
 
 
