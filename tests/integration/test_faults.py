@@ -182,7 +182,9 @@ def test_without_a_whole_checkpoint_nothing_is_touched(
         (path / RECORD).unlink()
     before = hashes(finished)
     error = refusal(options(finished), capsys)
-    assert f"no checkpoint in {finished}/checkpoints is complete (step_000002: it has no complete {RECORD}; step_" in error
+    assert (
+        f"no checkpoint in {finished}/checkpoints is complete (step_000002: it has no complete {RECORD}; step_" in error
+    )
     assert hashes(finished) == before
 
 

@@ -132,7 +132,9 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_left_alone(options: list[
     used_folder(config)
     checkpoint = Path(config.output) / "checkpoints" / "step_000001"
     (checkpoint / "learner.json").write_text('{"step": 1')
-    with pytest.raises(ConfigError, match=r"is complete \(step_000001: it has no complete learner.json\): put one back"):
+    with pytest.raises(
+        ConfigError, match=r"is complete \(step_000001: it has no complete learner.json\): put one back"
+    ):
         find_resume_point(config)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         find_resume_point(load_config([*options, "resume=never", reward("bare")]))
