@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
+import os
+import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from select import PIPE_BUF
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
+from rlpipe.scoring.remote_program import end_program, passes, start_program
 from rlpipe.scoring.toolbox import Completion, completion_text, extract_tag, last_fenced
 
 Test = str | Mapping[str, str]
 """Python code that asserts, or a mapping of ``input`` and the expected ``output``."""
+MAX_OUTPUT_BYTES = 2**22
+"""Longest output of a program."""
+SUSPICIOUS = re.compile(
+    r"__file__|__subclasses__|/proc\b|\b_getframe\b|\bco_consts\b|\bsettrace\b|\bsetprofile\b|\bgetppid\b"
+    r"|\bimport\s+(?:gc|inspect|ctypes|atexit|signal|mmap)\b|\b_exit\b|\bexecv"
+)
+"""What a program that looks for its tests, or ends before they do, often contains, and an honest one rarely."""
 
 
 def passes_tests(
@@ -22,21 +34,28 @@ def passes_tests(
     answer_tag: str | None = None,
     partial: bool = False,
     timeout_s: float = 5.0,
+    log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float]:
     """Return 1 where a completion's Python program passes all tests of the row, else 0 (``partial``: share passed).
 
     The program is the last fenced block of the completion, or of its last ``answer_tag``, or else all of it. A test is
-    code that runs after the program and must reach its end, or a mapping with what the program reads (``input``) and
-    must print (``output``), ignoring white space at the end of lines. Each test runs in a new Python process and an
-    empty folder, for at most ``timeout_s`` seconds. Set the reward's ``isolation`` to ``sandbox``. Raises
-    ``ValueError`` for a row without tests.
+    code that calls the program's functions and must reach its end, or a mapping with what the program reads (``input``)
+    and must print (``output``), ignoring white space at the end of lines. Each test runs the program in a new Python
+    process and an empty folder, for at most ``timeout_s`` seconds; the test's own code runs outside of that process,
+    which never sees expected values. ``log_metric`` gets the share of programs that match ``SUSPICIOUS``, as
+    ``programs/suspicious``. Set the reward's ``isolation`` to ``sandbox``. Raises ``ValueError`` for a row without
+    tests, and ``SyntaxError`` for a test that is not Python.
     """
     texts = [completion_text(completion) for completion in completions]
     programs = [_program(text, answer_tag) for text in texts]
+    if log_metric is not None:
+        for program in programs:
+            log_metric("programs/suspicious", float(program is not None and SUSPICIOUS.search(program) is not None))
     return [_score(program, _listed(own), partial, timeout_s) for program, own in zip(programs, tests, strict=True)]
 
 
 passes_tests.needs_sandbox = True  # type: ignore[attr-defined]
+passes_tests.scores_each = True  # type: ignore[attr-defined]
 
 
 def _program(text: str, answer_tag: str | None) -> str | None:
@@ -65,30 +84,63 @@ def _score(program: str | None, tests: list[Test], partial: bool, timeout_s: flo
 
 def _passes(program: str, test: Test, timeout_s: float) -> bool:
     if isinstance(test, str):
-        token = secrets.token_hex(16)  # unknown to the program, which may end early or print what it likes
-        printed = _run(f"{program}\n{test}\nprint('\\n{token}')\n", "", timeout_s)
-        return printed is not None and printed.splitlines()[-1:] == [token]
+        return passes(program, test, timeout_s)
     printed = _run(program, test["input"], timeout_s)
     return printed is not None and _normal(printed) == _normal(test["output"])
 
 
 def _run(code: str, given: str, timeout_s: float) -> str | None:
-    """Return what the code prints, or None if it fails or takes too long."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Return what the code prints, or None if it fails, takes too long or prints too much."""
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "program.py"
         file.write_text(code, errors="surrogatepass")
+        process = start_program([str(file)], folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            done = subprocess.run(
-                [sys.executable, "-I", str(file)],
-                input=given.encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                timeout=timeout_s,
-            )
+            printed = _exchange(process, given.encode(errors="surrogatepass"), deadline)
+            if printed is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
+                return None
         except subprocess.TimeoutExpired:
             return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+        finally:
+            end_program(process)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+    return printed.decode(errors="replace")
+
+
+def _exchange(process: subprocess.Popen[bytes], given: bytes, deadline: float) -> bytes | None:
+    """Write the input and return the output, or None if that takes too long or the output is too long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    left, printed = memoryview(given), bytearray()
+    with DefaultSelector() as selector:
+        selector.register(process.stdout, EVENT_READ)
+        if left:
+            selector.register(process.stdin, EVENT_WRITE)
+        else:
+            process.stdin.close()
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready or len(printed) > MAX_OUTPUT_BYTES:
+                return None
+            for key, _ in ready:
+                if key.fileobj is process.stdout:
+                    piece = os.read(key.fd, 2**16)
+                    printed += piece
+                    if not piece:
+                        selector.unregister(process.stdout)
+                else:
+                    with suppress(BrokenPipeError):
+                        left = left[os.write(key.fd, left[:PIPE_BUF]) :]
+                        if left:
+                            continue
+                    selector.unregister(process.stdin)
+                    with suppress(BrokenPipeError):
+                        process.stdin.close()
+    return bytes(printed)
 
 
 def _normal(text: str) -> list[str]:

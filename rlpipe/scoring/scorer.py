@@ -147,13 +147,45 @@ class _SandboxedReward(_FunctionReward):
 
     def __init__(self, name: str, function: RewardFunction, config: RewardConfig, sandbox: Sandbox) -> None:
         super().__init__(function, config.kwargs, config.path)
-        self._name, self._sandbox = name, sandbox
+        self._name, self._sandbox, self._timeout_s = name, sandbox, config.timeout_s
+        self._scores_each = getattr(function, "scores_each", False)
 
     def __call__(self, call: _RewardCall) -> Any:
-        answer = self._sandbox.call(self._name, self.arguments(call), len(call.group))
+        arguments = self.arguments(call)
+        if self._scores_each:
+            return self._score_each(call, arguments)
+        return self._score(call, arguments, len(call.group))
+
+    def _score(
+        self, call: _RewardCall, arguments: Mapping[str, Any], num_values: int, timeout_s: float | None = None
+    ) -> list[Any]:
+        answer = self._sandbox.call(self._name, arguments, num_values, timeout_s)
         for metric, value in answer.logged:
             call.log_metric(metric, value)
         return answer.values
+
+    def _score_each(self, call: _RewardCall, arguments: Mapping[str, Any]) -> list[Any]:
+        """Score each completion in a call of its own; a call whose process crashes or takes too long scores 0.
+
+        Each call may take twice its share of the time that is left for the group.
+        """
+        deadline, count, values = time.monotonic() + self._timeout_s, len(call.group), list[Any]()
+        for index in range(count):
+            own = {
+                name: value[index : index + 1] if name in call.arguments and isinstance(value, list) else value
+                for name, value in arguments.items()
+            }
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                values += self._score(call, own, 1, timeout_s=min(left, 2 * left / (count - index)))
+                crashed = False
+            except SandboxFailed as failure:
+                if not failure.is_crash:
+                    raise
+                values.append(0.0)
+                crashed = True
+            call.log_metric(f"{self._name}/crashed", float(crashed))
+        return values
 
 
 class _ActorReward:

@@ -27,7 +27,14 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 
 class SandboxFailed(Exception):
-    """Raised when a sandboxed call has no scores; the message is the whole reason."""
+    """Raised when a sandboxed call has no scores; the message is the whole reason.
+
+    ``is_crash`` is set if the call's process ended, or was ended, without an answer of the function.
+    """
+
+    def __init__(self, reason: str, *, is_crash: bool = False) -> None:
+        super().__init__(reason)
+        self.is_crash = is_crash
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,14 +55,17 @@ class Sandbox:
         self._rewards = dict(rewards)
         self._start()
 
-    def call(self, name: str, arguments: Mapping[str, Any], num_values: int) -> Answer:
-        """Call a reward's function and return its values, as unchecked JSON; raise ``SandboxFailed`` on failure."""
+    def call(self, name: str, arguments: Mapping[str, Any], num_values: int, timeout_s: float | None = None) -> Answer:
+        """Call a reward's function and return its values, as unchecked JSON; raise ``SandboxFailed`` on failure.
+
+        The call may take ``timeout_s`` seconds, if given, and never more than the reward's own ``timeout_s``.
+        """
         if self._connection.closed:
             self._start()
         sent = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
         job = pickle.dumps((num_values, sent), protocol=pickle.HIGHEST_PROTOCOL)
         try:
-            self._connection.send_bytes(name.encode())
+            self._connection.send_bytes(json.dumps([name, timeout_s]).encode())
             self._connection.send_bytes(job)
             reason = json.loads(self._connection.recv_bytes())
             answer = self._connection.recv_bytes()
@@ -63,7 +73,7 @@ class Sandbox:
             self.close()
             raise SandboxFailed("the server of its sandbox died; another takes its place") from None
         if reason is not None:
-            raise SandboxFailed(reason)
+            raise SandboxFailed(reason, is_crash=True)
         return read_answer(answer)
 
     def close(self) -> None:
@@ -114,7 +124,7 @@ def read_answer(written: bytes) -> Answer:
             raise SandboxFailed(" ".join(reason.split())[:MAX_REASON_CHARS])
         case {"values": list(values), "logged": list(logged)} if all(map(_is_metric, logged)):
             return Answer(values=values, logged=[(name, float(value)) for name, value in logged])
-    raise SandboxFailed(f"its sandboxed process wrote no answer, but {written[:MAX_SHOWN_BYTES]!r}")
+    raise SandboxFailed(f"its sandboxed process wrote no answer, but {written[:MAX_SHOWN_BYTES]!r}", is_crash=True)
 
 
 def _is_metric(entry: Any) -> bool:

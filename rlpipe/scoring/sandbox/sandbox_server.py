@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
@@ -68,13 +69,15 @@ class SandboxServer:
         while True:
             while not self._connection.poll(IDLE_S):
                 self._check_parent()
-            name = self._connection.recv_bytes().decode()
-            reason, answer = self._run(name, self._connection.recv_bytes())
+            name, timeout_s = json.loads(self._connection.recv_bytes())
+            reason, answer = self._run(name, timeout_s, self._connection.recv_bytes())
             self._connection.send_bytes(json.dumps(reason).encode())
             self._connection.send_bytes(answer)
 
-    def _run(self, name: str, job: bytes) -> tuple[str | None, bytes]:
+    def _run(self, name: str, timeout_s: float | None, job: bytes) -> tuple[str | None, bytes]:
         limits = self._limits[name]
+        if timeout_s is not None:
+            limits = replace(limits, timeout_s=min(timeout_s, limits.timeout_s))
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:

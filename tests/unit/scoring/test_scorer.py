@@ -112,6 +112,17 @@ def test_function_with_trls_signature_gets_everything_that_trl_gives() -> None:
     }  # fmt: skip
 
 
+def test_a_program_that_ends_its_sandbox_costs_no_sibling() -> None:
+    config = RewardConfig(path="rlpipe.scoring.code_execution:passes_tests", isolation="sandbox", timeout_s=60)
+    right, killer = "def f(x): return x + 1", "import os\nos.kill(os.getppid(), 9)"
+    wrong = "import gc\ndef f(x): return x"
+    scorer = Scorer({"tests": config}, CharacterTokenizer())
+    (scores,) = scorer.score([make_group(right, killer, wrong, right, tests=["assert f(1) == 2"])])
+    scorer.close()
+    assert scores.scores == {"tests": [1.0, 0.0, 0.0, 1.0]}
+    assert scores.metrics == {"tests/crashed": 0.25, "programs/suspicious": pytest.approx(1 / 3)}
+
+
 def test_chat_prompts_give_chat_completions() -> None:
     def record(prompts: list[Any], completions: list[Any]) -> list[float]:
         assert prompts == [CHAT]

@@ -1,0 +1,172 @@
+"""Process of a completion's program: runs the source, then calls its functions for another process.
+
+Only inputs come in and only plain values go out, as lines of JSON: no test, no expected value and no sign of success
+enters this process. Whatever it writes is the program's own answer, which ``remote_program`` on the other side does
+not trust. The file uses the standard library alone, because it runs without rlpipe.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, BinaryIO
+
+MAX_INT_DIGITS = 1000
+"""Longest decimal integer that is written as a JSON number; Python refuses to read much longer ones."""
+MAX_ITEMS = 1_000_000
+"""Most values that one iterator gives."""
+NUMBERS: dict[str, Callable[[str], Any]] = {"decimal": Decimal, "fraction": Fraction, "complex": complex}
+MUTABLE = (list, dict, set, bytearray, deque)
+SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+
+
+def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
+    """Return a value as JSON; ``keep`` returns the JSON of an object that is not plain.
+
+    Instances of subclasses become instances of the plain class: what ``int`` itself makes of an ``int``, and so on.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is float or isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        return number if abs(number) < 10**MAX_INT_DIGITS else {"int": hex(number)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes | bytearray):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": bytes(value).hex()}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(entry, keep)] for key, entry in dict.items(value)]}
+    for name, plain in SEQUENCES.items():
+        if isinstance(value, plain):  # type: ignore[arg-type]
+            return {name: [encode(entry, keep) for entry in plain.__iter__(value)]}  # type: ignore[attr-defined]
+    if isinstance(value, Decimal | Fraction | complex):
+        name = next(name for name, plain in NUMBERS.items() if isinstance(value, plain))  # type: ignore[arg-type]
+        return {name: str(value)}
+    return operator.index(value) if hasattr(kind, "__index__") and not isinstance(value, type) else keep(value)
+
+
+def decode(tree: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return the value of some JSON; ``find`` returns the object of JSON that is not plain."""
+    if not isinstance(tree, dict):
+        return tree
+    ((name, content),) = tree.items() if len(tree) == 1 else ((None, None),)
+    if name in SEQUENCES:
+        return SEQUENCES[name]([decode(entry, find) for entry in content])
+    if name in NUMBERS:
+        return NUMBERS[name](content)
+    match name:
+        case "dict":
+            return {decode(key, find): decode(entry, find) for key, entry in content}
+        case "int":
+            return int(content, 16)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "bytearray":
+            return bytearray.fromhex(content)
+        case "range":
+            return range(*content)
+    return find(tree)
+
+
+class Host:
+    """Answers the requests of the other side about one program's objects."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
+        self._requests, self._answers = requests, answers
+        self._objects: list[Any] = []
+        self._program = types.ModuleType("__main__")
+
+    def serve(self) -> None:
+        source = json.loads(self._requests.readline())
+        sys.modules["__main__"] = self._program
+        self._answer(lambda: exec(compile(source, "<program>", "exec"), self._program.__dict__))
+        while line := self._requests.readline():
+            request = json.loads(line)
+            self._answer(lambda: self._run(request))  # noqa: B023 - called at once
+
+    def _run(self, request: dict[str, Any]) -> Any:
+        match request:
+            case {"names": names}:
+                found = {name: getattr(self._program, name) for name in names if hasattr(self._program, name)}
+                return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+            case {"call": index, "arguments": [positional, named]}:
+                values, options = decode(positional, self._find), decode(named, self._find)
+                result = self._objects[index](*values, **options)
+                changed = {place: value for place, value in enumerate(values) if isinstance(value, MUTABLE)}
+                return result, changed
+            case {"attribute": index, "name": name}:
+                return getattr(self._objects[index], name)
+            case {"iterate": index}:
+                return [value for value, _ in zip(self._objects[index], range(MAX_ITEMS), strict=False)]
+            case {"item": index, "key": key}:
+                return self._objects[index][decode(key, self._find)]
+            case {"length": index}:
+                return len(self._objects[index])
+            case {"text": index}:
+                return str(self._objects[index])
+            case {"equal": [first, second]}:
+                return bool(self._objects[first] == self._objects[second])
+        raise ValueError(f"unknown request {request}")
+
+    def _answer(self, work: Callable[[], Any]) -> None:
+        try:
+            answer = {"value": encode(work(), self._keep)}
+        except BaseException as error:  # noqa: BLE001 - a program may raise anything
+            answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
+        self._write(answer)
+
+    def _write(self, message: Any) -> None:
+        self._answers.write(json.dumps(message).encode() + b"\n")
+        self._answers.flush()
+
+    def _keep(self, value: Any) -> Any:
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1, "can": [name for name in SHOWN if hasattr(type(value), name)]}
+
+    def _find(self, tree: dict[str, Any]) -> Any:
+        match tree:
+            case {"object": int(index)}:
+                return self._objects[index]
+            case {"function": int(index)}:
+                return lambda *arguments: self._call_back(index, arguments)
+        raise ValueError(f"unknown value {tree}")
+
+    def _call_back(self, index: int, arguments: tuple[Any, ...]) -> Any:
+        """Call a function of the test, which was passed as an argument."""
+        self._write({"function": index, "arguments": encode(list(arguments), self._keep)})
+        answer = json.loads(self._requests.readline())
+        if "raised" in answer:
+            raise ValueError(answer["raised"])
+        return decode(answer["value"], self._find)
+
+
+SHOWN = ("__call__", "__iter__", "__next__", "__getitem__", "__len__")
+"""Abilities of an object that the other side is told."""
+
+
+def main() -> None:
+    requests, answers = (int(argument) for argument in sys.argv[1:3])
+    with os.fdopen(requests, "rb") as given, os.fdopen(answers, "wb") as written:
+        Host(given, written).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Runs tests against a completion's program, which runs in another process (``program_host``).
+
+A test's code runs in this process. Each name that the program defines stands for an object of the program there: a call
+sends the arguments and returns a plain value. Comparisons are made here, with Python's own functions, so the program
+sees neither expected values nor whether it passed.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlpipe.scoring import program_host
+from rlpipe.scoring.program_host import MUTABLE, decode, encode
+
+MAX_ANSWER_BYTES = 2**24
+"""Longest answer of a program to one request."""
+ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8:surrogatepass"}
+
+
+TEST_MODULES = (
+    *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
+    *("json", "math", "operator", "random", "re", "statistics", "string", "sys"),
+)
+"""Modules that a test may use without an import of its own, because programs often import them."""
+
+
+class ProgramFailed(Exception):
+    """Error for a program that ended, answered nonsense, or took too long."""
+
+
+class ProgramError(Exception):
+    """Exception of the program that is not one of Python's own."""
+
+
+def start_program(command: list[str], folder: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a Python process in its own session, without this process's environment."""
+    return subprocess.Popen(
+        [sys.executable, "-I", *command],
+        cwd=folder,
+        env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        **options,
+    )
+
+
+def end_program(process: subprocess.Popen[bytes]) -> None:
+    """Kill the program's process group and wait for the program."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+    process.wait()
+
+
+class RemoteProgram:
+    """Program in a process of its own; use it as a context, which raises ``ProgramFailed`` if its source fails."""
+
+    def __init__(self, source: str, timeout_s: float) -> None:
+        self._source, self._deadline = source, time.monotonic() + timeout_s
+        self._buffer = bytearray()
+        self._functions: list[Callable[..., Any]] = []
+
+    def __enter__(self) -> RemoteProgram:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        theirs_in, self._requests = os.pipe()
+        self._answers, theirs_out = os.pipe()
+        self._process = start_program(
+            [str(Path(program_host.__file__)), str(theirs_in), str(theirs_out)],
+            self._folder.name,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs_in, theirs_out],
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        os.set_blocking(self._requests, False)
+        os.set_blocking(self._answers, False)
+        try:
+            self._ask(self._source)
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, Exception):
+                raise ProgramFailed(f"the program failed: {error}") from None
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_program(self._process)
+        os.close(self._requests)
+        os.close(self._answers)
+        self._folder.cleanup()
+
+    def defined(self, names: list[str]) -> dict[str, Any]:
+        """Return the program's objects of these names, as far as it defines them, without its modules."""
+        found = self._ask({"names": names})
+        return {name: found[name] for name in names if name in found} if isinstance(found, dict) else {}
+
+    def call(self, index: int, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Call an object of the program; lists and the like that it changes are changed here, too."""
+        arguments = [encode(list(positional), self._name), encode(dict(named), self._name)]
+        answer = self._ask({"call": index, "arguments": arguments})
+        if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+            raise ProgramFailed("the program answered a call with nonsense")
+        result, changed = answer
+        for place, value in changed.items():
+            if type(place) is int and 0 <= place < len(positional):
+                _replace(positional[place], value)
+        return result
+
+    def ask(self, kind: str, index: int, **more: Any) -> Any:
+        return self._ask({kind: index, **{name: encode(value, self._name) for name, value in more.items()}})
+
+    def equal(self, first: int, second: int) -> bool:
+        return self._ask({"equal": [first, second]}) is True
+
+    def _ask(self, request: Any) -> Any:
+        self._write(request)
+        while True:
+            match self._read():
+                case {"value": tree}:
+                    return self._decode(tree)
+                case {"raised": [*kinds], "text": str(text)}:
+                    _raise(kinds, text)
+                case {"function": int(index), "arguments": tree} if 0 <= index < len(self._functions):
+                    self._write(self._call_back(self._functions[index], tree))
+                case _:
+                    raise ProgramFailed("the program answered nonsense")
+
+    def _call_back(self, function: Callable[..., Any], tree: Any) -> dict[str, Any]:
+        try:
+            return {"value": encode(function(*self._decode(tree)), self._name)}
+        except ProgramFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - the program's call fails with the test's function
+            return {"raised": str(error)[:1000]}
+
+    def _decode(self, tree: Any) -> Any:
+        try:
+            return decode(tree, self._find)
+        except (TypeError, ValueError, ArithmeticError, RecursionError, KeyError) as error:
+            raise ProgramFailed(f"the program answered nonsense: {type(error).__name__}") from None
+
+    def _find(self, tree: dict[str, Any]) -> Any:
+        match tree:
+            case {"object": int(index), "can": [*abilities]} if all(isinstance(name, str) for name in abilities):
+                kind = REMOTE_TYPES[frozenset(abilities) & REMOTE_ABILITIES]
+                return kind(self, index)
+        raise ValueError("an unknown kind of value")
+
+    def _name(self, value: Any) -> Any:
+        """Return the JSON of an argument that is not plain: an object of the program, or a function of the test."""
+        if isinstance(value, RemoteObject):
+            return {"object": object.__getattribute__(value, "_index")}
+        if callable(value):
+            self._functions.append(value)
+            return {"function": len(self._functions) - 1}
+        raise TypeError(f"a test can't pass a {type(value).__name__} to a program")
+
+    def _write(self, message: Any) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            self._await(self._requests, is_read=False)
+            try:
+                data = data[os.write(self._requests, data) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise ProgramFailed("the program ended") from None
+
+    def _read(self) -> Any:
+        while (end := self._buffer.find(b"\n")) < 0:
+            self._await(self._answers, is_read=True)
+            try:
+                piece = os.read(self._answers, 2**16)
+            except BlockingIOError:
+                continue
+            if not piece:
+                raise ProgramFailed("the program ended")
+            self._buffer += piece
+            if len(self._buffer) > MAX_ANSWER_BYTES:
+                raise ProgramFailed(f"the program answered more than {MAX_ANSWER_BYTES} bytes")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            raise ProgramFailed("the program answered nonsense") from None
+
+    def _await(self, fd: int, *, is_read: bool) -> None:
+        left = self._deadline - time.monotonic()
+        ready = select.select([fd] if is_read else [], [] if is_read else [fd], [], max(0.0, left)) if left > 0 else ()
+        if not any(ready):
+            raise ProgramFailed("the program took too long")
+
+
+class RemoteObject:
+    """Object of a program that is not a plain value, such as a function, a class or an instance.
+
+    It equals itself, and other objects of the program that the program says it equals: never a plain value.
+    """
+
+    def __init__(self, program: RemoteProgram, index: int) -> None:
+        self._program, self._index = program, index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._program.ask("attribute", self._index, name=name)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RemoteObject):
+            return self._index == other._index or self._program.equal(self._index, other._index)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._index)
+
+    def __str__(self) -> str:
+        return str(self._program.ask("text", self._index))
+
+
+def _call(self: RemoteObject, *positional: Any, **named: Any) -> Any:
+    return self._program.call(self._index, positional, named)
+
+
+def _iterate(self: RemoteObject) -> Iterator[Any]:
+    values = self._program.ask("iterate", self._index)
+    if not isinstance(values, list):
+        raise ProgramFailed("the program answered an iteration with nonsense")
+    return iter(values)
+
+
+def _item(self: RemoteObject, key: Any) -> Any:
+    return self._program.ask("item", self._index, key=key)
+
+
+def _length(self: RemoteObject) -> int:
+    length = self._program.ask("length", self._index)
+    if type(length) is not int or length < 0:
+        raise ProgramFailed("the program answered a length with nonsense")
+    return length
+
+
+REMOTE_METHODS = {"__call__": _call, "__iter__": _iterate, "__getitem__": _item, "__len__": _length}
+REMOTE_ABILITIES = frozenset(REMOTE_METHODS)
+REMOTE_TYPES: dict[frozenset[str], type[RemoteObject]] = {}
+"""A class for each set of abilities, because Python looks them up in an object's class."""
+for _bits in range(2 ** len(REMOTE_METHODS)):
+    _own = [name for place, name in enumerate(REMOTE_METHODS) if _bits >> place & 1]
+    REMOTE_TYPES[frozenset(_own)] = type("Remote", (RemoteObject,), {name: REMOTE_METHODS[name] for name in _own})
+
+
+def _replace(original: Any, value: Any) -> None:
+    """Give a mutable argument the content that the program left in its copy."""
+    if type(original) is not type(value) or not isinstance(original, MUTABLE):
+        return
+    if isinstance(original, list | bytearray):
+        original[:] = value
+    else:
+        original.clear()
+        original.extend(value) if hasattr(original, "extend") else original.update(value)
+
+
+def _raise(kinds: list[Any], text: str) -> NoReturn:
+    """Raise the first of Python's own exceptions among the classes of an exception of the program."""
+    for name in kinds:
+        error = _own_error(name, text)
+        if error is not None:
+            raise error
+    raise ProgramError(text)
+
+
+def _own_error(name: Any, text: str) -> Exception | None:
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is Exception:
+        return None
+    try:
+        return kind(text)
+    except TypeError:  # UnicodeDecodeError and others need more
+        return None
+
+
+def passes(source: str, test: str, timeout_s: float) -> bool:
+    """Return whether a test's code reaches its end with the program's functions, within ``timeout_s`` seconds.
+
+    Raises ``SyntaxError`` for a test that can't be parsed.
+    """
+    code = compile(test, "<test>", "exec")
+    try:
+        with RemoteProgram(source, timeout_s) as program:
+            exec(code, {"__name__": "test", **_known(program, test)})
+    except (Exception, SystemExit):  # noqa: BLE001 - whatever a test raises, it did not pass
+        return False
+    return True
+
+
+def _known(program: RemoteProgram, test: str) -> dict[str, Any]:
+    """Return what the test's names stand for: objects of the program, or modules that the test reads attributes of.
+
+    The program's own ``set`` or ``math`` never stand in for Python's, which tests compare with. Only if the program
+    defines no other name of the test is a function called ``sum`` the one that is tested.
+    """
+    nodes = list(ast.walk(ast.parse(test)))
+    used = sorted({node.id for node in nodes if isinstance(node, ast.Name)})
+    owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    modules = {name: importlib.import_module(name) for name in owners.intersection(TEST_MODULES)}
+    found = program.defined([name for name in used if name not in modules and not hasattr(builtins, name)])
+    if not found:
+        shadowing = program.defined([name for name in used if hasattr(builtins, name)])
+        found = {name: value for name, value in shadowing.items() if isinstance(value, RemoteObject)}
+    return {**modules, **found}
