@@ -225,8 +225,14 @@ KILLERS = {
 
 @pytest.mark.parametrize("name", KILLERS)
 def test_what_takes_its_sandbox_down_fails_alone(sandbox: Sandbox, name: str) -> None:
-    try:
-        assert score(sandbox, KILLERS[name]) == 0
-    except SandboxFailed as failure:
-        assert failure.is_crash
+    assert crashes(sandbox, KILLERS[name]) or score(sandbox, KILLERS[name]) == 0
     assert score(sandbox, HONEST) == 1
+
+
+def crashes(sandbox: Sandbox, program: str) -> bool:
+    """Return whether the program takes its sandbox down, which counts as a score of 0."""
+    try:
+        score(sandbox, program)
+    except SandboxFailed as failure:
+        return failure.is_crash
+    return False
