@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from rlpipe.scoring import program_host
 from rlpipe.scoring.program_host import MUTABLE, decode, encode
+from rlpipe.scoring.sandbox.landlock import confinement
 
 MAX_ANSWER_BYTES = 2**24
 """Longest answer of a program to one request."""
@@ -46,9 +47,13 @@ class ProgramError(Exception):
 
 
 def start_program(command: list[str], folder: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a Python process in its own session, without this process's environment."""
+    """Start a confined Python process in its own session, without this process's environment.
+
+    It may write only to ``folder``.
+    """
     return subprocess.Popen(
         [sys.executable, "-I", *command],
+        preexec_fn=confinement(folder, [program_host.__file__]),  # this process has one thread
         cwd=folder,
         env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
         stderr=subprocess.DEVNULL,
