@@ -115,11 +115,14 @@ def _listen(path: Path) -> socket.socket:
 @contextmanager
 def without_ray() -> Iterator[None]:
     """Make Ray look as if it were not installed, for libraries that check for it when they are imported."""
+    before = sys.modules.get("ray")
     sys.modules["ray"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["ray"]
+        if before is not None:
+            sys.modules["ray"] = before
 
 
 def _import_all(modules: Sequence[str]) -> None:

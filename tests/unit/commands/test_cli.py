@@ -268,8 +268,7 @@ def test_audit_prints_the_sums_and_says_with_its_exit_code_whether_they_add_up(
     assert "         group 10, DISCARDED, without a reason\n" in streams.out
     assert streams.err.count("\n") == 1
     assert (
-        f"rlpipe: error: the accounts in {run / NAME} do not add up: it does not hold that every position"
-        in streams.err
+        f"rlpipe: error: the accounts in {run / NAME} do not add up: it is not true that every position" in streams.err
     )
     assert cli.main(["audit", str(run), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]

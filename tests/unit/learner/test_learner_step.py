@@ -135,7 +135,7 @@ def test_the_groups_of_a_bad_micro_batch_are_named(tiny: Path) -> None:
     micro_batch.advantages[:] = np.nan
     named = sorted(set(micro_batch.group_ids.tolist()))
     assert 0 < len(named) < 4
-    with pytest.raises(LearnerFailed, match=f"through groups {', '.join(map(str, named))}; look"):
+    with pytest.raises(LearnerFailed, match=f"last in groups {', '.join(map(str, named))}; inspect"):
         learner.train_step(bad)
 
 
@@ -144,7 +144,7 @@ def test_all_groups_are_named_where_only_the_gradient_is_bad(tiny: Path) -> None
     parameter = next(iter(learner.policy.trainable_parameters().values()))
     parameter.register_hook(lambda gradient: gradient * math.inf)
     batch = pack_step(make_rollouts(num_groups=10), step=4, num_ranks=1, max_tokens=60)[0]
-    with pytest.raises(LearnerFailed, match=r"step 4: .* through groups 0, 1, 2, 3, 4, 5, 6, 7 \.\.\.; look"):
+    with pytest.raises(LearnerFailed, match=r"step 4: .* last in groups 0, 1, 2, 3, 4, 5, 6, 7 \.\.\.; inspect"):
         learner.train_step(batch)
 
 

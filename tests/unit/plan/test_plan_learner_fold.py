@@ -113,7 +113,7 @@ def test_what_is_alive_grows_with_every_block_that_is_put_in() -> None:
 
 
 def test_blocks_that_are_not_traced_once_each_are_refused() -> None:
-    with pytest.raises(ValueError, match="once each"):
+    with pytest.raises(ValueError, match="not traced exactly once"):
         unfold([Stage(0), Stage(0)], {0: 0})
 
 
