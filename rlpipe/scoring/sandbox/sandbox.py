@@ -105,6 +105,7 @@ class Sandbox:
         if "wrong" in found:
             self.close()
             raise RewardImportError(f"isolation=sandbox of {names}: {found['wrong']}")
+        logger.info("the programs that %s start are confined by %s", names, found["confinement"])
         if found["num_threads"] > 1:
             logger.warning(
                 "the modules of %s start %d threads when they are imported; forks of such a process may hang",

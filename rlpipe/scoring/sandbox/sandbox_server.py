@@ -30,6 +30,7 @@ from rlpipe.scoring.processes import (
     list_processes,
 )
 from rlpipe.scoring.rewards import load_reward
+from rlpipe.scoring.sandbox.landlock import describe_confinement
 from rlpipe.scoring.sandbox.sandbox_child import Limits, lock_in, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl, unsupported
 
@@ -230,7 +231,8 @@ def main() -> None:
             return
         server = SandboxServer(connection)
         num_threads = len(list(Path("/proc/self/task").iterdir()))
-        connection.send_bytes(json.dumps({"pid": os.getpid(), "num_threads": num_threads}).encode())
+        found = {"pid": os.getpid(), "num_threads": num_threads, "confinement": describe_confinement()}
+        connection.send_bytes(json.dumps(found).encode())
         server.serve()
     except InputError as error:
         connection.send_bytes(json.dumps({"wrong": str(error)}).encode())
