@@ -60,6 +60,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
     if isinstance(value, Decimal | Fraction | complex):
         name = next(name for name, plain in NUMBERS.items() if isinstance(value, plain))  # type: ignore[arg-type]
         return {name: str(value)}
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return encode(value.item(), keep)
     return operator.index(value) if hasattr(kind, "__index__") and not isinstance(value, type) else keep(value)
 
 
@@ -118,6 +120,8 @@ class Host:
                 return [value for value, _ in zip(self._objects[index], range(MAX_ITEMS), strict=False)]
             case {"item": index, "key": key}:
                 return self._objects[index][decode(key, self._find)]
+            case {"truth": index}:
+                return bool(self._objects[index])
             case {"length": index}:
                 return len(self._objects[index])
             case {"text": index}:
@@ -158,7 +162,7 @@ class Host:
         return decode(answer["value"], self._find)
 
 
-SHOWN = ("__call__", "__iter__", "__next__", "__getitem__", "__len__")
+SHOWN = ("__call__", "__iter__", "__getitem__", "__len__", "__bool__")
 """Abilities of an object that the other side is told."""
 
 

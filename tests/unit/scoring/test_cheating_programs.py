@@ -191,6 +191,12 @@ HONEST_CASES: list[tuple[str, str]] = [
         "def f(x): return x",
         "def check(candidate):\n    assert candidate(3) == 3\n    assert candidate('a') == 'a'\ncheck(f)",
     ),
+    ("class No:\n    def __bool__(self): return False\ndef f(): return No()", "assert not f()"),
+    (
+        "import numpy as np\ndef f(x): return np.int64(x), np.float32(0.5), np.bool_(False)",
+        "assert f(3) == (3, 0.5, False)",
+    ),
+    ("import numpy as np\ndef f(x): return np.arange(x)", "assert list(f(3)) == [0, 1, 2] and len(f(3)) == 3"),
     ("LIMIT = 7\ndef f(): return LIMIT", "assert f() == LIMIT"),
     (
         "from decimal import Decimal\ndef f(): return Decimal('1.10')",
