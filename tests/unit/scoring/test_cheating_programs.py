@@ -136,7 +136,7 @@ def score(sandbox: Sandbox, program: str, tests: Any = TESTS, **options: Any) ->
 
 
 def test_the_secret_function_passes(sandbox: Sandbox) -> None:
-    assert score(sandbox, HONEST) == 1
+    assert score(sandbox, HONEST, timeout_s=20.0) == 1
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -217,7 +217,7 @@ HONEST_CASES: list[tuple[str, str]] = [
 @pytest.mark.parametrize("index", range(len(HONEST_CASES)))
 def test_honest_programs_score_1(sandbox: Sandbox, index: int) -> None:
     program, test = HONEST_CASES[index]
-    assert score(sandbox, program, test) == 1
+    assert score(sandbox, program, test, timeout_s=20.0) == 1
 
 
 KILLERS = {
@@ -232,7 +232,7 @@ KILLERS = {
 @pytest.mark.parametrize("name", KILLERS)
 def test_what_takes_its_sandbox_down_fails_alone(sandbox: Sandbox, name: str) -> None:
     assert crashes(sandbox, KILLERS[name]) or score(sandbox, KILLERS[name]) == 0
-    assert score(sandbox, HONEST) == 1
+    assert score(sandbox, HONEST, timeout_s=20.0) == 1
 
 
 def crashes(sandbox: Sandbox, program: str) -> bool:
