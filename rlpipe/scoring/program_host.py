@@ -62,7 +62,8 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
         return {name: str(value)}
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return encode(value.item(), keep)
-    return operator.index(value) if hasattr(kind, "__index__") and not isinstance(value, type) else keep(value)
+    is_number = hasattr(kind, "__index__") and not hasattr(kind, "__len__")  # an array may have both
+    return operator.index(value) if is_number else keep(value)
 
 
 def decode(tree: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
