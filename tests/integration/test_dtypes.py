@@ -17,7 +17,7 @@ from rlpipe.run import pipeline
 pytestmark = pytest.mark.ray
 OLD = DeviceTypes(device="an old CPU", rates={"float32": 127e9, "bfloat16": 1.3e9})
 NEW = DeviceTypes(device="a new CPU", rates={"float32": 300e9, "bfloat16": 900e9})
-BECAUSE = "as a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat16, 3 times as fast"
+BECAUSE = "because a new CPU reaches 300 GFLOP/s in float32 and 900 GFLOP/s in bfloat16, 3 times as fast"
 
 
 @pytest.fixture

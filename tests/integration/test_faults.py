@@ -198,7 +198,7 @@ def test_a_damaged_ledger_is_set_aside_and_changed_options_are_refused(
     before = hashes(finished)
     changed = options(finished, "algorithm.num_steps=8", "learner.optimizer.lr=0.5", "seed=3")
     error = refusal(changed, capsys)
-    assert "(seed: 0 -> 3; learner.optimizer.lr: 0.01 -> 0.5): restore them, set resume_changes=allow" in error
+    assert "(seed: 0 -> 3; learner.optimizer.lr: 0.01 -> 0.5): set them back, or resume_changes=allow" in error
     assert hashes(finished) == before
 
     assert cli.main(["train", *changed, "resume_changes=allow"]) == 0

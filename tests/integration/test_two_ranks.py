@@ -189,11 +189,11 @@ def name_bad_groups(tiny: Path) -> None:
         micro_batch = batch.mini_batches[0].micro_batches[0]
         micro_batch.advantages[:] = float("nan")
         assert micro_batch.group_ids.tolist() == [1, 3, 3], "what the message is to name"
-    with pytest.raises(LearnerFailed, match="through groups 1, 3; look"):
+    with pytest.raises(LearnerFailed, match="last in groups 1, 3; inspect"):
         learner.train_step(batch)
     for parameter in learner.policy.trainable_parameters().values():
         parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.fill_(float("inf")))
-    with pytest.raises(LearnerFailed, match="through groups 0, 1, 2, 3; look"):
+    with pytest.raises(LearnerFailed, match="last in groups 0, 1, 2, 3; inspect"):
         learner.train_step(make_batches(num_ranks=NUM_RANKS)[rank])
 
 

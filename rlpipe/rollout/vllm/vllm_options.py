@@ -111,7 +111,7 @@ def _check_names(given: dict[str, Any], known: set[str], own: dict[str, str], op
             hint = f"set {own[name]} instead" if own[name] else "rlpipe sets it itself"
             raise ConfigError(f"{option}.{name} can't be set: {hint}")
         if name not in known:
-            close = get_close_matches(name, known - own.keys(), n=1)
+            close = get_close_matches(name, known, n=1)
             raise ConfigError(f"{option}.{name} is unknown to vllm" + (f": did you mean {close[0]}?" if close else ""))
 
 
