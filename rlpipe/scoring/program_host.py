@@ -70,7 +70,9 @@ def decode(tree: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
     """Return the value of some JSON; ``find`` returns the object of JSON that is not plain."""
     if not isinstance(tree, dict):
         return tree
-    ((name, content),) = tree.items() if len(tree) == 1 else ((None, None),)
+    if len(tree) != 1:
+        return find(tree)
+    ((name, content),) = tree.items()
     if name in SEQUENCES:
         return SEQUENCES[name]([decode(entry, find) for entry in content])
     if name in NUMBERS:
