@@ -24,7 +24,7 @@ SUSPICIOUS = re.compile(
     r"__file__|__subclasses__|/proc\b|\b_getframe\b|\bco_consts\b|\bsettrace\b|\bsetprofile\b|\bgetppid\b"
     r"|\bimport\s+(?:gc|inspect|ctypes|atexit|signal|mmap)\b|\b_exit\b|\bexecv"
 )
-"""What a program that looks for its tests, or ends before they do, often contains, and an honest one rarely."""
+"""Pattern of programs that look for their tests or end before these do; honest programs rarely match."""
 
 
 def passes_tests(

@@ -91,7 +91,7 @@ def decode(tree: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
     return find(tree)
 
 
-class Host:
+class ProgramHost:
     """Answers the requests of the other side about one program's objects."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
@@ -119,6 +119,8 @@ class Host:
                 return result, changed
             case {"attribute": index, "name": name}:
                 return getattr(self._objects[index], name)
+            case {"set": index, "name": name, "new": value}:
+                return setattr(self._objects[index], name, decode(value, self._find))
             case {"iterate": index}:
                 return [value for value, _ in zip(self._objects[index], range(MAX_ITEMS), strict=False)]
             case {"item": index, "key": key}:
@@ -145,6 +147,8 @@ class Host:
         self._answers.flush()
 
     def _keep(self, value: Any) -> Any:
+        if isinstance(value, TestObject):
+            return {"local": object.__getattribute__(value, "_index")}
         self._objects.append(value)
         return {"object": len(self._objects) - 1, "can": [name for name in SHOWN if hasattr(type(value), name)]}
 
@@ -152,17 +156,44 @@ class Host:
         match tree:
             case {"object": int(index)}:
                 return self._objects[index]
-            case {"function": int(index)}:
-                return lambda *arguments: self._call_back(index, arguments)
+            case {"local": int(index)}:
+                return TestObject(self, index)
         raise ValueError(f"unknown value {tree}")
 
-    def _call_back(self, index: int, arguments: tuple[Any, ...]) -> Any:
-        """Call a function of the test, which was passed as an argument."""
-        self._write({"function": index, "arguments": encode(list(arguments), self._keep)})
+    def ask_back(self, kind: str, index: int, *arguments: Any) -> Any:
+        """Ask the other side about an object of the test, which was passed as an argument."""
+        self._write({kind: index, "arguments": encode(list(arguments), self._keep)})
         answer = json.loads(self._requests.readline())
         if "raised" in answer:
-            raise ValueError(answer["raised"])
+            kind_of_error = AttributeError if kind == "attribute" else ValueError
+            raise kind_of_error(answer["raised"])
         return decode(answer["value"], self._find)
+
+
+class TestObject:
+    """Object of the test that is not a plain value, such as a function, or an instance of a class of the test."""
+
+    def __init__(self, host: ProgramHost, index: int) -> None:
+        object.__setattr__(self, "_host", host)
+        object.__setattr__(self, "_index", index)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._host.ask_back("attribute", self._index, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._host.ask_back("set", self._index, name, value)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._host.ask_back("call", self._index, *arguments)
+
+    def __iter__(self) -> Any:
+        return iter(self._host.ask_back("iterate", self._index))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TestObject) and self._index == other._index
+
+    def __hash__(self) -> int:
+        return hash(self._index)
 
 
 SHOWN = ("__call__", "__iter__", "__getitem__", "__len__", "__bool__")
@@ -172,7 +203,7 @@ SHOWN = ("__call__", "__iter__", "__getitem__", "__len__", "__bool__")
 def main() -> None:
     requests, answers = (int(argument) for argument in sys.argv[1:3])
     with os.fdopen(requests, "rb") as given, os.fdopen(answers, "wb") as written:
-        Host(given, written).serve()
+        ProgramHost(given, written).serve()
 
 
 if __name__ == "__main__":

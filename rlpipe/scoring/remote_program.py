@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rlpipe.scoring import program_host
-from rlpipe.scoring.program_host import MUTABLE, decode, encode
+from rlpipe.scoring.program_host import MAX_ITEMS, MUTABLE, decode, encode
 from rlpipe.scoring.sandbox.landlock import confinement
 
 MAX_ANSWER_BYTES = 2**24
@@ -36,6 +37,17 @@ TEST_MODULES = (
     *("json", "math", "operator", "random", "re", "statistics", "string", "sys"),
 )
 """Modules that a test may use without an import of its own, because programs often import them."""
+
+
+CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
+"""What a test never passes to a program, because the whole test can be reached from it."""
+CLOSED_NAMES = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
+"""Beginnings of attributes from which the whole test can be reached."""
+
+
+def is_open(*name: Any) -> bool:
+    """Return whether a program may read and set the attribute of this name of an object of the test."""
+    return len(name) == 1 and isinstance(name[0], str) and not name[0].startswith(CLOSED_NAMES)
 
 
 class ProgramFailed(Exception):
@@ -77,7 +89,8 @@ class RemoteProgram:
     def __init__(self, source: str, timeout_s: float) -> None:
         self._source, self._deadline = source, time.monotonic() + timeout_s
         self._buffer = bytearray()
-        self._functions: list[Callable[..., Any]] = []
+        self._locals: list[Any] = []
+        """Objects of the test that were passed to the program."""
 
     def __enter__(self) -> RemoteProgram:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -140,18 +153,37 @@ class RemoteProgram:
                     return self._decode(tree)
                 case {"raised": [*kinds], "text": str(text)}:
                     _raise(kinds, text)
-                case {"function": int(index), "arguments": tree} if 0 <= index < len(self._functions):
-                    self._write(self._call_back(self._functions[index], tree))
+                case {"arguments": _} as question:
+                    self._write(self._answer_back(question))
                 case _:
                     raise ProgramFailed("the program answered nonsense")
 
-    def _call_back(self, function: Callable[..., Any], tree: Any) -> dict[str, Any]:
+    def _answer_back(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer the program's question about an object of the test."""
+        arguments = self._decode(question["arguments"])
         try:
-            return {"value": encode(function(*self._decode(tree)), self._name)}
+            return {"value": encode(self._look_up(question, arguments), self._name)}
         except ProgramFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - the program's call fails with the test's function
+        except Exception as error:  # noqa: BLE001 - the program's question fails with the test's object
             return {"raised": str(error)[:1000]}
+
+    def _look_up(self, question: dict[str, Any], arguments: list[Any]) -> Any:
+        match question:
+            case {"call": int(index)}:
+                return self._local(index)(*arguments)
+            case {"attribute": int(index)} if is_open(*arguments):
+                return getattr(self._local(index), *arguments)
+            case {"set": int(index)} if is_open(*arguments[:1]) and len(arguments) == 2:
+                return setattr(self._local(index), *arguments)
+            case {"iterate": int(index)}:
+                return [value for value, _ in zip(self._local(index), range(MAX_ITEMS), strict=False)]
+        raise AttributeError("a program can't ask that")
+
+    def _local(self, index: int) -> Any:
+        if not 0 <= index < len(self._locals):
+            raise ProgramFailed("the program answered nonsense")
+        return self._locals[index]
 
     def _decode(self, tree: Any) -> Any:
         try:
@@ -164,16 +196,20 @@ class RemoteProgram:
             case {"object": int(index), "can": [*abilities]} if all(isinstance(name, str) for name in abilities):
                 kind = REMOTE_TYPES[frozenset(abilities) & REMOTE_ABILITIES]
                 return kind(self, index)
+            case {"local": int(index)}:
+                return self._local(index)
         raise ValueError("an unknown kind of value")
 
     def _name(self, value: Any) -> Any:
-        """Return the JSON of an argument that is not plain: an object of the program, or a function of the test."""
+        """Return the JSON of an argument that is not plain: an object of the program, or one of the test."""
         if isinstance(value, RemoteObject):
             return {"object": object.__getattribute__(value, "_index")}
-        if callable(value):
-            self._functions.append(value)
-            return {"function": len(self._functions) - 1}
-        raise TypeError(f"a test can't pass a {type(value).__name__} to a program")
+        if isinstance(value, CLOSED):
+            raise TypeError(f"a test can't pass a {type(value).__name__} to a program")
+        index = next((place for place, known in enumerate(self._locals) if known is value), len(self._locals))
+        if index == len(self._locals):
+            self._locals.append(value)
+        return {"local": index}
 
     def _write(self, message: Any) -> None:
         data = memoryview(json.dumps(message).encode() + b"\n")
@@ -219,12 +255,16 @@ class RemoteObject:
     """
 
     def __init__(self, program: RemoteProgram, index: int) -> None:
-        self._program, self._index = program, index
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_index", index)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._program.ask("attribute", self._index, name=name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("set", self._index, name=name, new=value)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RemoteObject):

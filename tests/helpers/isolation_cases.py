@@ -34,6 +34,19 @@ def behave(completions: list[Any], how: list[str], argument: list[Any], **column
     return [1.0] * len(completions)
 
 
+def each(completions: list[str]) -> list[float]:
+    """Score one completion; end the process, or raise, if the completion says so."""
+    (text,) = completions
+    if text == "die":
+        os._exit(3)
+    if text == "raise":
+        raise ValueError("wrong")
+    return [1.0]
+
+
+each.scores_each = True  # type: ignore[attr-defined]
+
+
 def ring(number: int, frame: Any) -> None:
     raise TimeoutError("the alarm rang")
 

@@ -197,6 +197,19 @@ HONEST_CASES: list[tuple[str, str]] = [
         "assert f(3) == (3, 0.5, False)",
     ),
     ("import numpy as np\ndef f(x): return np.arange(x)", "assert list(f(3)) == [0, 1, 2] and len(f(3)) == 3"),
+    (
+        "def total(n): return 0 if n is None else n.value + total(n.left) + total(n.right)",
+        "class Node:\n    def __init__(self, value, left=None, right=None): self.value, self.left, self.right = value, left, right\nroot = Node(1, Node(2), Node(3))\nassert total(root) == 6 and total(root.left) == 2",
+    ),
+    (
+        "def f(node): node.value = 5\ndef g(node): return node",
+        "class Node: value = 1\nn = Node()\nf(n)\nassert n.value == 5 and g(n) is n",
+    ),
+    (
+        "class Node:\n    def __init__(self, v): self.v, self.next = v, None\ndef last(n):\n    while n.next: n = n.next\n    return n.v",
+        "a = Node(1)\na.next = Node(2)\nassert last(a) == 2",
+    ),
+    ("def f(xs): return sum(xs)", "assert f(x for x in [1, 2]) == 3"),
     ("LIMIT = 7\ndef f(): return LIMIT", "assert f() == LIMIT"),
     (
         "from decimal import Decimal\ndef f(): return Decimal('1.10')",
@@ -242,3 +255,11 @@ def crashes(sandbox: Sandbox, program: str) -> bool:
     except SandboxFailed as failure:
         return failure.is_crash
     return False
+
+
+@pytest.mark.parametrize("name", ["__globals__", "__code__", "__class__", "__dict__", "__init__", "gi_frame", "value"])
+def test_the_test_can_not_be_reached_from_its_objects(sandbox: Sandbox, name: str) -> None:
+    program = f"def f(x):\n    try: type(x).__getattr__(x, {name!r})\n    except AttributeError: return False\n    return True"
+    test = "class N: value = 1\nopen = [f(x) for x in (N(), lambda: 9118, (i for i in [1]), N)]\n"
+    expected = [True, False, False, True] if name == "value" else [False] * 4
+    assert score(sandbox, program, f"{test}assert open == {expected}", timeout_s=20.0) == 1

@@ -114,13 +114,25 @@ def test_function_with_trls_signature_gets_everything_that_trl_gives() -> None:
 
 def test_a_program_that_ends_its_sandbox_costs_no_sibling() -> None:
     config = RewardConfig(path="rlpipe.scoring.code_execution:passes_tests", isolation="sandbox", timeout_s=60)
-    right, killer = "def f(x): return x + 1", "import os\nos.kill(os.getppid(), 9)"
+    right = "def f(x): return x + 1"
+    killer = "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(30)\nos.kill(os.getppid(), 9)"
     wrong = "import gc\ndef f(x): return x"
     scorer = Scorer({"tests": config}, CharacterTokenizer())
     (scores,) = scorer.score([make_group(right, killer, wrong, right, tests=["assert f(1) == 2"])])
     scorer.close()
     assert scores.scores == {"tests": [1.0, 0.0, 0.0, 1.0]}
-    assert scores.metrics == {"tests/crashed": 0.25, "programs/suspicious": pytest.approx(1 / 3)}
+    assert scores.metrics["tests/crashed"] in (0, 0.25)
+    assert scores.metrics["programs/suspicious"] in (0.5, pytest.approx(1 / 3))
+
+
+def test_a_completion_whose_call_crashes_scores_0_alone() -> None:
+    config = RewardConfig(path=f"{isolation_cases.__file__}:each", isolation="sandbox", timeout_s=20)
+    scorer = Scorer({"each": config}, CharacterTokenizer())
+    scores, failed = scorer.score([make_group("a", "die", "a"), make_group("a", "raise")])
+    scorer.close()
+    assert scores.scores == {"each": [1.0, 0.0, 1.0]}
+    assert scores.metrics == {"each/crashed": pytest.approx(1 / 3)}
+    assert failed.failures["each"].startswith("ValueError: wrong")
 
 
 def test_chat_prompts_give_chat_completions() -> None:
