@@ -90,9 +90,9 @@ class ClusterConfig(Freezable):
         True, "Fork the processes of a local cluster from ones with their imports done, for a faster start (Linux)."
     )
     log_to_driver: bool = option(False, "Print the actors' output in this terminal, too.")
-    schedule_timeout_s: float = option(30.0, "Seconds after which an actor that can't be placed is reported.", above=0)
+    schedule_timeout_s: float = option(30.0, "Seconds to wait for resources of an actor before the run ends.", above=0)
     start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
-    step_timeout_s: float = option(3600.0, "Seconds a step may take.", above=0)
+    step_timeout_s: float = option(3600.0, "Seconds that a step may take before the run ends.", above=0)
     call_timeout_s: float = option(120.0, "Seconds that a replay or weights actor may take to answer.", above=0)
     suspect_after_s: float = option(
         30.0, "Seconds of silence after which an engine gets no more prompts; it answers every few seconds.", above=0
