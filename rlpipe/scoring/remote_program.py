@@ -40,7 +40,7 @@ TEST_MODULES = (
 
 
 CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
-"""What a test never passes to a program, because the whole test can be reached from it."""
+"""Types of objects that a test never passes to a program, because the whole test can be reached from them."""
 CLOSED_NAMES = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
 """Beginnings of attributes from which the whole test can be reached."""
 
