@@ -354,22 +354,23 @@ def passes(source: str, test: str, timeout_s: float) -> bool:
 
     Raises ``SyntaxError`` for a test that can't be parsed.
     """
-    code = compile(test, "<test>", "exec")
+    tree = ast.parse(test)
+    code = compile(tree, "<test>", "exec")
     try:
         with RemoteProgram(source, timeout_s) as program:
-            exec(code, {"__name__": "test", **_known(program, test)})
+            exec(code, {"__name__": "test", **_known(program, tree)})
     except (Exception, SystemExit):  # noqa: BLE001 - whatever a test raises, it did not pass
         return False
     return True
 
 
-def _known(program: RemoteProgram, test: str) -> dict[str, Any]:
+def _known(program: RemoteProgram, test: ast.Module) -> dict[str, Any]:
     """Return what the test's names stand for: objects of the program, or modules that the test reads attributes of.
 
     The program's own ``set`` or ``math`` never stand in for Python's, which tests compare with. Only if the program
     defines no other name of the test is a function called ``sum`` the one that is tested.
     """
-    nodes = list(ast.walk(ast.parse(test)))
+    nodes = list(ast.walk(test))
     used = sorted({node.id for node in nodes if isinstance(node, ast.Name)})
     owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     modules = {name: importlib.import_module(name) for name in owners.intersection(TEST_MODULES)}

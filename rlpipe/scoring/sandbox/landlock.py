@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from rlpipe.scoring.sandbox.seccomp import PR_SET_NO_NEW_PRIVS, call_prctl
+from rlpipe.scoring.sandbox.seccomp import PR_SET_NO_NEW_PRIVS, call_prctl, libc
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, which are the same on all architectures."""
@@ -47,7 +47,7 @@ class _PathBeneath(ctypes.Structure):
 @cache
 def landlock_version() -> int:
     """Return the version of Landlock on this machine, or 0 if there is none."""
-    return max(0, _libc().syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(VERSION_FLAG)))
+    return max(0, libc().syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(VERSION_FLAG)))
 
 
 @cache
@@ -55,7 +55,7 @@ def usable_namespaces() -> tuple[str, ...]:
     """Return the names of the namespaces that this process may create, all or none."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if _libc().unshare(sum(NAMESPACES.values())) == 0 else 1)
+        os._exit(0 if libc().unshare(sum(NAMESPACES.values())) == 0 else 1)
     return tuple(NAMESPACES) if os.waitpid(pid, 0)[1] == 0 else ()
 
 
@@ -84,7 +84,7 @@ def confinement(folder: str, readable: Iterable[str | Path] = ()) -> Callable[[]
     def confine() -> None:
         call_prctl(PR_SET_NO_NEW_PRIVS, 1)
         if namespaces:
-            _check(_libc().unshare(sum(NAMESPACES.values())))
+            _check(libc().unshare(sum(NAMESPACES.values())))
             resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         if version:
             _restrict(version, folder, places)
@@ -97,13 +97,13 @@ def _restrict(version: int, folder: str, readable: Iterable[str]) -> None:
     attributes = _Ruleset(handled, ALL_NETWORK * (version >= NETWORK_SINCE), ALL_SCOPES * (version >= SCOPES_SINCE))
     size = 24 if version >= SCOPES_SINCE else 16 if version >= NETWORK_SINCE else 8
     ruleset = _check(
-        _libc().syscall(CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(size), ctypes.c_uint32(0))
+        libc().syscall(CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(size), ctypes.c_uint32(0))
     )
     for path in readable:
         _allow(ruleset, path, handled & (EXECUTE | READ_FILE | READ_DIR))
     _allow(ruleset, os.devnull, handled & (READ_FILE | WRITE_FILE | TRUNCATE))
     _allow(ruleset, folder, handled)
-    _check(_libc().syscall(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)))
+    _check(libc().syscall(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)))
     os.close(ruleset)
 
 
@@ -116,7 +116,7 @@ def _allow(ruleset: int, path: str, access: int) -> None:
         kinds = access if stat.S_ISDIR(os.fstat(place).st_mode) else access & OF_FILES
         rule = _PathBeneath(kinds, place)
         _check(
-            _libc().syscall(
+            libc().syscall(
                 ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint32(0)
             )
         )
@@ -128,8 +128,3 @@ def _check(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

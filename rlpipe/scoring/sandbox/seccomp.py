@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 Instruction = tuple[int, int, int, int]
 
@@ -136,7 +137,7 @@ def install_filter(program: Sequence[Instruction]) -> None:
 def call_prctl(option: int, *arguments: int) -> None:
     """Call prctl; raise ``OSError`` on failure."""
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
-    if _libc().prctl(ctypes.c_int(option), *padded) != 0:
+    if libc().prctl(ctypes.c_int(option), *padded) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
@@ -144,13 +145,15 @@ def drop_capabilities() -> None:
     """Drop root's capabilities, except to read and write all files; raise ``OSError`` on failure."""
     header = _CapabilityHeader(CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for capabilities 32 and up
-    if _libc().capget(ctypes.byref(header), sets) == 0:
+    if libc().capget(ctypes.byref(header), sets) == 0:
         kept = sets[1] & KEPT_CAPABILITIES
         sets[:] = [kept, kept, 0, 0, 0, 0]
-        if _libc().capset(ctypes.byref(header), sets) == 0:
+        if libc().capset(ctypes.byref(header), sets) == 0:
             return
     raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
 
 
-def _libc() -> ctypes.CDLL:
+@cache
+def libc() -> ctypes.CDLL:
+    """Return the C library, whose calls leave their error in ``ctypes.get_errno``."""
     return ctypes.CDLL(None, use_errno=True)
