@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from rlpipe.scoring import program_host
 from rlpipe.scoring.program_host import MAX_ITEMS, MUTABLE, decode, encode
-from rlpipe.scoring.sandbox.landlock import confinement
+from rlpipe.scoring.sandbox.confinement import confine_program
 
 MAX_ANSWER_BYTES = 2**24
 """Longest answer of a program to one request."""
@@ -63,9 +63,10 @@ def start_program(command: list[str], folder: str, **options: Any) -> subprocess
 
     It may write only to ``folder``.
     """
+    prefix, confine = confine_program(folder, [program_host.__file__])
     return subprocess.Popen(
-        [sys.executable, "-I", *command],
-        preexec_fn=confinement(folder, [program_host.__file__]),  # this process has one thread
+        [*prefix, sys.executable, "-I", *command],
+        preexec_fn=confine,  # this process has one thread
         cwd=folder,
         env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
         stderr=subprocess.DEVNULL,

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -122,8 +123,8 @@ def look_around(argument: Any, size: int) -> list[float]:
     return [float(same)] * size
 
 
-def start_children(folder: str, size: int) -> None:
-    """Start children by fork and by exec, in and out of the process's session.
+def start_children(folder: str | None, size: int) -> None:
+    """Start children by fork and by exec, in and out of the process's session; write their ids to ``folder``/pids.
 
     Programs started by exec have a child of their own.
     """
@@ -137,10 +138,15 @@ def start_children(folder: str, size: int) -> None:
         )
         assert shell.stdout is not None
         pids += [shell.pid, int(shell.stdout.readline())]
-    (Path(folder) / "pids").write_text(" ".join(map(str, pids)))
+    (place(folder) / "pids").write_text(" ".join(map(str, pids)))
 
 
-def start_children_and_hang(folder: str, size: int) -> None:
+def place(folder: str | None) -> Path:
+    """Return the folder, or else the one for temporary files, where a sandboxed call may write."""
+    return Path(folder or tempfile.gettempdir())
+
+
+def start_children_and_hang(folder: str | None, size: int) -> None:
     start_children(folder, size)
     time.sleep(3600)
 
@@ -155,12 +161,13 @@ def start_children_and_fail(folder: str, size: int) -> None:
     raise ValueError("with children")
 
 
-def start_daemon(folder: str, size: int) -> list[float]:
+def start_daemon(folder: str | None, size: int) -> list[float]:
     """Start a process that leaves its parent, session and group."""
+    note = place(folder) / "pids"
     daemon = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
-    note = f"open({folder + '/pids'!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
-    subprocess.run([sys.executable, "-c", daemon + note], check=True)
-    while not (Path(folder) / "pids").exists() or not (Path(folder) / "pids").read_text():
+    stay = f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+    subprocess.run([sys.executable, "-c", daemon + stay], check=True)
+    while not note.exists() or not note.read_text():
         time.sleep(0.01)
     return [1.0] * size
 
@@ -235,9 +242,91 @@ def raise_limits(argument: Any, size: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def write_file(folder: str, size: int) -> None:
-    with (Path(folder) / "large").open("wb") as file:
+def write_file(argument: Any, size: int) -> None:
+    with (place(None) / "large").open("wb") as file:
         file.truncate(2**30 + 1)
+
+
+def write_elsewhere(folder: str, size: int) -> None:
+    (Path(folder) / "new").write_text("x")
+
+
+def fill_folder(argument: Any, size: int) -> None:
+    for number in range(64):
+        (place(None) / str(number)).write_bytes(bytes(2**24))
+
+
+def leave_files(argument: Any, size: int) -> list[float]:
+    """Leave deep, unreadable folders, and shared memory, where no earlier call may have left any."""
+    assert not list(place(None).iterdir())
+    assert not Path("/dev/shm/rlpipe-test-left").exists()
+    Path("/dev/shm/rlpipe-test-left").write_text("x")
+    deep = place(None)
+    for _ in range(50):
+        deep /= "deep"
+        deep.mkdir()
+    (deep / "file").touch()
+    (place(None) / "deep").chmod(0)
+    return [1.0] * size
+
+
+def share_segment(argument: Any, size: int) -> list[float]:
+    """Leave shared memory of System V, where no earlier call may have left any."""
+    import ctypes
+
+    library, key, length = ctypes.CDLL(None), 471147, 4096
+    assert library.shmget(key, length, 0o666) < 0
+    return [float(library.shmget(key, length, 0o1666) >= 0)] * size
+
+
+def double_without_end(argument: Any, size: int) -> None:
+    """Start processes that start others, in sessions of their own, as fast as they can."""
+    while True:
+        with suppress(OSError):
+            if os.fork() == 0:
+                os.setsid()
+
+
+def start_one_after_another(argument: Any, size: int) -> list[float]:
+    """Start more processes than may live at one time."""
+    for _ in range(1200):
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return [1.0] * size
+
+
+def look_at_processes(argument: Any, size: int) -> list[float]:
+    """Return the number of processes that it sees besides itself and the first of its namespace."""
+    return [float(len([entry for entry in os.listdir("/proc") if entry.isdigit()]) - 2)] * size
+
+
+def find_in_environments(text: str, size: int) -> list[float]:
+    """Return the number of processes whose environment it can read and has the text."""
+    found = 0
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += text.encode() in file.read_bytes()
+    return [float(found)] * size
+
+
+def make_memory_file(argument: Any, size: int) -> None:
+    os.memfd_create("x")
+
+
+def own_signals(argument: int, size: int) -> None:
+    """Ask for the signals of a socket to be sent to another process."""
+    import fcntl
+
+    left, _ = socket.socketpair()
+    fcntl.fcntl(left, fcntl.F_SETOWN, argument)
+
+
+def add_key(argument: Any, size: int) -> list[float]:
+    import ctypes
+
+    key = ctypes.CDLL(None).syscall(248 if os.uname().machine == "x86_64" else 217, b"user", b"rlpipe", b"x", 1, -4)
+    return [float(key)] * size
 
 
 def draw(argument: Any, size: int) -> list[float]:

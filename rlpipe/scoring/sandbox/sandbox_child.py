@@ -11,12 +11,15 @@ import pickle
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlpipe.scoring.processes import MemoryLimit
 from rlpipe.scoring.rewards import ignore_extra
+from rlpipe.scoring.sandbox.confinement import confine_call, landlock_version
+from rlpipe.scoring.sandbox.namespaces import enter_namespaces, limit_user_tasks, usable_namespaces
 from rlpipe.scoring.sandbox.seccomp import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
@@ -41,12 +44,13 @@ class Limits:
 
 
 def run_child(
-    function: Callable[..., Any], job: bytes, limits: Limits, answer_fd: int, server_fds: Sequence[int]
+    function: Callable[..., Any], job: bytes, limits: Limits, answer_fd: int, server_fds: Sequence[int], scratch: str
 ) -> NoReturn:
     """Run one call, write its answer as JSON for ``rlpipe.scoring.sandbox.sandbox``, and end this process."""
     status = 1
     try:
-        lock_in(limits, server_fds)
+        leave_server(server_fds)
+        lock_in(limits, scratch, [answer_fd])
         answer = answer_of(function, job, limits.memory)
         with open(answer_fd, "w") as file:
             json.dump(answer, file)
@@ -55,8 +59,8 @@ def run_child(
         os._exit(status)
 
 
-def lock_in(limits: Limits, server_fds: Sequence[int]) -> None:
-    """Confine this process for good, and close the server's files; raise ``OSError`` if the machine can't do it."""
+def leave_server(server_fds: Sequence[int]) -> None:
+    """Give up what this process has from the server: its files, session, signal handlers and standard streams."""
     server = os.getppid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -66,8 +70,24 @@ def lock_in(limits: Limits, server_fds: Sequence[int]) -> None:
         os.dup2(nowhere, standard)
     for fd in server_fds:
         os.close(fd)
+    resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_DUMP, NO_CORE_DUMP))
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
+        os._exit(1)
+
+
+def lock_in(limits: Limits, scratch: str, outer_fds: Sequence[int]) -> None:
+    """Confine this process for good, in namespaces of its own; raise ``OSError`` if the machine can't do it.
+
+    It goes on as another process, whose temporary files lie in ``scratch``; processes around that one close
+    ``outer_fds``.
+    """
+    namespaces = usable_namespaces()
+    enter_namespaces(namespaces, scratch, outer_fds)
+    os.setsid()
+    parent = os.getppid()
+    call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(1)
     if limits.memory is not None:
         allowed = limits.memory.apply()
@@ -75,11 +95,13 @@ def lock_in(limits: Limits, server_fds: Sequence[int]) -> None:
     cpu_s = math.ceil(limits.timeout_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_DUMP, NO_CORE_DUMP))
-    drop_capabilities()
+    limit_user_tasks(namespaces)
+    tempfile.tempdir = os.environ["TMPDIR"] = scratch
+    drop_capabilities(keep_mapping=landlock_version() == 0)  # for bubblewrap
     # So that nothing that this process starts can reach the answer through /proc.
     call_prctl(PR_SET_DUMPABLE, 0)
-    install_filter(build_filter(os.getpid(), [server]))
+    confine_call(scratch)
+    install_filter(build_filter(os.getpid(), [parent]))
 
 
 def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | None) -> dict[str, Any]:
@@ -95,8 +117,16 @@ def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | No
             returned = asyncio.run(_wait(returned))
         return {"values": check_scores(returned, num_values), "logged": logged}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
-        hint = f"; its sandbox may use {memory}" if memory and is_lack_of_memory(error) else ""
-        return {"failure": describe_exception(error) + hint}
+        return {"failure": describe_exception(error) + describe_limit(error, memory)}
+
+
+def describe_limit(error: BaseException, memory: MemoryLimit | None) -> str:
+    """Return which limit of the sandbox an exception is about, as far as it can be known."""
+    if memory and is_lack_of_memory(error):
+        return f"; its sandbox may use {memory}"
+    if isinstance(error, PermissionError) and error.filename is not None and landlock_version():
+        return "; a sandbox writes only to its temporary folder (tempfile)"
+    return ""
 
 
 async def _wait(pending: Awaitable[Any]) -> Any:

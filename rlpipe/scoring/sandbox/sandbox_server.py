@@ -8,7 +8,9 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,9 +32,10 @@ from rlpipe.scoring.processes import (
     list_processes,
 )
 from rlpipe.scoring.rewards import load_reward
-from rlpipe.scoring.sandbox.landlock import describe_confinement
-from rlpipe.scoring.sandbox.sandbox_child import Limits, lock_in, run_child
-from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl, unsupported
+from rlpipe.scoring.sandbox.confinement import describe_confinement, find_obstacle
+from rlpipe.scoring.sandbox.namespaces import usable_namespaces
+from rlpipe.scoring.sandbox.sandbox_child import Limits, leave_server, lock_in, run_child
+from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
 
 MAX_ANSWER_BYTES = 2**22
 MAX_PROCESSES = 128
@@ -40,6 +43,7 @@ MAX_PROCESSES = 128
 CHECK_S = 0.1
 """Seconds between two checks of a call's processes and their memory."""
 IDLE_S = 1.0
+REMOVAL_TIMEOUT_S = 30.0
 GONE = "the scoring process is gone"
 
 
@@ -52,6 +56,7 @@ class SandboxServer:
         # The server adopts the orphans of its children, and no other process may inspect it.
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
         call_prctl(PR_SET_DUMPABLE, 0)
+        usable_namespaces()  # tried once, for all calls
         self._functions: dict[str, Callable[..., Any]] = {}
         self._limits = {}
         for name, reward in rewards.items():
@@ -80,17 +85,19 @@ class SandboxServer:
         if timeout_s is not None:
             limits = replace(limits, timeout_s=min(timeout_s, limits.timeout_s))
         read_end, write_end = os.pipe()
+        scratch = tempfile.mkdtemp(prefix="rlpipe-sandbox-")
         pid = os.fork()
         if pid == 0:
             server_fds = [read_end, self._wake, self._wake_end, self._connection.fileno()]
-            run_child(self._functions[name], job, limits, write_end, server_fds)
+            run_child(self._functions[name], job, limits, write_end, server_fds, scratch)
         os.close(write_end)
         os.set_blocking(read_end, False)
         try:
             return self._watch(pid, read_end, limits)
         finally:
             os.close(read_end)
-            end_children()
+            end_children(pid)
+            remove_folder(scratch)
 
     def _check_parent(self) -> None:
         """Raise ``EOFError`` if the scoring process has ended.
@@ -153,13 +160,26 @@ def reap(pid: int) -> int | None:
     return found
 
 
-def end_children() -> None:
-    """End and reap every process that the last call has left."""
+def end_children(first: int) -> None:
+    """End and reap every process that the last call has left; ``first`` was started by this process."""
+    with suppress(ChildProcessError, ProcessLookupError):
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it has been reaped
+        os.killpg(first, signal.SIGKILL)  # with it ends its process namespace, if it has one
     with suppress(ChildProcessError):
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 end_processes(lambda: descendants([os.getpid()], list_processes()))
                 os.waitpid(-1, 0)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a call's folder, whatever the call has made of its content."""
+    try:
+        os.rmdir(folder)
+    except OSError:  # it is not empty where the call had no file system of its own
+        for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, timeout=REMOVAL_TIMEOUT_S, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def describe_end(status: int, limits: Limits) -> str | None:
@@ -199,26 +219,28 @@ def memory_bytes(pid: int) -> int:
     return total
 
 
-def find_obstacle() -> str | None:
-    """Try to confine a process, and return why this machine can't, or None if it can."""
-    if (reason := unsupported()) is not None:
+def try_confinement() -> str | None:
+    """Confine a process for a try, and return why this machine can't, or None if it can."""
+    if (reason := find_obstacle()) is not None:
         return reason
     read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            lock_in(Limits(timeout_s=1, memory=None), [read_end])
-            with suppress(PermissionError):
-                socket.socket(socket.AF_INET).close()
-                os.write(write_end, b"its filter of system calls has no effect")
-        except OSError as error:
-            os.write(write_end, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    with open(read_end) as file:
-        reason = file.read()
-    os.waitpid(pid, 0)
+    with tempfile.TemporaryDirectory(prefix="rlpipe-sandbox-") as scratch:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                leave_server([read_end])
+                lock_in(Limits(timeout_s=1, memory=None), scratch, [])
+                with suppress(PermissionError):
+                    socket.socket(socket.AF_INET).close()
+                    os.write(write_end, b"its filter of system calls has no effect")
+            except OSError as error:
+                os.write(write_end, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        with open(read_end) as file:
+            reason = file.read()
+        os.waitpid(pid, 0)
     return reason or None
 
 
@@ -226,7 +248,7 @@ def main() -> None:
     lift_memory_limit()  # inherited from the scoring process
     connection = Connection(int(sys.argv[1]))
     try:
-        if (obstacle := find_obstacle()) is not None:
+        if (obstacle := try_confinement()) is not None:
             connection.send_bytes(json.dumps({"obstacle": obstacle}).encode())
             return
         server = SandboxServer(connection)

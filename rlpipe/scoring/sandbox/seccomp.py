@@ -19,7 +19,7 @@ from functools import cache
 Instruction = tuple[int, int, int, int]
 
 LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x25, 0x35, 0x06
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, SECOND_ARGUMENT_AT = 0, 4, 16, 24
 ALLOW, KILL, FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
 X32_CALLS = 0x40000000
 PID_SPACE = 2**32
@@ -28,6 +28,7 @@ FILTER_MODE = 2
 CAPABILITY_VERSION = 0x20080522
 KEPT_CAPABILITIES = (1 << 1) | (1 << 2)
 """Capabilities that override file permissions, so that root keeps access to its files."""
+SET_FILE_CAPABILITIES = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +42,37 @@ class Machine:
     """Numbers of socket and socketpair."""
     aimed: tuple[int, ...]
     """Numbers of kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, prlimit64, whose first argument is a pid."""
+    owners: tuple[tuple[int, tuple[int, ...]], ...]
+    """Numbers of fcntl and ioctl, with those commands that name the process which gets a file's signals."""
+    missing: tuple[int, ...]
+    """Numbers of memfd_create, add_key, request_key and keyctl: memory and secrets that no limit counts."""
 
 
+OWNER_COMMANDS = ((8, 15), (0x8901, 0x8902))
+"""F_SETOWN and F_SETOWN_EX; FIOSETOWN and SIOCSPGRP."""
 MACHINES = {
-    "x86_64": Machine(audit=0xC000003E, refused=(101, 310, 311), sockets=(41, 53), aimed=(62, 200, 234, 129, 297, 302)),
+    "x86_64": Machine(
+        audit=0xC000003E,
+        refused=(101, 310, 311),
+        sockets=(41, 53),
+        aimed=(62, 200, 234, 129, 297, 302),
+        owners=tuple(zip((72, 16), OWNER_COMMANDS, strict=True)),
+        missing=(319, 248, 249, 250),
+    ),
     "aarch64": Machine(
-        audit=0xC00000B7, refused=(117, 270, 271), sockets=(198, 199), aimed=(129, 130, 131, 138, 240, 261)
+        audit=0xC00000B7,
+        refused=(117, 270, 271),
+        sockets=(198, 199),
+        aimed=(129, 130, 131, 138, 240, 261),
+        owners=tuple(zip((25, 29), OWNER_COMMANDS, strict=True)),
+        missing=(279, 217, 218, 219),
     ),
 }
 REFUSED_EVERYWHERE = (424, 425, 426, 427, 438)
 """Numbers of pidfd_send_signal, io_uring_setup, io_uring_enter, io_uring_register (io_uring can open sockets that the
 filter does not see) and pidfd_getfd."""
+MISSING_EVERYWHERE = (447,)
+"""Number of memfd_secret."""
 
 
 class _Program(ctypes.Structure):
@@ -70,14 +91,38 @@ def unsupported() -> str | None:
 
 
 def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:
-    """Return the program for the process of id ``own``.
+    """Return the filter for the process of id ``own``.
 
     Only AF_UNIX sockets can be opened; others fail with EACCES. Signals and limits reach the process itself, its group,
-    and processes that began after it, judged by their id, but never ``protected``; all else that is refused fails with
+    and processes that began after it, judged by their id, but never ``protected``. Files in memory without a name, and
+    the kernel's keys, fail with ENOSYS, as if the kernel were built without them; all else that is refused fails with
     EPERM.
     """
     machine = MACHINES[platform.machine()]
-    program = [
+    program = _begin(machine)
+    for number in (*machine.refused, *REFUSED_EVERYWHERE):
+        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
+    for number in (*machine.missing, *MISSING_EVERYWHERE):
+        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.ENOSYS)])
+    for number in machine.sockets:
+        program += _when(number, _allow_unix_only())
+    for number, commands in machine.owners:
+        program += _when(number, _refuse_commands(commands))
+    for number in machine.aimed:
+        program += _when(number, _allow_younger(own, protected))
+    return [*program, (RETURN, 0, 0, ALLOW)]
+
+
+def build_program_filter() -> list[Instruction]:
+    """Return the filter that is added for a model's program, which opens no sockets except pairs."""
+    machine = MACHINES[platform.machine()]
+    refuse_sockets = _when(machine.sockets[0], [(RETURN, 0, 0, FAIL_WITH | errno.EACCES)])
+    return [*_begin(machine), *refuse_sockets, (RETURN, 0, 0, ALLOW)]
+
+
+def _begin(machine: Machine) -> list[Instruction]:
+    """Return the instructions that end calls of another architecture, and leave the call's number to be compared."""
+    return [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (JUMP_EQUAL, 1, 0, machine.audit),
         (RETURN, 0, 0, KILL),
@@ -85,13 +130,6 @@ def build_filter(own: int, protected: Sequence[int]) -> list[Instruction]:
         (JUMP_AT_LEAST, 0, 1, X32_CALLS),
         (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS),
     ]
-    for number in (*machine.refused, *REFUSED_EVERYWHERE):
-        program += _when(number, [(RETURN, 0, 0, FAIL_WITH | errno.EPERM)])
-    for number in machine.sockets:
-        program += _when(number, _allow_unix_only())
-    for number in machine.aimed:
-        program += _when(number, _allow_younger(own, protected))
-    return [*program, (RETURN, 0, 0, ALLOW)]
 
 
 def _when(number: int, block: list[Instruction]) -> list[Instruction]:
@@ -105,6 +143,12 @@ def _allow_unix_only() -> list[Instruction]:
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, FAIL_WITH | errno.EACCES),
     ]
+
+
+def _refuse_commands(commands: Sequence[int]) -> list[Instruction]:
+    checks = [(JUMP_EQUAL, len(commands) - place, 0, command) for place, command in enumerate(commands)]
+    refusal = (RETURN, 0, 0, FAIL_WITH | errno.EPERM)
+    return [(LOAD, 0, 0, SECOND_ARGUMENT_AT), *checks, (RETURN, 0, 0, ALLOW), refusal]
 
 
 def _allow_younger(own: int, protected: Sequence[int]) -> list[Instruction]:
@@ -141,16 +185,26 @@ def call_prctl(option: int, *arguments: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
-def drop_capabilities() -> None:
-    """Drop root's capabilities, except to read and write all files; raise ``OSError`` on failure."""
+def drop_capabilities(*, keep_mapping: bool = False) -> None:
+    """Drop root's capabilities, except to read and write all files; raise ``OSError`` on failure.
+
+    ``keep_mapping`` keeps the one without which root can't be mapped into another user namespace.
+    """
     header = _CapabilityHeader(CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for capabilities 32 and up
     if libc().capget(ctypes.byref(header), sets) == 0:
-        kept = sets[1] & KEPT_CAPABILITIES
+        kept = sets[1] & (KEPT_CAPABILITIES | SET_FILE_CAPABILITIES * keep_mapping)
         sets[:] = [kept, kept, 0, 0, 0, 0]
         if libc().capset(ctypes.byref(header), sets) == 0:
             return
     raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+def check(result: int) -> int:
+    """Return the result of a call of the C library; raise ``OSError`` if it failed."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
 
 
 @cache

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +18,28 @@ import pytest
 
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError
-from rlpipe.scoring.processes import descendants, list_processes
+from rlpipe.scoring.processes import descendants, list_processes, marked
+from rlpipe.scoring.sandbox.confinement import landlock_version
+from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed, read_answer
+from rlpipe.scoring.sandbox.sandbox_server import remove_folder
 from rlpipe.scoring.sandbox.seccomp import unsupported
 
 pytestmark = pytest.mark.skipif(unsupported() is not None, reason="this machine has no filter of system calls")
 
+LANDLOCK = pytest.mark.skipif(landlock_version() == 0, reason="this machine has no Landlock")
+MOUNTS = pytest.mark.skipif(not usable_namespaces().has_mounts, reason="this machine lets a call mount nothing")
+BOUNDED = pytest.mark.skipif(
+    not usable_namespaces().limits_tasks and os.geteuid() == 0, reason="nothing bounds root's processes here"
+)
 CASES = isolation_cases.__file__
 DEATHS_S = 20.0
+MARK = "RLPIPE_TEST_OF_SANDBOX"
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
+    os.environ[MARK] = "1"  # of all processes that it starts
     shared = Sandbox(
         {
             "behave": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=20, memory_gb=0.5),
@@ -35,6 +47,7 @@ def sandbox() -> Iterator[Sandbox]:
             "waits": RewardConfig(path=f"{CASES}:waits", isolation="sandbox", timeout_s=20),
         }
     )
+    del os.environ[MARK]
     yield shared
     shared.close()
 
@@ -56,11 +69,16 @@ def own_processes() -> set[int]:
     return descendants([os.getpid()], list_processes())
 
 
-def all_dead(pids: list[int]) -> bool:
+def marked_processes() -> set[int]:
+    """Return the processes of the module's sandbox, wherever they are in the tree."""
+    return marked(f"{MARK}=1", list_processes())
+
+
+def only_server_left() -> bool:
     deadline = time.monotonic() + DEATHS_S
-    while (living := list_processes().keys() & set(pids)) and time.monotonic() < deadline:
+    while len(marked_processes()) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not living
+    return len(marked_processes()) == 1
 
 
 @pytest.fixture
@@ -105,14 +123,85 @@ def test_what_a_call_does_costs_that_call_alone(sandbox: Sandbox, how: str, word
     assert own_processes() == server, "nothing stays, and the server is the same"
 
 
-def test_a_call_that_hangs_is_ended_with_all_that_it_started(sandbox: Sandbox, tmp_path: Path) -> None:
-    assert "longer than 0.5 seconds (timeout_s)" in reason(sandbox, "start_children_and_hang", str(tmp_path), "quick")
-    assert all_dead([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+def test_a_call_that_hangs_is_ended_with_all_that_it_started(sandbox: Sandbox) -> None:
+    assert "longer than 0.5 seconds (timeout_s)" in reason(sandbox, "start_children_and_hang", None, "quick")
+    assert only_server_left()
 
 
-def test_a_daemon_ends_with_its_call(sandbox: Sandbox, tmp_path: Path) -> None:
-    assert values(sandbox, "start_daemon", str(tmp_path)) == [1.0, 1.0]
-    assert all_dead([int((tmp_path / "pids").read_text())])
+def test_a_daemon_ends_with_its_call(sandbox: Sandbox) -> None:
+    assert values(sandbox, "start_daemon") == [1.0, 1.0]
+    assert only_server_left()
+
+
+@BOUNDED
+def test_processes_that_double_end_with_their_call(sandbox: Sandbox) -> None:
+    assert "more than 128 processes" in reason(sandbox, "double_without_end")
+    assert only_server_left()
+
+
+def test_processes_one_after_another_are_not_counted_together(sandbox: Sandbox) -> None:
+    assert values(sandbox, "start_one_after_another") == [1.0, 1.0]
+
+
+@LANDLOCK
+def test_a_call_writes_to_its_temporary_folder_only(sandbox: Sandbox, tmp_path: Path) -> None:
+    assert "writes only to its temporary folder" in reason(sandbox, "write_elsewhere", str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_call_reads_nothing_of_other_processes(sandbox: Sandbox) -> None:
+    with subprocess.Popen(["sleep", "60"], env={"SECRET": "of another process"}) as other:
+        try:
+            assert b"of another process" in Path(f"/proc/{other.pid}/environ").read_bytes()
+            assert values(sandbox, "find_in_environments", "of another process") == [0.0, 0.0]
+        finally:
+            other.kill()
+
+
+@MOUNTS
+def test_a_call_sees_no_other_processes(sandbox: Sandbox) -> None:
+    assert values(sandbox, "look_at_processes") == [0.0, 0.0]
+
+
+@MOUNTS
+def test_temporary_files_are_bounded_together(sandbox: Sandbox) -> None:
+    assert "No space left on device" in reason(sandbox, "fill_folder")
+
+
+@MOUNTS
+def test_nothing_of_a_call_is_left_to_the_next(sandbox: Sandbox) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("rlpipe-sandbox-*"))
+    assert values(sandbox, "leave_files") == [1.0, 1.0]
+    assert values(sandbox, "leave_files") == [1.0, 1.0]
+    assert set(Path(tempfile.gettempdir()).glob("rlpipe-sandbox-*")) <= before
+
+
+@pytest.mark.skipif(not usable_namespaces().flags, reason="this machine allows no namespaces")
+def test_shared_memory_is_that_of_the_call(sandbox: Sandbox) -> None:
+    assert values(sandbox, "share_segment") == [1.0, 1.0]
+    assert values(sandbox, "share_segment") == [1.0, 1.0], "what the first call made is gone"
+
+
+def test_folders_are_removed_whatever_is_in_them(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    deep = folder
+    for _ in range(1500):  # deeper than Python's own removal can go
+        deep.mkdir()
+        os.chdir(deep)
+        deep = Path("deep")
+    os.chdir(tmp_path)
+    folder.chmod(0)
+    remove_folder(str(folder))
+    assert not folder.exists()
+
+
+def test_there_is_no_memory_without_a_limit(sandbox: Sandbox) -> None:
+    assert "Function not implemented" in reason(sandbox, "make_memory_file")
+    assert values(sandbox, "add_key") == [-1.0, -1.0]
+
+
+def test_signals_of_files_stay_with_the_call(sandbox: Sandbox) -> None:
+    assert "PermissionError" in reason(sandbox, "own_signals", os.getpid())
 
 
 def test_there_is_no_network(sandbox: Sandbox, listener: socket.socket) -> None:
@@ -141,8 +230,8 @@ def test_alarms_work(sandbox: Sandbox) -> None:
     assert values(sandbox, "use_alarm") == [1.0, 1.0]
 
 
-def test_files_have_a_largest_size(sandbox: Sandbox, tmp_path: Path) -> None:
-    assert "File too large" in reason(sandbox, "write_file", str(tmp_path))
+def test_files_have_a_largest_size(sandbox: Sandbox) -> None:
+    assert "File too large" in reason(sandbox, "write_file")
 
 
 def test_random_numbers_differ_from_call_to_call(sandbox: Sandbox) -> None:
