@@ -80,7 +80,8 @@ def test_a_drip_does_not_outlive_the_timeout() -> None:
     async def run() -> None:
         server = await asyncio.start_server(drip, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        await asyncio.wait_for(post(f"http://127.0.0.1:{port}", timeout_s=0.5), 5)
+        async with asyncio.timeout(5):
+            await post(f"http://127.0.0.1:{port}", timeout_s=0.5)
 
     with pytest.raises(RequestFailed, match=r"no answer within 0\.5 seconds"):
         asyncio.run(run())
