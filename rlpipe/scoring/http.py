@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
@@ -16,6 +18,10 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 MAX_SHOWN_CHARS = 200
+MAX_ANSWER_BYTES = 16 * 2**20
+"""Longest answer that is read; a judge's with all its log-probabilities takes well below one MiB."""
+MAX_INTEGER_CHARS = 300
+"""Longest integer in an answer: longer ones do not fit a float."""
 
 Value = TypeVar("Value")
 
@@ -33,7 +39,8 @@ class JsonClient:
 
     A request is retried up to ``retries`` times if the server can't be reached, does not answer within ``timeout_s``
     seconds, is busy or broken (429 and 5xx among others), or gives an unusable answer. The pauses in between double
-    from half a second, unless the server says how long to wait.
+    from half a second, unless the server says how long to wait. Answers are requested uncompressed, and refused
+    otherwise, so that the limit of their size holds for what they take in memory. Redirects are not followed.
     """
 
     def __init__(
@@ -49,7 +56,9 @@ class JsonClient:
         self._timeout_s, self._retries = timeout_s, retries
         self._places = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._client = httpx.AsyncClient(timeout=timeout_s, limits=limits, headers=dict(headers or {}))
+        self._client = httpx.AsyncClient(
+            timeout=timeout_s, limits=limits, headers={"accept-encoding": "identity", **(headers or {})}
+        )
 
     async def post(self, path: str, body: Any, read: Callable[[Any], Value]) -> Value:
         """Post a request and return ``read`` of its JSON answer; ``read`` raises ``UnusableAnswer`` for a retry.
@@ -61,11 +70,15 @@ class JsonClient:
         for attempt in range(self._retries + 1):
             pause_s: float | None = None
             try:
-                async with self._places, asyncio.timeout(self._timeout_s):
-                    response = await self._client.post(url, json=body)
+                async with (
+                    self._places,
+                    asyncio.timeout(self._timeout_s),  # for the whole answer, however slowly it arrives
+                    self._client.stream("POST", url, json=body) as response,
+                ):
+                    answer = await _body_of(response)
                 if response.is_success:
-                    return read(_json_of(response))
-                reason = f"it answered {response.status_code} ({_shown(response.text)})"
+                    return read(_json_of(response, answer))
+                reason = f"it answered {response.status_code} ({_shown(answer)})"
                 if response.status_code not in RETRIED:
                     raise RequestFailed(f"{url}: {reason}")
                 pause_s = _wanted_pause_s(response)
@@ -90,11 +103,50 @@ async def together(work: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
     return [task.result() for task in running]
 
 
-def _json_of(response: httpx.Response) -> Any:
+async def _body_of(response: httpx.Response) -> bytes:
+    """Return the body as it was sent, or its beginning if it is longer than the limit."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
+            break
+    return bytes(body)
+
+
+def _json_of(response: httpx.Response, body: bytes) -> Any:
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise UnusableAnswer(
+            f"its answer is compressed ({shortened(encoding, MAX_SHOWN_CHARS)}), which was not asked for"
+        )
+    if len(body) > MAX_ANSWER_BYTES:
+        raise UnusableAnswer(f"its answer is longer than {MAX_ANSWER_BYTES:,} bytes")
     try:
-        return response.json()
-    except ValueError:
-        raise UnusableAnswer(f"its answer is not JSON ({_shown(response.text)})") from None
+        return json.loads(
+            body, parse_constant=_finite, parse_float=_finite, parse_int=_integer, object_pairs_hook=_without_duplicates
+        )
+    except (ValueError, RecursionError):
+        raise UnusableAnswer(f"its answer is not JSON ({_shown(body)})") from None
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise ValueError(written)
+    return value
+
+
+def _integer(written: str) -> int:
+    if len(written) > MAX_INTEGER_CHARS:
+        raise ValueError(f"an integer of {len(written)} digits")
+    return int(written)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
 
 
 def _pause_s(attempt: int) -> float:
@@ -103,11 +155,14 @@ def _pause_s(attempt: int) -> float:
 
 
 def _wanted_pause_s(response: httpx.Response) -> float | None:
+    """Return the seconds of ``Retry-After``, within limits; None for a date, or what is not a number."""
     try:
-        return min(max(float(response.headers["retry-after"]), 0.0), MAX_PAUSE_S)
+        wanted_s = float(response.headers["retry-after"])
     except (KeyError, ValueError):
         return None
+    return None if math.isnan(wanted_s) else min(max(wanted_s, 0.0), MAX_PAUSE_S)
 
 
-def _shown(text: str) -> str:
-    return shortened(" ".join(text.split()), MAX_SHOWN_CHARS)
+def _shown(body: bytes) -> str:
+    # A character takes up to four bytes; the rest of a long body is not decoded.
+    return shortened(" ".join(body[: 8 * MAX_SHOWN_CHARS].decode(errors="replace").split()), MAX_SHOWN_CHARS)

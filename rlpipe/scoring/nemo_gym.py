@@ -46,7 +46,8 @@ class NemoGym(RewardActor):
         found = answer if isinstance(answer, Mapping) else {}
         value = found.get("reward")
         if self._component is not None:
-            value = (found.get("reward_components") or {}).get(self._component)
+            components = found.get("reward_components")
+            value = components.get(self._component) if isinstance(components, Mapping) else None
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             named = "reward" if self._component is None else f"reward_components[{self._component!r}]"
             raise UnusableAnswer(f"its {named} is {value!r}, not a finite number")

@@ -144,7 +144,7 @@ def math_answer(
     leaves out LaTeX. Raises ``ValueError`` for a row whose answer math-verify can't read. Parsing a completion and
     comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0.
     """
-    golds = {gold: _read_gold(gold, plain) for gold in {str(gold) for gold in answer}}
+    golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in answer}}
     texts = [completion_text(completion) for completion in completions]
     return [_equals(golds[str(gold)], text, plain, timeout_s) for gold, text in zip(answer, texts, strict=True)]
 
@@ -155,13 +155,15 @@ def _extraction(plain: bool) -> list[Any]:
     return [ExprExtractionConfig()] if plain else [LatexExtractionConfig(), ExprExtractionConfig()]
 
 
-def _read_gold(gold: str, plain: bool) -> list[Any]:
+def _read_gold(gold: str, plain: bool, timeout_s: int) -> list[Any]:
     from math_verify import parse
 
     wrapped = gold if plain or "$" in gold or "\\boxed" in gold else f"${gold}$"
-    found: list[Any] = parse(wrapped, _extraction(plain))
+    found: list[Any] = parse(wrapped, _extraction(plain), parsing_timeout=timeout_s)
     if not found:
-        raise ValueError(f"the row's answer {gold[-60:]!r} is not a mathematical expression")
+        raise ValueError(
+            f"the row's answer {gold[-60:]!r} is not a mathematical expression that parses within {timeout_s} s"
+        )
     return found
 
 

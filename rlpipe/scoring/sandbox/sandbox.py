@@ -6,6 +6,8 @@ import json
 import logging
 import pickle
 import socket
+import subprocess
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -19,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 OVERHEAD_S = 15.0
 """Seconds beyond ``timeout_s`` that a call may take to begin, to end its processes, and to start another server."""
+FROZEN_AFTER_S = 10.0
+"""Seconds beyond the call's own limit after which its server, which ends late calls itself, counts as frozen.
+
+It is below ``OVERHEAD_S``, so that the server is replaced before the caller stops waiting.
+"""
 MADE_INSIDE = frozenset({"log_metric", "log_extra"})
 """Arguments that are created in the call's own process."""
 MAX_REASON_CHARS = 400
@@ -64,6 +71,12 @@ class Sandbox:
             self._start()
         sent = {key: None if key in MADE_INSIDE else value for key, value in arguments.items()}
         job = pickle.dumps((num_values, sent), protocol=pickle.HIGHEST_PROTOCOL)
+        limit_s = self._rewards[name].timeout_s
+        limit_s = (limit_s if timeout_s is None else min(limit_s, timeout_s)) + FROZEN_AFTER_S
+        # Its death ends a blocked read or write of the connection, which have no limits of their own.
+        alarm = threading.Timer(limit_s, self._server.kill)
+        alarm.daemon = True
+        alarm.start()
         try:
             self._connection.send_bytes(json.dumps([name, timeout_s]).encode())
             self._connection.send_bytes(job)
@@ -72,6 +85,8 @@ class Sandbox:
         except (EOFError, ConnectionError):
             self.close()
             raise SandboxFailed("the server of its sandbox died; another takes its place") from None
+        finally:
+            alarm.cancel()
         if reason is not None:
             raise SandboxFailed(reason, is_crash=True)
         return read_answer(answer)
@@ -79,7 +94,11 @@ class Sandbox:
     def close(self) -> None:
         """End the server and what it runs."""
         self._connection.close()
-        self._server.wait()
+        try:
+            self._server.wait(FROZEN_AFTER_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()  # nothing outlives SIGKILL
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

@@ -269,3 +269,26 @@ def test_a_machine_that_cannot_filter_is_refused(monkeypatch: pytest.MonkeyPatch
         match=r"isolation=sandbox of right can't be used on this machine: .*x86_64 or aarch64, .*riscv64; set process",
     ):
         Sandbox({"right": RewardConfig(path=f"{CASES}:behave", isolation="sandbox")})
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    monkeypatch.setattr("rlpipe.scoring.sandbox.sandbox.FROZEN_AFTER_S", 0.5)
+    reward = RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=1, memory_gb=0.5)
+    return Sandbox({"behave": reward})
+
+
+def test_a_frozen_server_is_replaced_and_costs_one_call(impatient: Sandbox) -> None:
+    frozen = impatient._server
+    os.kill(frozen.pid, signal.SIGSTOP)
+    with pytest.raises(SandboxFailed, match="another takes its place"):
+        values(impatient, "well")
+    assert frozen.poll() == -signal.SIGKILL
+    assert values(impatient, "well") == [1.0, 1.0]
+    impatient.close()
+
+
+def test_closing_ends_a_frozen_server(impatient: Sandbox) -> None:
+    os.kill(impatient._server.pid, signal.SIGSTOP)
+    impatient.close()
+    assert impatient._server.poll() == -signal.SIGKILL

@@ -191,3 +191,18 @@ def test_json_schema_takes_json_fenced_or_not() -> None:
 def test_json_schema_refuses_a_schema_that_is_none() -> None:
     with pytest.raises(ValueError, match="schema is not a JSON schema: 'text' is not valid"):
         json_schema(["{}"], schema={"type": "text"})
+
+
+def test_a_rows_answer_parses_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def parse(text: str, extraction: object, parsing_timeout: int = 5) -> list[str]:
+        limits.append(parsing_timeout)
+        return []
+
+    from rlpipe.scoring.toolbox import _read_gold
+
+    monkeypatch.setattr("math_verify.parse", parse)
+    with pytest.raises(ValueError, match="parses within 2 s"):
+        _read_gold("1", plain=True, timeout_s=2)
+    assert limits == [2]
