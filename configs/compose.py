@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,20 +22,21 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
-from rlpipe.configs.options import describe_range, describe_type, element_section, is_section, nearest_name, options
+from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.option import Freezable
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import ConfigError, DataError, InputError
+from rlpipe.configs.value_checks import find_out_of_range
+from rlpipe.configs.yaml_file import MAX_DEPTH, read_yaml
+from rlpipe.errors import ConfigError, InputError
 
 PRIMARY = "config"
 """Name of the file with the defaults of all groups."""
+PLAIN_TEXT = r"write \${ for a plain ${"
 
 
 @cache
@@ -94,35 +94,6 @@ def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
         )
 
 
-def find_out_of_range(section: Freezable, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for every option of a section outside its choices or range; null is always valid."""
-    for entry in fields(section):  # type: ignore[arg-type]
-        value, name = getattr(section, entry.name), prefix + entry.name
-        if isinstance(value, Freezable):
-            yield from find_out_of_range(value, f"{name}.")
-        elif not entry.metadata:
-            for key, child in value.items():
-                yield from find_out_of_range(child, f"{name}.{key}.")
-        elif value is not None:
-            yield from check_range(name, value, entry.metadata)
-
-
-def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[ConfigError]:
-    choices, minimum, above, maximum = (metadata[key] for key in ("choices", "minimum", "above", "maximum"))
-    if choices is not None and value not in choices:
-        nearest = get_close_matches(value, choices, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        yield ConfigError(f"{name}: {value!r} is not {describe_range(metadata)}{hint}")
-    if isinstance(value, float) and not math.isfinite(value):
-        yield ConfigError(f"{name}: {value} is not a finite number")
-    elif (
-        (minimum is not None and value < minimum)
-        or (above is not None and value <= above)
-        or (maximum is not None and value > maximum)
-    ):
-        yield ConfigError(f"{name}: {value} is out of range; it must be {describe_range(metadata)}")
-
-
 def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None, need_files: bool = True) -> Config:
     """Compose, validate and freeze the config of a run.
 
@@ -159,7 +130,7 @@ def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
         check_required(OmegaConf.missing_keys(tree))
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+        raise interpolation_error(error) from error
     assert isinstance(config, Config)
     validate(config, need_files=need_files)
     config.freeze()
@@ -171,7 +142,11 @@ def show_tree(tree: DictConfig) -> str:
     try:
         return OmegaConf.to_yaml(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+        raise interpolation_error(error) from error
+
+
+def interpolation_error(error: OmegaConfBaseException) -> ConfigError:
+    return ConfigError(f"{error.full_key}: {first_line(error)}; name another option, or {PLAIN_TEXT}")
 
 
 def check_required(missing: Collection[str]) -> None:
@@ -195,7 +170,22 @@ class Layer:
 
 
 def merge(tree: DictConfig, layer: Layer) -> None:
+    check_keys(layer.content, "", layer)
     merge_section(tree, layer.content, Config, "", layer)
+
+
+def check_keys(value: Any, name: str, layer: Layer) -> None:
+    """Raise an error if a key is not a text, or if the value is nested deeper than a file may be."""
+    if name.count(".") > MAX_DEPTH:
+        raise layer.error(f"{name:.80}...: nested more than {MAX_DEPTH} levels deep; no option needs that, use fewer")
+    if isinstance(value, list):
+        for index, child in enumerate(value):
+            check_keys(child, f"{name}.{index}", layer)
+    for key, child in value.items() if isinstance(value, Mapping) else ():
+        if not isinstance(key, str):
+            at, kind = name or "options", "null" if key is None else f"a {type(key).__name__}"
+            raise layer.error(f"{at}: YAML reads its key {key!r:.80} as {kind}; write it in quotes")
+        check_keys(child, f"{name}.{key}" if name else key, layer)
 
 
 def merge_section(node: DictConfig, content: Mapping[str, Any], section: type, prefix: str, layer: Layer) -> None:
@@ -230,13 +220,12 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
 
 
 def set_option(node: DictConfig, key: str, value: Any, hint: Any, name: str, layer: Layer) -> None:
-    for inner in value if isinstance(value, Mapping) else ():
-        if not isinstance(inner, str):
-            raise layer.error(f"{name}: YAML reads its key {inner!r} as a {type(inner).__name__}; write it in quotes")
     try:
         OmegaConf.update(node, key, expand_home(value), merge=True, force_add=True)
-    except OmegaConfBaseException as error:
-        shown = "null" if value is None else repr(value)
+    except GrammarParseError as error:
+        raise layer.error(f"{name}: can't read the interpolation: {first_line(error)}; {PLAIN_TEXT}") from error
+    except (OmegaConfBaseException, OverflowError) as error:
+        shown = "null" if value is None else f"{value!r:.200}"
         raise layer.error(f"{name}: {shown} is not {describe_type(hint)}") from error
 
 
@@ -246,7 +235,8 @@ def expand_home(value: Any) -> Any:
 
 def unknown_option(name: str) -> str:
     nearest = nearest_name(name)
-    return f"{name}: no such option" + (f"; did you mean {nearest}?" if nearest else "; see rlpipe config --docs")
+    hint = f"did you mean {nearest}?" if nearest else "see rlpipe config --docs"
+    return f"{name or repr(name)}: no such option; {hint}"
 
 
 def group_layers(choices: list[str]) -> Iterator[Layer]:
@@ -313,8 +303,6 @@ def unknown_choice(path: str) -> str:
 
 def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
     """Read a user's file; return its options, and the group choices of its ``defaults`` list as (group, override)."""
-    if not path.is_file():
-        raise DataError(f"the config file {path.absolute()} does not exist")
     content = read_yaml(path)
     defaults = content.pop("defaults", None) or []
     if not isinstance(defaults, list):
@@ -334,27 +322,15 @@ def read_choice(path: Path, entry: Any) -> tuple[str, str]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
-    if isinstance(loaded, ListConfig):
-        raise ConfigError(f"{path}: holds a list; it must hold options such as `name: run`")
-    content = OmegaConf.to_container(loaded)
-    assert isinstance(content, dict)
-    return content  # type: ignore[return-value]
-
-
 def parse_override(text: str) -> Override:
     key, _, value = text.partition("=")
     try:
         # Hydra's grammar requires quotes around a tilde, which nobody expects for a path.
         override = OverridesParser.create().parse_override(f"{key}={expand_home(value)}" if value else text)
-    except (HydraException, OverrideParseException) as error:
+    except (HydraException, OverrideParseException, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"can't read the override {text!r}: {first_line(error)}; write key=value, and quote special characters "
-            "inside the value, as in 'key=\"value\"'"
+            f"can't read the override {text!r:.200}: {first_line(error)}; write key=value, and quote special "
+            "characters inside the value, as in 'key=\"value\"'"
         ) from error
     if override.is_sweep_override():
         raise ConfigError(f"{text}: an option has one value; write a list as [a,b], and a text with commas in quotes")
@@ -389,4 +365,4 @@ def delete_entry(tree: DictConfig, key: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return f"{str(error).strip().split(chr(10))[0]:.300}"

@@ -38,7 +38,6 @@ def find_contradictions(config: Config) -> Iterator[ConfigError]:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    yield from check_names(config)
     yield from check_model(config.model, on_gpu=config.learner.num_gpus > 0)
     yield from check_processor(config.model)
     yield from check_source(config.data)
@@ -72,13 +71,6 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from check_updates(config.weights, config.replay)
     yield from check_rewards(config.scoring, others=config.algorithm.ebft.reward)
     yield from check_tracking(config.tracking)
-
-
-def check_names(config: Config) -> Iterator[str]:
-    if not config.name.strip():
-        yield "name: empty; give the run a name"
-    if not config.output.strip():
-        yield "output: empty; give the run a folder, such as outputs/${name}"
 
 
 def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlpipe.configs.options import describe_type
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.configs.schema.option import NAME
 from rlpipe.configs.schema.rollout_config import ScoringConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError, InputError, ModelError, RewardImportError
@@ -143,8 +144,8 @@ def all_sources(data: DataConfig) -> list[MixedSource]:
 def mixed_sources(data: DataConfig) -> list[MixedSource]:
     """Return the sources of a mix, sorted by name; raise ``ConfigError`` with the entry and the key that is wrong."""
     for name in data.sources:
-        if not isinstance(name, str) or not name.strip():
-            raise ConfigError(f"{OPTION}: {name!r} is not a name of a source; write {EXAMPLE}")
+        if not isinstance(name, str) or not NAME.accepts(name):
+            raise ConfigError(f"{OPTION}: {name!r:.80} is not {NAME.words}; write {EXAMPLE}")
     return [_read(name, data.sources[name], data) for name in sorted(data.sources)]
 
 
@@ -183,7 +184,7 @@ def _typed(option: str, key: str, value: Any) -> Any:
     tree = OmegaConf.structured(DataConfig)
     try:
         OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         shown = "null" if value is None else repr(value)
         raise ConfigError(f"{option}: {shown} is not {describe_type(get_type_hints(DataConfig)[key])}") from error
     return OmegaConf.to_container(tree, throw_on_missing=False)[key]  # type: ignore[call-overload,index]

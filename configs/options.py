@@ -158,8 +158,14 @@ def describe_range(metadata: Mapping[str, Any]) -> str:
     if metadata["choices"] is not None:
         return f"one of {', '.join(metadata['choices'])}"
     bounds = {"minimum": "at least", "above": "above", "maximum": "at most"}
-    limits = [f"{words} {metadata[bound]:g}" for bound, words in bounds.items() if metadata[bound] is not None]
+    limits = [
+        f"{words} {show_bound(metadata[bound])}" for bound, words in bounds.items() if metadata[bound] is not None
+    ]
     return " and ".join(limits)
+
+
+def show_bound(bound: float) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else f"{bound}"
 
 
 def describe_default(option: Option) -> str:

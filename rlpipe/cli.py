@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller, as in `rlpipe config >&-`
+            sys.stdout.flush()
     except RlpipeError as error:
         print(f"rlpipe: error: {describe_error(error)}", file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlpipe.configs.schema.option import Freezable, option
+from rlpipe.configs.schema.option import (
+    MAX_PROCESSES,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MAX_WEIGHT,
+    Freezable,
+    option,
+)
 from rlpipe.configs.schema.rollout_config import ServeConfig
 
 
@@ -28,22 +36,32 @@ class FeatureConfig(Freezable):
         "learner's ranks, between their steps, with the adapter off.",
         choices=("own", "learner"),
     )
-    micro_batch_tokens: int = option(16384, "Tokens of one forward pass, including padding.", minimum=1)
-    num_cpus: float = option(1.0, "CPUs that Ray reserves for each actor (weights=own).", minimum=0)
-    num_gpus: float = option(0.0, "GPUs that Ray reserves for each actor (weights=own).", minimum=0)
-    timeout_s: float = option(120.0, "Seconds that scoring one group may take.", above=0)
+    micro_batch_tokens: int = option(
+        16384, "Tokens of one forward pass, including padding.", minimum=1, maximum=MAX_TOKENS
+    )
+    num_cpus: float = option(
+        1.0, "CPUs that Ray reserves for each actor (weights=own).", minimum=0, maximum=MAX_PROCESSES
+    )
+    num_gpus: float = option(
+        0.0, "GPUs that Ray reserves for each actor (weights=own).", minimum=0, maximum=MAX_PROCESSES
+    )
+    timeout_s: float = option(120.0, "Seconds that scoring one group may take.", above=0, maximum=MAX_SECONDS)
     serve: ServeConfig = field(default_factory=lambda: ServeConfig(replicas=1))
-    alignment_coef: float = option(1.0, "Weight of the match with the ground truth.", minimum=0)
-    diversity_coef: float = option(1.0, "Weight of the similarity to the other completions.", minimum=0)
+    alignment_coef: float = option(1.0, "Weight of the match with the ground truth.", minimum=0, maximum=MAX_WEIGHT)
+    diversity_coef: float = option(
+        1.0, "Weight of the similarity to the other completions.", minimum=0, maximum=MAX_WEIGHT
+    )
 
 
 @dataclass(kw_only=True)
 class StridedConfig(Freezable):
-    stride: int = option(8, "Document tokens from one block to the next.", minimum=1)
-    context_length: int = option(8, "Document tokens that the first block sees.", minimum=1)
-    generate_tokens: int = option(8, "Tokens that a block generates.", minimum=1)
-    temperature: float = option(0.6, "Sampling temperature of the generated tokens.", above=0)
-    min_completion_prefix: int = option(0, "Tokens of a row's completion before its first block.", minimum=0)
+    stride: int = option(8, "Document tokens from one block to the next.", minimum=1, maximum=MAX_TOKENS)
+    context_length: int = option(8, "Document tokens that the first block sees.", minimum=1, maximum=MAX_TOKENS)
+    generate_tokens: int = option(8, "Tokens that a block generates.", minimum=1, maximum=MAX_TOKENS)
+    temperature: float = option(0.6, "Sampling temperature of the generated tokens.", above=0, maximum=100)
+    min_completion_prefix: int = option(
+        0, "Tokens of a row's completion before its first block.", minimum=0, maximum=MAX_TOKENS
+    )
 
 
 @dataclass(kw_only=True)
@@ -52,12 +70,12 @@ class EbftConfig(Freezable):
     truth_column: str = option("ground_truth", "Column with the ground truth, a text or messages.")
     adaptive_max_tokens: bool = option(True, "Limit completions by the length of the ground truth as well.")
     gt_length_multiplier: float = option(
-        1.5, "Limit of a completion over the length of the ground truth; at least 64 tokens.", above=0
+        1.5, "Limit of a completion over the length of the ground truth; at least 64 tokens.", above=0, maximum=1000
     )
     features: FeatureConfig = field(default_factory=FeatureConfig)
     strided: StridedConfig = field(default_factory=StridedConfig)
-    rl_coef: float = option(1.0, "Weight of the policy gradient.", minimum=0)
-    ce_coef: float = option(0.0, "Weight of the cross-entropy on the ground truth.", minimum=0)
+    rl_coef: float = option(1.0, "Weight of the policy gradient.", minimum=0, maximum=MAX_WEIGHT)
+    ce_coef: float = option(0.0, "Weight of the cross-entropy on the ground truth.", minimum=0, maximum=MAX_WEIGHT)
 
 
 @dataclass(kw_only=True)
@@ -70,7 +88,7 @@ class AdvantageConfig(Freezable):
     scale: str = option(
         "group", "Standard deviation that advantages are divided by (grpo).", choices=("group", "batch", "none")
     )
-    eps: float = option(1e-4, "Added to the standard deviation.", minimum=0)
+    eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
 
 
 @dataclass(kw_only=True)
@@ -81,18 +99,23 @@ class LossConfig(Freezable):
         "The ratio of each token, the length-normalised product over the sequence (GSPO), or the plain product (RLOO).",
         choices=("token", "sequence", "sequence_product"),
     )
-    clip_low: float = option(0.2, "The ratio is clipped below 1 minus this.", minimum=0)
+    clip_low: float = option(0.2, "The ratio is clipped below 1 minus this.", minimum=0, maximum=MAX_WEIGHT)
     clip_high: float = option(
-        0.2, "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.", minimum=0
+        0.2,
+        "The ratio is clipped above 1 plus this; for cispo its bound is 1 plus this.",
+        minimum=0,
+        maximum=MAX_WEIGHT,
     )
-    clip_delta: float | None = option(None, "Upper bound of the ratio for negative advantages.", above=1)
+    clip_delta: float | None = option(
+        None, "Upper bound of the ratio for negative advantages.", above=1, maximum=MAX_WEIGHT
+    )
     aggregate: str = option(
         "token",
         "Mean over the step's tokens, mean over its sequences' means, or sum divided by a constant.",
         choices=("token", "sequence", "constant"),
     )
-    beta: float = option(0.0, "Weight of the KL to the reference (k3).", minimum=0)
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
+    beta: float = option(0.0, "Weight of the KL to the reference (k3).", minimum=0, maximum=MAX_WEIGHT)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0, maximum=MAX_WEIGHT)
     mask_truncated: bool = option(False, "Rollouts cut off at the length limit do not count in the loss.")
 
 
@@ -103,18 +126,23 @@ class CorrectionConfig(Freezable):
         "How w, the learner's probability over the sampler's, corrects the loss, by token or by sequence.",
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    cap: float = option(2.0, "Bounds w to [1/cap, cap] (truncate), or drops what is outside (mask).", minimum=1)
+    cap: float = option(
+        2.0, "Bounds w to [1/cap, cap] (truncate), or drops what is outside (mask).", minimum=1, maximum=MAX_WEIGHT
+    )
     off_policy_threshold: float | None = option(
         None,
         "Drop sequences of negative advantage whose mean log-prob fell by more than this since sampling.",
         minimum=0,
+        maximum=MAX_WEIGHT,
     )
     bias_corrected_kl: bool = option(False, "Weight the KL to the reference by w, too.")
 
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Freezable):
-    sync_steps: int = option(0, "Update the frozen copy of full training every so many steps; 0: never.", minimum=0)
+    sync_steps: int = option(
+        0, "Update the frozen copy of full training every so many steps; 0: never.", minimum=0, maximum=MAX_STEPS
+    )
     mixup: float = option(0.6, "Share of the new weights in each update of the reference.", above=0, maximum=1)
 
 
@@ -125,12 +153,14 @@ class AlgorithmConfig(Freezable):
         "Reinforcement learning; supervised fine-tuning; or EBFT on blocks of raw text, without engines.",
         choices=("rl", "sft", "ebft_strided"),
     )
-    num_steps: int = option(100, "Steps to train.", minimum=1)
-    stop_loss: float | None = option(None, "SFT ends once the mean loss of its last ten steps is below this.", above=0)
-    groups_per_step: int = option(8, "Prompts per step; for SFT, rows per step.", minimum=1)
-    group_size: int = option(8, "Rollouts per prompt.", minimum=1)
-    num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1)
-    num_minibatches: int = option(1, "Optimizer updates per pass.", minimum=1)
+    num_steps: int = option(100, "Steps to train.", minimum=1, maximum=MAX_STEPS)
+    stop_loss: float | None = option(
+        None, "SFT ends once the mean loss of its last ten steps is below this.", above=0, maximum=1000
+    )
+    groups_per_step: int = option(8, "Prompts per step; for SFT, rows per step.", minimum=1, maximum=1_000_000)
+    group_size: int = option(8, "Rollouts per prompt.", minimum=1, maximum=100_000)
+    num_epochs_per_step: int = option(1, "Passes over the step's rollouts.", minimum=1, maximum=1000)
+    num_minibatches: int = option(1, "Optimizer updates per pass.", minimum=1, maximum=1_000_000)
     combine: str = option(
         "sum_then_normalize",
         "Sum the weighted rewards and normalise the sum, or normalise each reward first (GDPO).",

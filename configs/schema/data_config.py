@@ -5,16 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.configs.schema.option import MISSING, Freezable, option
+from rlpipe.configs.schema.option import MAX_STEPS, MAX_TOKENS, MAX_WEIGHT, MISSING, PROSE, Freezable, option
 
 
 @dataclass(kw_only=True)
 class HeldOutConfig(Freezable):
-    size: int = option(0, "Rows split off the source by the seed and never trained on; 0: none.", minimum=0)
+    size: int = option(
+        0, "Rows split off the source by the seed and never trained on; 0: none.", minimum=0, maximum=10**9
+    )
     path: str | None = option(None, "A separate file with held-out rows.")
     split: str | None = option(None, "A separate split of the data set with held-out rows (datasets).")
-    every_steps: int = option(0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0)
-    correct_at: float = option(1.0, "A rollout whose reward is at least this counts as correct in the accuracy.")
+    every_steps: int = option(
+        0, "Evaluate every so many steps; 0: at the start and the end only.", minimum=0, maximum=MAX_STEPS
+    )
+    correct_at: float = option(
+        1.0,
+        "A rollout whose reward is at least this counts as correct in the accuracy.",
+        minimum=-MAX_WEIGHT,
+        maximum=MAX_WEIGHT,
+    )
     correct_by: str | None = option(None, "Name of the reward that correct_at applies to; null: the sum.")
 
 
@@ -41,7 +50,7 @@ class DataConfig(Freezable):
         {}, "Further entries of the transform's cfg, which also has the whole data config."
     )
     chat: bool = option(True, "Render text prompts through the chat template, as one user turn.")
-    system_prompt: str | None = option(None, "A system turn before every chat prompt that has none.")
+    system_prompt: str | None = option(None, "A system turn before every chat prompt that has none.", text=PROSE)
     chat_template_kwargs: dict[str, Any] = option({}, "Further arguments of the chat template.")
     tools: list[Any] = option([], "Tool schemas for the chat template, for rows without their own.")
     tools_column: str | None = option("tools", "Column with a row's own tool schemas, or their JSON; null: no column.")
@@ -66,11 +75,11 @@ class DataConfig(Freezable):
         None,
         "Markers of turns: {role, start, end, include_start, include_end, interrupts}; null: known, or the template's.",
     )
-    max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1)
+    max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1, maximum=MAX_TOKENS)
     cache: str | None = option(None, "Folder of the rows that rlpipe data prepare writes; null: in the user's cache.")
     shuffle: bool = option(True, "Shuffle the rows again in each epoch, by the seed.")
     streaming: bool = option(False, "Read rows as they come, instead of opening all at the start.")
     shuffle_rows: int = option(
-        10_000, "Consecutive rows that are held in memory and shuffled together (streaming).", minimum=1
+        10_000, "Consecutive rows that are held in memory and shuffled together (streaming).", minimum=1, maximum=10**9
     )
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)

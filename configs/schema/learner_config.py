@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.option import Freezable, option
+from rlpipe.configs.schema.option import (
+    MAX_GIB,
+    MAX_PROCESSES,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MAX_WEIGHT,
+    Freezable,
+    option,
+)
 
 
 @dataclass(kw_only=True)
@@ -16,16 +25,16 @@ class OptimizerConfig(Freezable):
         "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU where a GPU is full.",
         choices=("adamw", "adamw_8bit", "paged_adamw_8bit"),
     )
-    lr: float = option(1e-6, "Peak learning rate.", minimum=0)
+    lr: float = option(1e-6, "Peak learning rate.", minimum=0, maximum=10)
     betas: list[float] = option([0.9, 0.999], "Decay of the moments.")
-    eps: float = option(1e-8, "Added to the denominator.", above=0)
-    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
+    eps: float = option(1e-8, "Added to the denominator.", above=0, maximum=1)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0, maximum=10)
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig(Freezable):
     name: str = option("constant", "Shape after the warm-up.", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
+    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0, maximum=MAX_STEPS)
     min_ratio: float = option(0.0, "Lowest learning rate, as a share of the peak.", minimum=0, maximum=1)
 
 
@@ -36,7 +45,10 @@ class FsdpConfig(Freezable):
         "Modules that are gathered as a unit: blocks (the model's layers), size, none, or the names of classes.",
     )
     min_num_params: int = option(
-        100_000_000, "wrap=size: modules with at least this many parameters, whose children have fewer.", minimum=1
+        100_000_000,
+        "wrap=size: modules with at least this many parameters, whose children have fewer.",
+        minimum=1,
+        maximum=10**12,
     )
     reshard_after_forward: bool = option(True, "Free a block's gathered parameters after its forward pass.")
 
@@ -51,14 +63,17 @@ class Zero3Config(Freezable):
 class ChunkedConfig(Freezable):
     """Options of chunked offload; rlpipe searches for the values of those that are null."""
 
-    num_persistent: int | None = option(None, "First chunks that stay on the device.", minimum=0)
-    num_slots: int | None = option(None, "Slots on the device for the other chunks.", minimum=0)
-    num_swapped: int | None = option(None, "Layers whose activations are swapped to the host.", minimum=0)
-    num_checkpointed: int | None = option(None, "Layers whose activations are recomputed.", minimum=0)
+    num_persistent: int | None = option(None, "First chunks that stay on the device.", minimum=0, maximum=1_000_000)
+    num_slots: int | None = option(None, "Slots on the device for the other chunks.", minimum=0, maximum=1_000_000)
+    num_swapped: int | None = option(
+        None, "Layers whose activations are swapped to the host.", minimum=0, maximum=10_000
+    )
+    num_checkpointed: int | None = option(None, "Layers whose activations are recomputed.", minimum=0, maximum=10_000)
     num_offloaded: int | None = option(
         None,
         "Layers whose activations stay on the device, while their weights are evicted and loaded again.",
         minimum=0,
+        maximum=10_000,
     )
     sharing: str = option(
         "auto",
@@ -73,12 +88,20 @@ class ChunkedConfig(Freezable):
     gradient_dtype: str = option(
         "float32", "Type in which the gradients of an update are summed.", choices=("float32", "bfloat16")
     )
-    device_memory_gib: float | None = option(None, "Device memory to use; null: what is free, less a tenth.", above=0)
+    device_memory_gib: float | None = option(
+        None, "Device memory to use; null: what is free, less a tenth.", above=0, maximum=MAX_GIB
+    )
     host_memory_gib: float | None = option(
-        None, "Host memory to use for each rank; null: its share of what is free, less a tenth.", above=0
+        None,
+        "Host memory to use for each rank; null: its share of what is free, less a tenth.",
+        above=0,
+        maximum=MAX_GIB,
     )
     chunk_mib: float | None = option(
-        None, "Size of a chunk; null: 32, 64, 128 or 256, whichever leaves the least memory unused.", above=0
+        None,
+        "Size of a chunk; null: 32, 64, 128 or 256, whichever leaves the least memory unused.",
+        above=0,
+        maximum=1_000_000,
     )
 
 
@@ -94,31 +117,40 @@ class LearnerConfig(Freezable):
         "Part of the policy that is kept on the CPU: none; all of it, by FSDP2; or as much as needed, in chunks.",
         choices=("none", "policy", "chunked"),
     )
-    num_ranks: int = option(1, "Learner processes.", minimum=1)
-    num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0)
+    num_ranks: int = option(1, "Learner processes.", minimum=1, maximum=MAX_PROCESSES)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for a rank.", minimum=0, maximum=MAX_PROCESSES)
     num_gpus: float = option(0.0, "GPUs that Ray reserves for a rank.", minimum=0, maximum=1)
-    resources: dict[str, float] = option({}, "Custom Ray resources of a rank.")
+    resources: dict[str, float] = option({}, "Custom Ray resources of a rank.", minimum=0, maximum=MAX_WEIGHT)
     num_threads: int | None = option(
         None,
         "CPU threads of a rank; null: its whole CPUs, or its share of all where the host updates a GPU's weights.",
         minimum=1,
+        maximum=MAX_PROCESSES,
     )
-    max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1)
-    logprob_chunk_tokens: int = option(1024, "Tokens whose logits are in memory at one time.", minimum=1)
-    max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0)
+    max_tokens_per_microbatch: int = option(8192, "Packed tokens of one forward pass.", minimum=1, maximum=MAX_TOKENS)
+    logprob_chunk_tokens: int = option(
+        1024, "Tokens whose logits are in memory at one time.", minimum=1, maximum=MAX_TOKENS
+    )
+    max_grad_norm: float | None = option(1.0, "Gradients are clipped to this global norm.", above=0, maximum=MAX_WEIGHT)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     zero3: Zero3Config = field(default_factory=Zero3Config)
     chunked: ChunkedConfig = field(default_factory=ChunkedConfig)
     max_bad_steps: int = option(
-        3, "Steps in a row with a loss or gradient that is not finite, before the run stops.", minimum=1
+        3,
+        "Steps in a row with a loss or gradient that is not finite, before the run stops.",
+        minimum=1,
+        maximum=MAX_STEPS,
     )
     collective_timeout_s: float = option(
-        1800.0, "Seconds that ranks wait for each other, before the group is restarted.", above=0
+        1800.0, "Seconds that ranks wait for each other, before the group is restarted.", above=0, maximum=MAX_SECONDS
     )
     max_failures: int = option(
-        3, "Deaths of a rank without a new step in between, before the run stops; each restarts the group.", minimum=0
+        3,
+        "Deaths of a rank without a new step in between, before the run stops; each restarts the group.",
+        minimum=0,
+        maximum=MAX_STEPS,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpipe.configs.schema.option import MISSING, Freezable, option
+from rlpipe.configs.schema.option import CHARACTERS, MAX_WEIGHT, MISSING, Freezable, option
 
 
 @dataclass(kw_only=True)
@@ -16,10 +16,10 @@ class AdapterConfig(Freezable):
         choices=("none", "lora", "qlora"),
     )
     path: str | None = option(None, "A PEFT adapter to start from.")
-    r: int = option(16, "Rank.", minimum=1)
-    alpha: float = option(32.0, "Scale; the update is alpha / r times B·A.", above=0)
+    r: int = option(16, "Rank.", minimum=1, maximum=65536)
+    alpha: float = option(32.0, "Scale; the update is alpha / r times B·A.", above=0, maximum=1_000_000)
     dropout: float = option(0.0, "Dropout before A.", minimum=0, maximum=0.99)
-    target_modules: Any = option("all-linear", "Module names, a regex, or all-linear.")
+    target_modules: Any = option("all-linear", "Module names, a regex, or all-linear.", text=CHARACTERS)
     target_parameters: list[str] = option(
         [], "Names of parameters outside of linear layers to adapt, such as those of experts."
     )
@@ -33,8 +33,10 @@ class AdapterConfig(Freezable):
 
 @dataclass(kw_only=True)
 class WeightScaleRule(Freezable):
-    name_pattern: str = option(MISSING, "A regex; the parameters whose names match it form a group.")
-    threshold: float = option(1.5, "Factor by which a standard deviation may differ from the group's median.", above=1)
+    name_pattern: str = option(MISSING, "A regex; the parameters whose names match it form a group.", text=CHARACTERS)
+    threshold: float = option(
+        1.5, "Factor by which a standard deviation may differ from the group's median.", above=1, maximum=MAX_WEIGHT
+    )
     dry_run: bool = option(False, "Report only.")
 
 

@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+import re
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 MISSING = "???"
 """OmegaConf's marker of an option without a default."""
+MAX_PROCESSES = 10_000
+"""Upper bound of processes, CPUs and GPUs, beyond any cluster."""
+MAX_STEPS = 10**9
+MAX_TOKENS = 2**30
+"""Upper bound of a length in tokens; the sum of two fits into an int32."""
+MAX_SECONDS = 1_000_000
+"""Upper bound of a timeout; ``poll``, which waits for sockets and pipes, takes at most 2**31 ms."""
+MAX_GIB = 1_000_000
+MAX_WEIGHT = 1_000_000
+"""Upper bound of coefficients and rewards; float32 still tells all integers below it apart."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class TextRule:
+    """Texts that an option accepts."""
+
+    pattern: str
+    words: str
+    max_bytes: int | None = None
+    """Bytes of the longest part between slashes; file systems accept no more in a file's name."""
+
+    def accepts(self, text: str) -> bool:
+        parts = text.encode("utf-8", "replace").split(b"/")
+        fits = self.max_bytes is None or max(map(len, parts)) <= self.max_bytes
+        return fits and re.fullmatch(self.pattern, text) is not None
+
+
+CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
+LINE = TextRule(
+    pattern=rf"(?!~[^/])(?=.*\S)[^{CONTROL}]{{1,4000}}",
+    words="one line of text that is not empty, without control characters, ~user and parts of over 255 bytes",
+    max_bytes=255,
+)
+"""Paths, columns, hub ids, functions."""
+NAME = TextRule(
+    pattern=rf"(?!\.\.?$)(?=.*\S)[^/\\{CONTROL}]+",
+    words=r"a name of 1 to 200 bytes without control characters, / and \, and neither . nor ..",
+    max_bytes=200,
+)
+"""Names that become part of a file's name."""
+PROSE = TextRule(pattern=r"[^\x00\ud800-\udfff]*", words="a text without NUL and unpaired surrogates")
+CHARACTERS = TextRule(
+    pattern=r"[^\x00\ud800-\udfff]+", words="a text of at least one character, without NUL and unpaired surrogates"
+)
 
 
 def option(
@@ -17,9 +62,13 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    text: TextRule = LINE,
 ) -> Any:
-    """Declare an option; ``minimum`` and ``maximum`` are inclusive, ``above`` is exclusive. None is always valid."""
-    metadata = {"doc": doc, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum}
+    """Declare an option; ``minimum`` and ``maximum`` are inclusive, ``above`` is exclusive. None is always valid.
+
+    The range, and the rule of texts, apply to the values in a list or dictionary, too.
+    """
+    metadata = {"doc": doc, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum, "text": text}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -5,37 +5,51 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rlpipe.configs.schema.option import MISSING, Freezable, option
+from rlpipe.configs.schema.option import (
+    CHARACTERS,
+    MAX_GIB,
+    MAX_PROCESSES,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    MAX_WEIGHT,
+    MISSING,
+    Freezable,
+    option,
+)
 
 
 @dataclass(kw_only=True)
 class SamplingConfig(Freezable):
-    temperature: float = option(1.0, "Divides the logits, in the engine and in the learner.", above=0)
+    temperature: float = option(1.0, "Divides the logits, in the engine and in the learner.", above=0, maximum=100)
     top_p: float = option(1.0, "Nucleus sampling.", above=0, maximum=1)
-    top_k: int = option(0, "Sample from the k likeliest; 0: from all.", minimum=0)
+    top_k: int = option(0, "Sample from the k likeliest; 0: from all.", minimum=0, maximum=2**31 - 1)
     min_p: float = option(
         0.0, "Drop tokens less likely than this share of the likeliest token's probability.", minimum=0, maximum=1
     )
-    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", above=0)
-    max_tokens: int = option(256, "Longest completion.", minimum=1)
-    stop: list[str] = option([], "Strings that end a completion.")
-    stop_token_ids: list[int] = option([], "Further token ids that end a completion.")
-    guided_regex: str | None = option(None, "Completions must match this (vllm).")
-    guided_json: Any = option(None, "Completions must be JSON of this schema (vllm).")
+    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", above=0, maximum=100)
+    max_tokens: int = option(256, "Longest completion.", minimum=1, maximum=MAX_TOKENS)
+    stop: list[str] = option([], "Strings that end a completion.", text=CHARACTERS)
+    stop_token_ids: list[int] = option([], "Further token ids that end a completion.", minimum=0, maximum=2**31 - 1)
+    guided_regex: str | None = option(None, "Completions must match this (vllm).", text=CHARACTERS)
+    guided_json: Any = option(None, "Completions must be JSON of this schema (vllm).", text=CHARACTERS)
     extra: dict[str, Any] = option({}, "Further sampling arguments of the engine, by name.")
 
 
 @dataclass(kw_only=True)
 class RolloutConfig(Freezable):
     engine: str = option("auto", "auto: vllm where it can be imported, else hf.", choices=("auto", "vllm", "hf"))
-    num_engines: int = option(1, "Rollout actors.", minimum=1)
-    num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0)
-    num_gpus: float = option(0.0, "GPUs that Ray reserves for an engine.", minimum=0)
-    resources: dict[str, float] = option({}, "Custom Ray resources of an engine, for example to pin it to nodes.")
-    num_threads: int | None = option(None, "CPU threads of an engine; null: its whole CPUs.", minimum=1)
-    tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1)
+    num_engines: int = option(1, "Rollout actors.", minimum=1, maximum=MAX_PROCESSES)
+    num_cpus: float = option(1.0, "CPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for an engine.", minimum=0, maximum=MAX_PROCESSES)
+    resources: dict[str, float] = option(
+        {}, "Custom Ray resources of an engine, for example to pin it to nodes.", minimum=0, maximum=MAX_WEIGHT
+    )
+    num_threads: int | None = option(
+        None, "CPU threads of an engine; null: its whole CPUs.", minimum=1, maximum=MAX_PROCESSES
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share one vLLM engine.", minimum=1, maximum=MAX_PROCESSES)
     max_model_len: int | None = option(
-        None, "Longest prompt plus completion; null: the sum of their limits.", minimum=1
+        None, "Longest prompt plus completion; null: the sum of their limits.", minimum=1, maximum=2 * MAX_TOKENS
     )
     engine_args: dict[str, Any] = option({}, "Further arguments of the engine, by name.")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -72,24 +86,38 @@ SAMPLING_ARGUMENTS = {
 @dataclass(kw_only=True)
 class ServeConfig(Freezable):
     replicas: int = option(
-        0, "Replicas of a Ray Serve deployment that score instead of the run's own processes; 0: none.", minimum=0
+        0,
+        "Replicas of a Ray Serve deployment that score instead of the run's own processes; 0: none.",
+        minimum=0,
+        maximum=MAX_PROCESSES,
     )
-    max_replicas: int | None = option(None, "Replicas under load; null: no more than replicas.", minimum=1)
-    batch_groups: int = option(8, "Groups that a replica scores at one time.", minimum=1)
-    batch_wait_s: float = option(0.02, "Seconds that a group waits for others, to be scored together.", minimum=0)
-    health_check_s: float = option(10.0, "Seconds between health checks of a replica.", above=0)
+    max_replicas: int | None = option(
+        None, "Replicas under load; null: no more than replicas.", minimum=1, maximum=MAX_PROCESSES
+    )
+    batch_groups: int = option(8, "Groups that a replica scores at one time.", minimum=1, maximum=10_000)
+    batch_wait_s: float = option(
+        0.02, "Seconds that a group waits for others, to be scored together.", minimum=0, maximum=3600
+    )
+    health_check_s: float = option(10.0, "Seconds between health checks of a replica.", above=0, maximum=86_400)
 
 
 @dataclass(kw_only=True)
 class RewardConfig(Freezable):
     path: str = option(MISSING, "package.module:name, or file.py:name, of a function or RewardActor.")
-    weight: float = option(1.0, "Weight of the reward in the sum.")
-    timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0)
+    weight: float = option(1.0, "Weight of the reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    timeout_s: float = option(60.0, "Seconds that scoring one group may take.", above=0, maximum=MAX_SECONDS)
     num_processes: int | None = option(
-        None, "Processes for this reward alone; null: functions share scoring.num_processes, others have 1.", minimum=1
+        None,
+        "Processes for this reward alone; null: functions share scoring.num_processes, others have 1.",
+        minimum=1,
+        maximum=MAX_PROCESSES,
     )
-    num_cpus: float = option(1.0, "CPUs that Ray reserves for each of the reward's own processes.", minimum=0)
-    num_gpus: float = option(0.0, "GPUs that Ray reserves for each of the reward's own processes.", minimum=0)
+    num_cpus: float = option(
+        1.0, "CPUs that Ray reserves for each of the reward's own processes.", minimum=0, maximum=MAX_PROCESSES
+    )
+    num_gpus: float = option(
+        0.0, "GPUs that Ray reserves for each of the reward's own processes.", minimum=0, maximum=MAX_PROCESSES
+    )
     isolation: str = option(
         "process",
         "sandbox: each call in a fresh process without network, for code that models wrote.",
@@ -100,6 +128,7 @@ class RewardConfig(Freezable):
         "GiB that each of its own processes, or a sandboxed call, may use; null: scoring.memory_gb for functions "
         "without a GPU, else no limit.",
         above=0,
+        maximum=MAX_GIB,
     )
     fail: str = option(
         "skip_group",
@@ -117,12 +146,17 @@ class RewardConfig(Freezable):
 @dataclass(kw_only=True)
 class ScoringConfig(Freezable):
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
-    num_processes: int = option(1, "Processes that the reward functions share.", minimum=1)
-    num_cpus: float = option(0.5, "CPUs that Ray reserves for each of these processes.", minimum=0)
+    num_processes: int = option(1, "Processes that the reward functions share.", minimum=1, maximum=MAX_PROCESSES)
+    num_cpus: float = option(
+        0.5, "CPUs that Ray reserves for each of these processes.", minimum=0, maximum=MAX_PROCESSES
+    )
     on_rollouts_scored: str | None = option(
         None,
         "package.module:name, or file.py:name, of a function that is called with scored groups, in its own process.",
     )
     memory_gb: float | None = option(
-        4.0, "GiB that a process of reward functions may use beyond what it has at its start; null: no limit.", above=0
+        4.0,
+        "GiB that a process of reward functions may use beyond what it has at its start; null: no limit.",
+        above=0,
+        maximum=MAX_GIB,
     )

@@ -8,24 +8,28 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.configs.schema.option import Freezable, option
+from rlpipe.configs.schema.option import MAX_PROCESSES, MAX_SECONDS, MAX_STEPS, MAX_WEIGHT, NAME, Freezable, option
 from rlpipe.configs.schema.rollout_config import RolloutConfig, ScoringConfig
 
 
 @dataclass(kw_only=True)
 class ReplayConfig(Freezable):
     max_staleness: int = option(
-        0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0
+        0, "Versions that a rollout may lag behind the step it trains; 0: synchronous.", minimum=0, maximum=MAX_STEPS
     )
     streaming: bool = option(True, "Score each group as soon as it is generated; false: all groups of a step at once.")
     skip_zero_advantage: bool = option(True, "Leave out rollouts whose advantage is 0, which have no gradient.")
     refill_attempts: int = option(
-        0, "Times that another prompt may replace a group whose rewards are all the same (DAPO); 0: never.", minimum=0
+        0,
+        "Times that another prompt may replace a group whose rewards are all the same (DAPO); 0: never.",
+        minimum=0,
+        maximum=1_000_000,
     )
     reuse_groups: int = option(
         0,
         "Newest groups with differing rewards to keep, and to train again for later groups without; 0: none.",
         minimum=0,
+        maximum=1_000_000,
     )
     reroll_after: float | None = option(
         None,
@@ -33,8 +37,10 @@ class ReplayConfig(Freezable):
         above=0,
         maximum=1,
     )
-    reroll_below: float = option(0.0, "Rewards up to this count as nothing earned.")
-    rerolls_per_step: int = option(1, "Most prompts that are sampled again in a step.", minimum=1)
+    reroll_below: float = option(
+        0.0, "Rewards up to this count as nothing earned.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
+    )
+    rerolls_per_step: int = option(1, "Most prompts that are sampled again in a step.", minimum=1, maximum=1_000_000)
 
 
 @dataclass(kw_only=True)
@@ -43,7 +49,10 @@ class LedgerConfig(Freezable):
         None, "Folder on the replay actor's own disk, if output is on a network file system; null: output."
     )
     keep_steps: int = option(
-        10, "Steps before the newest checkpoint whose groups can still be read, with their tokens.", minimum=0
+        10,
+        "Steps before the newest checkpoint whose groups can still be read, with their tokens.",
+        minimum=0,
+        maximum=MAX_STEPS,
     )
 
 
@@ -59,14 +68,14 @@ class WeightsConfig(Freezable):
         "Running sequences finish on the version they began with, or continue with the new one (vllm).",
         choices=("wait", "inflight"),
     )
-    bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10)
-    timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0)
+    bucket_bytes: int = option(256 * 2**20, "Largest bucket of full weights.", minimum=2**10, maximum=2**40)
+    timeout_s: float = option(120.0, "Seconds an engine may take to load a version.", above=0, maximum=MAX_SECONDS)
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Freezable):
-    every_steps: int = option(50, "Steps between checkpoints; 0: only at the end.", minimum=0)
-    keep: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
+    every_steps: int = option(50, "Steps between checkpoints; 0: only at the end.", minimum=0, maximum=MAX_STEPS)
+    keep: int = option(2, "Number of newest checkpoints to keep.", minimum=1, maximum=1_000_000)
 
 
 @dataclass(kw_only=True)
@@ -79,38 +88,56 @@ class TrackingConfig(Freezable):
     wandb: bool = option(False, "Log to Weights & Biases.")
     wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
     wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
-    log_completions: int = option(2, "Groups of each step whose texts are written to completions.jsonl.", minimum=0)
+    log_completions: int = option(
+        2, "Groups of each step whose texts are written to completions.jsonl.", minimum=0, maximum=1_000_000
+    )
 
 
 @dataclass(kw_only=True)
 class ClusterConfig(Freezable):
     address: str | None = option(None, "Ray cluster to join; null: RAY_ADDRESS, or a local one is started.")
-    num_cpus: int | None = option(None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1)
+    num_cpus: int | None = option(
+        None, "CPUs of a local cluster; null: enough for the config's actors.", minimum=1, maximum=MAX_PROCESSES
+    )
     preload: bool = option(
         True, "Fork the processes of a local cluster from ones with their imports done, for a faster start (Linux)."
     )
     log_to_driver: bool = option(False, "Print the actors' output in this terminal, too.")
-    schedule_timeout_s: float = option(30.0, "Seconds to wait for resources of an actor before the run ends.", above=0)
-    start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0)
-    step_timeout_s: float = option(3600.0, "Seconds that a step may take before the run ends.", above=0)
-    call_timeout_s: float = option(120.0, "Seconds that a replay or weights actor may take to answer.", above=0)
-    suspect_after_s: float = option(
-        30.0, "Seconds of silence after which an engine gets no more prompts; it answers every few seconds.", above=0
+    schedule_timeout_s: float = option(
+        30.0, "Seconds to wait for resources of an actor before the run ends.", above=0, maximum=MAX_SECONDS
     )
-    dead_after_s: float = option(120.0, "Seconds of silence after which an engine is replaced.", above=0)
+    start_timeout_s: float = option(600.0, "Seconds an actor may take to load its model.", above=0, maximum=MAX_SECONDS)
+    step_timeout_s: float = option(
+        3600.0, "Seconds that a step may take before the run ends.", above=0, maximum=MAX_SECONDS
+    )
+    call_timeout_s: float = option(
+        120.0, "Seconds that a replay or weights actor may take to answer.", above=0, maximum=MAX_SECONDS
+    )
+    suspect_after_s: float = option(
+        30.0,
+        "Seconds of silence after which an engine gets no more prompts; it answers every few seconds.",
+        above=0,
+        maximum=MAX_SECONDS,
+    )
+    dead_after_s: float = option(
+        120.0, "Seconds of silence after which an engine is replaced.", above=0, maximum=MAX_SECONDS
+    )
     max_engine_failures: int = option(
-        3, "Deaths of an engine without a finished group in between, before the run stops.", minimum=0
+        3,
+        "Deaths of an engine without a finished group in between, before the run stops.",
+        minimum=0,
+        maximum=MAX_STEPS,
     )
     max_outage_s: float = option(
-        600.0, "Seconds without a serving engine before the run checkpoints and stops.", above=0
+        600.0, "Seconds without a serving engine before the run checkpoints and stops.", above=0, maximum=MAX_SECONDS
     )
 
 
 @dataclass(kw_only=True)
 class Config(Freezable):
-    name: str = option("run", "Name of the run, on the dashboard and in the trackers.")
+    name: str = option("run", "Name of the run, on the dashboard and in the trackers.", text=NAME)
     output: str = option("outputs/${name}", "Folder of the run.")
-    seed: int = option(0, "Seed of all random choices.", minimum=0)
+    seed: int = option(0, "Seed of all random choices.", minimum=0, maximum=2**32 - 1)
     resume: str = option("auto", "auto: continue from the newest checkpoint in output; never; or a checkpoint's path.")
     resume_changes: str = option(
         "refuse",

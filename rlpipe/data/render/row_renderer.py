@@ -131,6 +131,8 @@ class PromptRenderer:
     def render_value(self, value: Any, task: Mapping[str, Any], place: RowLocation) -> Prompt:
         """Render the prompt of ``value``, a text or chat messages."""
         images = task.get(self._data.images_column)
+        if isinstance(value, str) and not value.strip() and not images:
+            raise UnusableRow("the prompt is empty")
         if isinstance(value, str) and not self._data.chat:
             if images:
                 raise DataError(f"{place.location}: {NEED_CHAT}")
