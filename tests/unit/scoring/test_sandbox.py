@@ -39,7 +39,7 @@ MARK = "RLPIPE_TEST_OF_SANDBOX"
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    os.environ[MARK] = "1"  # of all processes that it starts
+    os.environ[MARK] = str(os.getpid())  # of all processes that it starts
     shared = Sandbox(
         {
             "behave": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=20, memory_gb=0.5),
@@ -71,7 +71,7 @@ def own_processes() -> set[int]:
 
 def marked_processes() -> set[int]:
     """Return the processes of the module's sandbox, wherever they are in the tree."""
-    return marked(f"{MARK}=1", list_processes())
+    return marked(f"{MARK}={os.getpid()}", list_processes())
 
 
 def only_server_left() -> bool:
