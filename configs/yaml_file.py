@@ -21,7 +21,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the options in a file; raise ``InputError`` with the file, the line and the fix if it can't be used."""
     text = read_text(path)
     try:
-        Limits(path).check(text)
+        YamlLimits(path).check(text)
         # OmegaConf's loader reads 1e-5 as a number, and refuses a key that is there twice.
         loaded = yaml.load(text, Loader=get_yaml_loader())
     except ConfigError:
@@ -68,8 +68,8 @@ def describe_problem(error: yaml.YAMLError, text: str) -> str:
     return " ".join(str(error).split())
 
 
-class Limits:
-    """Limits of nesting and repetition, checked on YAML's events before anything is built from them."""
+class YamlLimits:
+    """YamlLimits of nesting and repetition, checked on YAML's events before anything is built from them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
