@@ -69,7 +69,7 @@ def describe_problem(error: yaml.YAMLError, text: str) -> str:
 
 
 class YamlLimits:
-    """YamlLimits of nesting and repetition, checked on YAML's events before anything is built from them."""
+    """Limits of nesting and repetition, checked on YAML's events before anything is built from them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,7 +80,7 @@ class YamlLimits:
 
     def check(self, text: str) -> None:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            line = event.start_mark.line + 1
+            line = 0 if event.start_mark is None else event.start_mark.line + 1
             if isinstance(event, yaml.AliasEvent):
                 self._add(*self._repeated(event.anchor, line), line)
             elif isinstance(event, yaml.NodeEvent):
@@ -96,7 +96,9 @@ class YamlLimits:
                     self._anchors[anchor] = values, height + 1
                 self._add(values, height + 1, line)
 
-    def _repeated(self, anchor: str, line: int) -> tuple[int, int]:
+    def _repeated(self, anchor: str | None, line: int) -> tuple[int, int]:
+        if anchor is None:
+            return 1, 0
         if any(anchor == opened for opened, _, _ in self._open):
             raise self._error(line, f"*{anchor} stands within &{anchor}, and refers to itself; write the value out")
         return self._anchors.get(anchor, (1, 0))
