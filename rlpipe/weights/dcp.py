@@ -64,7 +64,8 @@ class StoredTensors:
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of all tensors, by name."""
-        return {name: entry.size for name, entry in self._metadata.state_dict_metadata.items()}
+        entries = self._metadata.state_dict_metadata.items()
+        return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
     def read(self, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:
         """Fill this rank's tensors, where ``prefix`` precedes their names; raise ``ConfigError`` for a damaged file."""
