@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import json
 import logging
-import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.images import file_state
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
+from rlpipe.data.row_values import load
 from rlpipe.data.sources.open_rows import load_split
 from rlpipe.errors import DataError
 from rlpipe.types import BoolArray, Prompt
@@ -42,50 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("datetime", "date"),
-    ("datetime", "datetime"),
-    ("datetime", "time"),
-    ("datetime", "timedelta"),
-    ("datetime", "timezone"),
-    ("decimal", "Decimal"),
-    ("fractions", "Fraction"),
-    ("uuid", "UUID"),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("rlpipe.types", "PlacedImage"),
-    ("rlpipe.types", "Truth"),
-    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-}
-"""Classes and functions that values may use beside Python's own; none of them runs code."""
-
-
-def dump(value: Any, location: str) -> bytes:
-    """Store ``value`` as bytes; raise ``DataError`` if it is, or holds, something that could not be read back."""
-    try:
-        stored = pickle.dumps(value, protocol=5)
-        load(stored)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{location}: its columns can't be stored ({error}); leave out the column with data.transform"
-        ) from None
-    return stored
-
-
-def load(stored: bytes) -> Any:
-    return _Reader(io.BytesIO(stored)).load()
-
-
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
-        return super().find_class(module, name)
-
-
-FORMAT = 1
+FORMAT = 2
 """Version of the file format."""
 ORDER_OPTIONS = ("shuffle", "shuffle_rows", "streaming", "sources", "held_out")
 """Options of ``data`` that determine the choice and order of rows, not their contents."""

@@ -34,7 +34,6 @@ from rlpipe.data.cached_rows import (
     Rendering,
     Settings,
     cache_root,
-    dump,
     prompt_settings,
     rendering_digest,
     sequence_settings,
@@ -46,6 +45,7 @@ from rlpipe.data.render.images import noted_files
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
 from rlpipe.data.row import RowLocation, Rows, UnusableRow
+from rlpipe.data.row_values import dump
 from rlpipe.data.sources.open_rows import (
     held_out_data,
     named_errors,

@@ -27,13 +27,22 @@ from rlpipe.configs.schema.model_config import rescales_weights
 from rlpipe.data.render.processor import export_processor
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, ModelError, RunError
-from rlpipe.learner.checkpoint_files import Checkpoint, complete_checkpoint, prune, read_extra, read_record, remove_rest
+from rlpipe.learner.checkpoint_files import (
+    Checkpoint,
+    changed_file,
+    complete_checkpoint,
+    not_complete,
+    prune,
+    read_extra,
+    read_record,
+    remove_rest,
+)
 from rlpipe.learner.policy import Policy, load_policy, outline_policy
 from rlpipe.learner.publish import named_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strategies.sharding import Reduce, Sharding
 from rlpipe.models.adapter import TrainingRecord
-from rlpipe.weights.dcp import read_tensors, stored_shapes, weight_key, write_tensors
+from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
 
 POLICY, REFERENCE = weight_key(""), "reference."
 FLOAT32_BYTES = 4
@@ -47,29 +56,30 @@ def state_bytes(learner: Learner) -> int:
     return FLOAT32_BYTES * copies * learner.policy.num_trained
 
 
-def write_state(learner: Learner, folder: Path) -> None:
-    """Write the learner's state; all ranks must call it.
+def write_state(learner: Learner, folder: Path) -> dict[str, str]:
+    """Write the learner's state and return, on rank 0, the digests of the files; all ranks must call it.
 
     Raises ``OSError`` if it can't be written.
     """
     sharding = learner.policy.sharding
     reference = {f"{REFERENCE}{name}": tensor for name, tensor in sharding.state(_moving(learner)).items()}
     tensors = learner.updates.state() | reference | _random_states(learner)
-    write_tensors(folder, tensors, num_ranks=sharding.num_ranks)
+    return write_tensors(folder, tensors, num_ranks=sharding.num_ranks)
 
 
 def read_state(learner: Learner, folder: Path) -> None:
     """Load the learner's state; all ranks must call it.
 
-    Raises ``ConfigError`` if the checkpoint's trained parameters are not those of the learner.
+    Raises ``ConfigError`` if the checkpoint's trained parameters are not those of the learner, or if it is damaged.
     """
-    stored, moving = stored_shapes(folder), _moving(learner)
+    tensors, moving = StoredTensors(folder), _moving(learner)
+    stored = tensors.shapes
     expected = {weight_key(name) for name in learner.policy.trainable_parameters()}
     _check_names(stored, expected | {f"{REFERENCE}{name}" for name in moving}, folder)
-    learner.updates.load_state(stored, partial(read_tensors, folder))
-    learner.policy.sharding.load_state(moving, partial(read_tensors, folder, prefix=REFERENCE))
+    learner.updates.load_state(stored, tensors.read)
+    learner.policy.sharding.load_state(moving, partial(tensors.read, prefix=REFERENCE))
     random = {name: state for name, state in _random_states(learner).items() if name in stored}
-    read_tensors(folder, random)
+    tensors.read(random)
     _set_random_states(random)
 
 
@@ -80,14 +90,15 @@ def read_policy(policy: Policy, folder: Path) -> None:
     """
     parameters = policy.trainable_parameters()
     shapes = {weight_key(name): policy.sharding.shape(parameter) for name, parameter in parameters.items()}
-    stored = {name: shape for name, shape in stored_shapes(folder).items() if name.startswith(POLICY)}
+    tensors = StoredTensors(folder)
+    stored = {name: shape for name, shape in tensors.shapes.items() if name.startswith(POLICY)}
     if stored != shapes:
         different = sorted(name for name in stored | shapes if stored.get(name) != shapes.get(name))
         raise ModelError(
             f"{folder} has other trained parameters than {policy.config.path} ({len(different)} differ, such as "
             f"{different[0]}): use the model that was trained"
         )
-    policy.sharding.load_state(parameters, partial(read_tensors, folder, prefix=POLICY))
+    policy.sharding.load_state(parameters, partial(tensors.read, prefix=POLICY))
 
 
 def _moving(learner: Learner) -> dict[str, nn.Parameter]:
@@ -208,7 +219,7 @@ class CheckpointStore:
 
         def complete() -> None:
             own = {**extra, **(add(temporary) if add is not None else {})}
-            complete_checkpoint(temporary, target, {"step": step, **bad_steps, "extra": own})
+            complete_checkpoint(temporary, target, {"step": step, **bad_steps, "extra": own}, digests)
 
         def begin() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +229,7 @@ class CheckpointStore:
 
         _on_first_rank(sharding, begin)
         try:
-            write_state(learner, temporary)
+            digests = write_state(learner, temporary)
             _on_first_rank(sharding, complete)
         except OSError:
             if sharding.rank == 0:
@@ -229,8 +240,11 @@ class CheckpointStore:
         return target
 
     def load(self, path: Path, learner: Learner) -> Checkpoint:
-        """Restore the learner's state; raise ``ConfigError`` if the checkpoint does not fit the learner."""
-        record = read_record(path)
+        """Restore the learner's state; raise ``ConfigError`` if the checkpoint is damaged or does not fit it."""
+        record, sharding = read_record(path), learner.policy.sharding
+        problem = changed_file(path, record, rank=sharding.rank, num_ranks=sharding.num_ranks)
+        if sharding.reduce(torch.tensor(float(problem is not None)), Reduce.MAX):
+            raise ConfigError(not_complete(path, problem or "a file has changed since it was written"))
         read_state(learner, path)
         learner.num_steps_done = record["step"]
         learner.num_bad_steps = record["num_bad_steps"]

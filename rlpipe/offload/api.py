@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from rlpipe.offload.planner.trace import Trace
 from rlpipe.offload.runtime.chunk_adam import MOMENTS, STEPS
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision, check_free, chunk_state, load_chunk_state
 from rlpipe.offload.units import find_units, take_inventory
-from rlpipe.weights.dcp import moment_key, read_tensors, stored_shapes, weight_key, write_tensors
+from rlpipe.weights.dcp import StoredTensors, moment_key, weight_key, write_tensors
 
 COMPARED_UPDATE = 3
 
@@ -400,7 +399,8 @@ class OffloadedAdamW:
         Raises ``ConfigError`` if other parameters were trained.
         """
         self.zero_grad()
-        stored = stored_shapes(folder)
+        tensors = StoredTensors(folder)
+        stored = tensors.shapes
         weights = {weight_key(name) for name in (*self._resident, *self._names.values())}
         if other := sorted(weights ^ {name for name in stored if name.startswith(weight_key(""))}):
             raise ConfigError(
@@ -411,8 +411,8 @@ class OffloadedAdamW:
             if moment_key(name, STEPS) in stored:
                 moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
                 self._adam.state[parameter] = {STEPS: torch.zeros((), device=parameter.device), **moments}
-        read_tensors(folder, self._resident_state())
-        load_chunk_state(self._offloaded, self._names, stored, partial(read_tensors, folder))
+        tensors.read(self._resident_state())
+        load_chunk_state(self._offloaded, self._names, stored, tensors.read)
 
     def _resident_state(self) -> dict[str, Tensor]:
         held = {weight_key(name): parameter.detach() for name, parameter in self._resident.items()}

@@ -271,7 +271,7 @@ def find_resume_point(config: Config) -> ResumePoint:
     if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine
         why_unusable(ledger, run_start(config, start))
     with _naming(output):
-        aside = set_damaged_aside(folder)
+        aside = set_damaged_aside(folder, newer_than=start.step)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
     messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]
     messages += [f"the run continues from an older checkpoint; a newer one is now {path}" for path in left]

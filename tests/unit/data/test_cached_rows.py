@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from prepared_cases import config_of, is_found, open_run, plain, prepare, story, write
 
 from rlpipe import cli
-from rlpipe.data.cached_rows import dump, load
+from rlpipe.data.row_values import dump, load
 from rlpipe.data.sources.row_source import RowPlace
 from rlpipe.errors import DataError
 from rlpipe.models.tiny import CHAT_TEMPLATE, make_tokenizer
