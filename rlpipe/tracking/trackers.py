@@ -22,25 +22,35 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Tracker that feeds several others; one that raises is dropped with a single warning, and the run goes on."""
+    """Tracker that feeds several others; one that raises is tried again at each step, and the run goes on.
+
+    The first of its failures in a row is a warning; when it works again, another says how many steps it lacks.
+    """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
+        self._num_lost: dict[str, int] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._for_each(lambda tracker: tracker.log(step, metrics))
+        for name, tracker in self._trackers.items():
+            if not self._try(name, lambda tracker=tracker: tracker.log(step, metrics)):  # type: ignore[misc]
+                self._num_lost[name] = self._num_lost.get(name, 0) + 1
+            elif num_lost := self._num_lost.pop(name, 0):
+                logger.warning("%s tracking works again; it lacks %d steps", name, num_lost)
 
     def close(self) -> None:
-        self._for_each(lambda tracker: tracker.close())
+        for name, tracker in self._trackers.items():
+            self._try(name, tracker.close)
         self._trackers.clear()
 
-    def _for_each(self, action: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                action(tracker)
-            except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
-                logger.warning("%s tracking stops, the run continues: %s: %s", name, type(error).__name__, error)
-                del self._trackers[name]
+    def _try(self, name: str, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
+            if name not in self._num_lost:
+                logger.warning("%s tracking fails, the run continues: %s: %s", name, type(error).__name__, error)
+            return False
+        return True
 
 
 def open_trackers(

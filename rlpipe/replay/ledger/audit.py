@@ -11,7 +11,9 @@ from rlpipe.errors import DataError
 from rlpipe.replay.ledger.query import has_ended
 from rlpipe.replay.ledger.run_ledger import COMPARED, Ledger
 
-TABLES = """
+MAX_MISSING = 1000
+"""Most epochs, and most steps, beyond the last that has groups, which are listed as missing."""
+TABLES = f"""
 WITH RECURSIVE
 run(epoch, position, num_rows, checkpoint_step, finished, refill_attempts, has_epochs) AS (
     VALUES (?, ?, ?, ?, ?, ?, ?)),
@@ -24,11 +26,12 @@ entries(epoch, position, prompt_id, group_id) AS (
 epochs(epoch, length) AS (
     SELECT 0, iif(run.epoch > 0, num_rows, position) FROM run
     UNION ALL SELECT epochs.epoch + 1, iif(run.epoch > epochs.epoch + 1, num_rows, position) FROM epochs, run
-    WHERE epochs.epoch < run.epoch),
+    WHERE epochs.epoch < run.epoch AND epochs.epoch < (SELECT coalesce(max(epoch), 0) + {MAX_MISSING} FROM entries)),
 reached(epoch, beyond) AS (SELECT epoch, max(position) + 1 FROM entries GROUP BY epoch),
 checkpointed(step) AS (
     SELECT 0 FROM run WHERE checkpoint_step > 0
-    UNION ALL SELECT step + 1 FROM checkpointed, run WHERE step + 1 < checkpoint_step),
+    UNION ALL SELECT step + 1 FROM checkpointed, run WHERE step + 1 < checkpoint_step
+    AND step < (SELECT coalesce(max(step), 0) + {MAX_MISSING} FROM groups)),
 sizes(step, num_groups, num_flat) AS (
     SELECT step, count(*), sum(reward_std IS NULL OR reward_std < 1e-8) FROM groups WHERE step IS NOT NULL
     GROUP BY step)

@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ CREATE TABLE groups (
     admitted_at REAL, generated_at REAL, scored_at REAL, assigned_at REAL, trained_at REAL);
 CREATE INDEX groups_by_state ON groups (state, step);
 CREATE INDEX groups_by_step ON groups (step);
+CREATE INDEX groups_by_place ON groups (epoch, position, reroll);
 CREATE TABLE payloads (group_id INTEGER PRIMARY KEY, record TEXT);
 CREATE TABLE tokens (group_id INTEGER PRIMARY KEY REFERENCES payloads ON DELETE CASCADE, arrays BLOB);
 CREATE TABLE replays (group_id INTEGER PRIMARY KEY, step INTEGER);
@@ -133,6 +134,20 @@ CREATE TABLE skipped (
 CREATE TABLE steps (step INTEGER PRIMARY KEY, metrics TEXT, ended_at REAL, times INTEGER, last INTEGER);
 CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT, subject TEXT, message TEXT);
 """
+
+
+class _Connection(sqlite3.Connection):
+    """Connection that stores any text; what UTF-8 can't express, lone surrogates, becomes a backslash escape."""
+
+    def execute(self, query: str, values: Iterable[Any] = (), /) -> sqlite3.Cursor:
+        return super().execute(query, [_storable(value) for value in values])
+
+    def executemany(self, query: str, rows: Iterable[Iterable[Any]], /) -> sqlite3.Cursor:
+        return super().executemany(query, ([_storable(value) for value in row] for row in rows))
+
+
+def _storable(value: Any) -> Any:
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 class Database:
@@ -148,7 +163,10 @@ class Database:
             if not read_only:
                 self._make_tables()
             if self.get("schema") != SCHEMA_VERSION:
-                raise LedgerError(f"{path} is not a ledger of this version of rlpipe (schema {self.get('schema')})")
+                raise LedgerError(
+                    f"{path} is not a ledger of this version of rlpipe (schema {self.get('schema')}, not "
+                    f"{SCHEMA_VERSION}): use the version that wrote it, or another output folder"
+                )
 
     def close(self) -> None:
         self._connection.close()
@@ -158,7 +176,16 @@ class Database:
         if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             return None
         found = self._rows("SELECT value FROM meta WHERE key = ?", key)
-        return json.loads(found[0][0]) if found else None
+        try:
+            return json.loads(found[0][0]) if found else None
+        except (ValueError, TypeError, RecursionError):
+            raise self.damaged(f"{key} is no JSON") from None
+
+    def damaged(self, problem: str) -> LedgerError:
+        """Return the error that says what is damaged, and what to do."""
+        return LedgerError(
+            f"the ledger {self.path} is damaged ({problem}): use the copy, {NAME}, in one of its run's checkpoints"
+        )
 
     def set(self, **values: Any) -> None:
         with self._transaction():
@@ -198,6 +225,10 @@ class Database:
                 for statement in filter(str.strip, _SCHEMA.split(";")):
                     self._connection.execute(statement)
                 self._set(schema=SCHEMA_VERSION)
+            elif self.get("schema") == SCHEMA_VERSION:  # ledgers of earlier versions do not have it
+                self._connection.execute(
+                    "CREATE INDEX IF NOT EXISTS groups_by_place ON groups (epoch, position, reroll)"
+                )
 
     def _set(self, **values: Any) -> None:
         self._connection.executemany(
@@ -262,7 +293,7 @@ def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.C
         unchanging = not has_log and (at_rest or not os.access(path.parent, os.W_OK))
         mode = "ro&immutable=1" if unchanging else "ro"
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None)
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=_Connection)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")

@@ -239,12 +239,20 @@ class Ledger(Database):
     @property
     def place(self) -> Cursor:
         """The prompt source's place."""
-        return Cursor(*(self.get("place") or (0, 0)))
+        match self.get("place"):
+            case None:
+                return Cursor(0, 0)
+            case [int(epoch), int(position)] if epoch >= 0 and position >= 0:
+                return Cursor(epoch, position)
+        raise self.damaged("place is not an epoch and a position")
 
     @property
     def checkpoint_step(self) -> int:
         """Steps of the newest checkpoint that the ledger knows to be complete."""
-        return self.get("checkpoint_step") or 0
+        step = self.get("checkpoint_step") or 0
+        if not isinstance(step, int) or step < 0:
+            raise self.damaged("checkpoint_step is not a number of steps")
+        return step
 
     # Queries ------------------------------------------------------------------------------------------------------
 

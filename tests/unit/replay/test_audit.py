@@ -244,3 +244,17 @@ def test_a_ledger_of_no_run_is_refused(tmp_path: Path) -> None:
     Ledger(tmp_path / NAME).assign(0, StepGroups(fresh=[group(0, [1.0])]))
     with pytest.raises(DataError, match=r"ledger.sqlite has no config yet: its run has not started"):
         audited(tmp_path)
+
+
+def test_an_audit_ends_whatever_numbers_the_ledger_names(tmp_path: Path) -> None:
+    Run(tmp_path).train_all()
+    huge = 10**15
+    change(
+        tmp_path,
+        f"UPDATE meta SET value = '[{huge}, 0]' WHERE key = 'place'",
+        f"UPDATE meta SET value = '{huge}' WHERE key = 'checkpoint_step'",
+    )
+    assert {CLAIMS[0], CLAIMS[10]} <= problems(tmp_path).keys()
+    change(tmp_path, "UPDATE meta SET value = '\"x\"' WHERE key = 'place'")
+    with pytest.raises(DataError, match="place is not an epoch and a position"):
+        audited(tmp_path)

@@ -261,6 +261,53 @@ def test_a_ledger_of_another_schema_is_refused(tmp_path: Path) -> None:
         Ledger(tmp_path / NAME)
 
 
+def test_any_text_can_be_stored(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    ledger.admit([admitted(0), admitted(1)], Cursor(0, 2), [SkipRecord(Cursor(0, 1), 1, "a lone \udfff")])
+    ledger.generated([group(0, [1.0])])
+    ledger.discard({0: "it raised \ud800, and »this«"})
+    ledger.note("died", "part \ud800", "message \udc80")
+    assert ledger.rows("SELECT reason FROM groups WHERE group_id = 0") == [("it raised \\ud800, and »this«",)]
+    assert ledger.rows("SELECT reason FROM skipped") == [("a lone \\udfff",)]
+    assert [(event.subject, event.message) for event in ledger.events()] == [("part \\ud800", "message \\udc80")]
+
+
+def test_groups_without_reward_are_found_by_their_place(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    asked: list[str] = []
+    ledger._connection.set_trace_callback(asked.append)
+    ledger.zero_reward(0.0)
+    ledger._connection.set_trace_callback(None)
+    plan = [row[3] for row in ledger.rows(f"EXPLAIN QUERY PLAN {asked[-1]}")]
+    found = "SEARCH later USING COVERING INDEX groups_by_place (epoch=? AND position=? AND reroll>?)"
+    assert any(found in line for line in plan), plan
+    ledger._connection.execute("DROP INDEX groups_by_place")
+    ledger.close()
+    again = Ledger(tmp_path / NAME)
+    assert again.rows("SELECT 1 FROM sqlite_master WHERE name = 'groups_by_place'"), "an old ledger gets the index"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("place", '"x"'),
+        ("place", "[0]"),
+        ("place", "[-1, 0]"),
+        ("place", '["x", 0]'),
+        ("place", "[" * 100_000),
+        ("place", None),
+        ("checkpoint_step", '"x"'),
+        ("checkpoint_step", "-1"),
+        ("checkpoint_step", "1.5"),
+    ],
+)
+def test_damaged_values_are_named(tmp_path: Path, key: str, value: str | None) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    ledger._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+    with pytest.raises(LedgerError, match=rf"is damaged \({key} .*: use the copy, ledger.sqlite, in one of"):
+        getattr(ledger, key)
+
+
 def test_a_broken_page_is_noticed(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_staleness=20)
     admit(store, *range(40))

@@ -122,16 +122,19 @@ class FakeTracker:
         self.closed = True
 
 
-def test_failing_tracker_is_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_tracker_is_tried_again_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = FakeTracker(), FakeTracker(broken=True)
     trackers = Trackers({"bad": bad, "good": good})
     trackers.log(1, {})
     trackers.log(2, {})
+    bad.broken = False
+    trackers.log(3, {})
     trackers.close()
-    assert (good.steps, good.closed) == ([1, 2], True)
-    assert (bad.steps, bad.closed) == ([1], False)
+    assert (good.steps, good.closed) == ([1, 2, 3], True)
+    assert (bad.steps, bad.closed) == ([1, 2, 3], True)
     assert [record.getMessage() for record in caplog.records] == [
-        "bad tracking stops, the run continues: ConnectionError: no network"
+        "bad tracking fails, the run continues: ConnectionError: no network",
+        "bad tracking works again; it lacks 2 steps",
     ]
 
 
