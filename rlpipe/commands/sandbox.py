@@ -1,0 +1,35 @@
+"""``rlpipe sandbox``: check what confines the programs of models on this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from rlpipe.commands.arguments import Commands, add_command
+from rlpipe.errors import RunError
+
+SANDBOX_NOTES = """\
+Programs try to break out of a sandbox as `isolation: sandbox` makes it. Run it as the user, and in the container, that
+scores: in a Ray job, on a node of the cluster. The exit code is 1 if anything did not hold.
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    add_command(
+        commands,
+        "sandbox",
+        run_sandbox,
+        "check what confines the programs of models on this machine",
+        epilog=SANDBOX_NOTES,
+    )
+
+
+def run_sandbox(arguments: argparse.Namespace) -> None:
+    from rlpipe.scoring.sandbox.confinement import describe_confinement
+    from rlpipe.scoring.sandbox.self_check import check_sandbox
+
+    held = check_sandbox()
+    print(f"programs are confined by {describe_confinement()}")
+    for name, has_held in held.items():
+        print(f"{'held' if has_held else 'FAILED':<8}{name}")
+    if failed := [name for name, has_held in held.items() if not has_held]:
+        raise RunError(f"the sandbox did not hold: a program could {', '.join(failed)}")
