@@ -39,9 +39,9 @@ def dump(value: Any, location: str) -> bytes:
     """Store ``value`` as bytes; raise ``DataError`` if it is, or holds, something that could not be read back."""
     try:
         with io.BytesIO() as file:
-            _Writer(file, protocol=5).dump(value)
+            _ValueWriter(file, protocol=5).dump(value)
             stored = file.getvalue()
-        _Reader(io.BytesIO(stored)).load()
+        _ValueReader(io.BytesIO(stored)).load()
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise DataError(
             f"{location}: its columns can't be stored ({error}); leave out the column with data.transform"
@@ -52,14 +52,14 @@ def dump(value: Any, location: str) -> bytes:
 def load(stored: bytes) -> Any:
     """Return what ``dump`` stored; raise ``DataError`` if it is damaged, or holds anything else."""
     try:
-        return _Reader(io.BytesIO(stored)).load()
+        return _ValueReader(io.BytesIO(stored)).load()
     except Exception as error:  # noqa: BLE001 - a damaged pickle can raise any
         raise DataError(
             f"a prepared row can't be read ({describe_error(error)}): delete the prepared rows (data.cache)"
         ) from None
 
 
-class _Writer(pickle.Pickler):
+class _ValueWriter(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not np.ndarray and not isinstance(value, np.generic):
             return NotImplemented
@@ -90,7 +90,7 @@ def make_objects(shape: tuple[int, ...], values: list[Any]) -> NDArray[Any]:
     return array.reshape(shape)
 
 
-class _Reader(pickle.Unpickler):
+class _ValueReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")

@@ -46,7 +46,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], *, num_ranks: int) -
 
     All ranks must call it. Returns the digests of all files with tensors, by name, on rank 0, and none on other ranks.
     """
-    writer = _Writer(folder)
+    writer = _DigestingWriter(folder)
     try:
         with _single_process_is_meant():
             dcp.save(tensors, storage_writer=writer, no_dist=num_ranks == 1)
@@ -72,12 +72,12 @@ class StoredTensors:
         named = {prefix + name: tensor for name, tensor in tensors.items()}
         try:
             with _single_process_is_meant():
-                dcp.load(named, storage_reader=_Reader(self._folder, self._metadata), no_dist=True)
+                dcp.load(named, storage_reader=_GivenReader(self._folder, self._metadata), no_dist=True)
         except CheckpointException as error:
             raise ConfigError(_unreadable(self._folder, _causes(error))) from None
 
 
-class _Writer(FileSystemWriter):
+class _DigestingWriter(FileSystemWriter):
     """Writer that has each rank compute the digests of its files while they are in the page cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, results)
 
 
-class _Reader(FileSystemReader):
+class _GivenReader(FileSystemReader):
     """Reader that is given the folder's metadata."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,10 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT, subject TEXT,
 class _Connection(sqlite3.Connection):
     """Connection that stores any text; what UTF-8 can't express, lone surrogates, becomes a backslash escape."""
 
-    def execute(self, query: str, values: Iterable[Any] = (), /) -> sqlite3.Cursor:
+    def execute(self, query: str, values: Any = (), /) -> sqlite3.Cursor:
         return super().execute(query, [_storable(value) for value in values])
 
-    def executemany(self, query: str, rows: Iterable[Iterable[Any]], /) -> sqlite3.Cursor:
+    def executemany(self, query: str, rows: Any, /) -> sqlite3.Cursor:
         return super().executemany(query, ([_storable(value) for value in row] for row in rows))
 
 
