@@ -50,6 +50,15 @@ def add_run_arguments(parser: OneLineParser) -> None:
     )
 
 
+def add_trust_argument(parser: OneLineParser) -> None:
+    """Add the flag without which the config of a checkpoint or ledger can't have a model's own code executed."""
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the model's own code if the run did (model.trust_remote_code)",
+    )
+
+
 def at_least(kind: type[int] | type[float], minimum: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlpipe.commands.arguments import Commands, add_command
+from rlpipe.commands.arguments import Commands, add_command, add_trust_argument
 
 EXPORT_NOTES = """\
 Writes the files that a run writes to policy/ at its end: a PEFT adapter, or the whole model for transformers. It needs
@@ -24,10 +24,13 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--base", metavar="PATH", help="folder or hub id of the model that was trained; default: the run's model.path"
     )
+    add_trust_argument(parser)
 
 
 def run_export(arguments: argparse.Namespace) -> None:
     from rlpipe.learner.checkpoints import export_checkpoint
 
-    export_checkpoint(Path(arguments.checkpoint), Path(arguments.output), base=arguments.base)
+    export_checkpoint(
+        Path(arguments.checkpoint), Path(arguments.output), base=arguments.base, trusted=arguments.trust_remote_code
+    )
     print(f"written to {arguments.output}")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlpipe.commands.arguments import Commands, OneLineParser, add_command, at_least, span
+from rlpipe.commands.arguments import Commands, OneLineParser, add_command, add_trust_argument, at_least, span
 from rlpipe.errors import AccountsDiffer, DataError, InputError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--limit", type=at_least(int, 0), metavar="N", help=f"rows shown ({NUM_SHOWN}); 0: all")
     parser.add_argument("--follow", action="store_true", help="show new entries as well, until the run has ended")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add_trust_argument(parser)
 
 
 def run_audit(arguments: argparse.Namespace) -> None:
@@ -89,7 +90,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     run, as_json = Path(arguments.run), arguments.json
     if arguments.group is not None:
         refuse(arguments, "shows one group in full", "--group", [*GROUP_FILTERS, "step", "limit", "subjects", "follow"])
-        inspect_group(run, arguments.group, as_json=as_json)
+        inspect_group(run, arguments.group, as_json=as_json, trusted=arguments.trust_remote_code)
     elif arguments.follow:
         with suppress(KeyboardInterrupt):  # the usual way to end it
             follow(run, make_question(arguments), as_json=as_json)

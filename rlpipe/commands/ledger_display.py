@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,15 +192,18 @@ SUBJECTS: dict[type, Subject] = {GroupRow: "groups", StepRow: "steps", LedgerEve
 # One group ------------------------------------------------------------------------------------------------------------
 
 
-def inspect_group(run: Path, group_id: int, *, as_json: bool = False) -> None:
-    """Print all details of one group; raise ``DataError`` if it is not in the ledger."""
+def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: bool = False) -> None:
+    """Print all details of one group; raise ``DataError`` if it is not in the ledger.
+
+    A tokenizer's own code is executed only if the ledger's config is ``trusted`` and allows it.
+    """
     with reading(find_ledger(run)) as ledger:
         found = find_groups(ledger, GroupFilter(group_id=group_id))
         if not found:
             raise DataError(f"{ledger.path} has no group {group_id}; its groups are 0 to {ledger.next_group_id() - 1}")
         groups = list(ledger.load([group_id]))
         config = ledger.get("config")
-    texts, problem = _decode(groups, config)
+    texts, problem = _decode(groups, config, trusted)
     if as_json:
         rollouts = [_rollout_tree(*pair) for group in groups for pair in zip(group, texts, strict=True)]
         print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
@@ -208,7 +211,7 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False) -> None:
         print("\n".join(_describe(found[0], groups, texts, problem)))
 
 
-def _decode(groups: Sequence[RolloutGroup], config: Any) -> tuple[list[str | None], str | None]:
+def _decode(groups: Sequence[RolloutGroup], config: Any, trusted: bool) -> tuple[list[str | None], str | None]:
     """Return the text of each completion, or None for each and the reason if the tokenizer can't be loaded."""
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
     if not completions or config is None:
@@ -217,7 +220,8 @@ def _decode(groups: Sequence[RolloutGroup], config: Any) -> tuple[list[str | Non
 
     names = ("path", "tokenizer", "revision", "trust_remote_code")
     try:
-        tokenizer = load_tokenizer(ModelConfig(**{name: config["model"][name] for name in names}))
+        model = ModelConfig(**{name: config["model"][name] for name in names})
+        tokenizer = load_tokenizer(replace(model, trust_remote_code=model.trust_remote_code and trusted))
     except ModelError as error:
         return [None] * len(completions), str(error)
     return [*tokenizer.batch_decode(completions, skip_special_tokens=True)], None

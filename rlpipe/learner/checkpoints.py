@@ -160,14 +160,20 @@ def export_policy(policy: Policy, folder: Path) -> None:
     policy.sharding.barrier()
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None) -> None:
+def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None, trusted: bool = False) -> None:
     """Export the policy of a checkpoint, on the CPU; ``base`` replaces the run's ``model.path``.
 
-    Raises ``InputError`` if the checkpoint is incomplete or does not fit the base, or if ``folder`` exists.
+    Raises ``InputError`` if the checkpoint is damaged or does not fit the base, if ``folder`` exists, or if its config
+    wants a model's own code executed and is not ``trusted``.
     """
     if folder.exists():
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
-    model = model_of(read_extra(checkpoint).extra["model"])
+    model = model_of(read_extra(checkpoint, contents=True).extra["model"])
+    if model.trust_remote_code and not trusted:
+        raise ModelError(
+            f"the config in {checkpoint} has the model's own code executed (model.trust_remote_code); add "
+            "--trust-remote-code if you trust it"
+        )
     model = replace(model, path=base or model.path, attention="eager")  # every class has eager, and nothing is run
     if model.adapter.kind == "none" or rescales_weights(model):
         policy = load_policy(model, LearnerConfig(), torch.device("cpu"))

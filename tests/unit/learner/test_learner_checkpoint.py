@@ -1,3 +1,5 @@
+import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.cli import main
+from rlpipe.common.digests import DIGESTS, SEAL
 from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
@@ -26,6 +29,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, Weigh
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, RunError
 from rlpipe.learner.checkpoint_files import (
+    RECORD,
     latest,
     list_checkpoints,
     newest_of_run,
@@ -302,6 +306,66 @@ def test_what_cant_be_exported_is_named_with_the_fix(
     ):
         assert exit_code(["export", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+class Planted:
+    """Object whose unpickling creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
+
+
+def test_nothing_in_a_checkpoint_is_executed(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"model": to_tree(make_model_config(tiny))}
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra=extra)
+    record = json.loads((checkpoint / RECORD).read_text())
+    for planted in (Planted(tmp_path / "ran"), {"state_dict_metadata": Planted(tmp_path / "ran")}):
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(planted))
+        old = {name: value for name, value in record.items() if name not in (SEAL, DIGESTS)}  # as of earlier versions
+        old["files"][".metadata"] = (checkpoint / ".metadata").stat().st_size
+        (checkpoint / RECORD).write_text(json.dumps(old))
+        assert exit_code(["export", str(checkpoint), str(tmp_path / "policy")]) == 2
+        error = capsys.readouterr().err
+        assert "can't be read as a checkpoint (.metadata: " in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "ran").exists()
+        with pytest.raises(ConfigError, match="can't be read as a checkpoint"):
+            CheckpointStore(tmp_path, keep=1).load(checkpoint, make_learner(tiny))
+        assert not (tmp_path / "ran").exists()
+
+
+def test_a_changed_bit_is_noticed_and_an_earlier_checkpoint_is_taken(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, extra = CheckpointStore(tmp_path, keep=3), {"model": to_tree(make_model_config(tiny))}
+    learner = make_learner(tiny)
+    first, second = (store.save(train(learner, step, step + 1), step=step + 1, extra=extra) for step in range(2))
+    assert resolve_checkpoint("auto", tmp_path) == second
+    file = next(second.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+    assert resolve_checkpoint("auto", tmp_path) == first
+    with pytest.raises(ConfigError, match=rf"{file.name} has changed since it was written"):
+        resolve_checkpoint(str(second), tmp_path)
+    with pytest.raises(ConfigError, match=rf"{file.name} has changed since it was written"):
+        store.load(second, make_learner(tiny))
+    assert exit_code(["export", str(second), str(tmp_path / "policy")]) == 2
+    assert f"{file.name} has changed since it was written" in capsys.readouterr().err
+    assert exit_code(["export", str(first), str(tmp_path / "policy")]) == 0
+
+
+def test_a_models_own_code_is_executed_only_if_this_command_allows_it(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(make_model_config(tiny), trust_remote_code=True)
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(make_learner(tiny), step=1, extra={"model": to_tree(model)})
+    assert exit_code(["export", str(checkpoint), str(tmp_path / "policy")]) == 2
+    assert "add --trust-remote-code if you trust it" in capsys.readouterr().err
+    assert exit_code(["export", str(checkpoint), str(tmp_path / "policy"), "--trust-remote-code"]) == 0
 
 
 def test_an_exported_adapter_can_be_started_from(tiny: Path, tmp_path: Path) -> None:
