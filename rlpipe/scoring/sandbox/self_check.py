@@ -21,7 +21,16 @@ REWARD = RewardConfig(
 )
 NAME = "tests"
 ENDS = "\ndef answer():\n    return 42\n"
-MARK = "rlpipe_sandbox_check_daemon"
+MARK = f"rlpipe_sandbox_check_{os.getpid()}"
+READ_ENVIRONMENTS = """
+import glob
+def read(path):
+    try:
+        return open(path, errors="replace").read()
+    except OSError:  # denied, or the process has ended meanwhile
+        return ""
+assert any("of a bystander" in read(path) for path in glob.glob("/proc/*/environ"))
+"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -61,8 +70,7 @@ def list_attempts(file: Path, pid: int, port: int) -> list[Attempt]:
         ),
         Attempt(
             name="read the environment of another process",
-            program="import glob\nassert any('of a bystander' in open(path, errors='replace').read()\n"
-            "           for path in glob.glob('/proc/*/environ'))",
+            program=READ_ENVIRONMENTS,
         ),
         Attempt(
             name="end another process",
