@@ -56,7 +56,6 @@ class SandboxServer:
         # The server adopts the orphans of its children, and no other process may inspect it.
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
         call_prctl(PR_SET_DUMPABLE, 0)
-        usable_namespaces()  # tried once, for all calls
         self._functions: dict[str, Callable[..., Any]] = {}
         self._limits = {}
         for name, reward in rewards.items():
@@ -223,6 +222,7 @@ def try_confinement() -> str | None:
     """Confine a process for a try, and return why this machine can't, or None if it can."""
     if (reason := find_obstacle()) is not None:
         return reason
+    usable_namespaces()  # tried once, for this process and all that it forks
     read_end, write_end = os.pipe()
     with tempfile.TemporaryDirectory(prefix="rlpipe-sandbox-") as scratch:
         pid = os.fork()
