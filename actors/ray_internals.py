@@ -6,6 +6,7 @@ Those of Ray Train and Ray Serve are in ``actors/trainer.py`` and ``actors/serve
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,23 @@ def hide_lines(patterns: Sequence[str]) -> None:
 def hide_token_warning() -> None:
     """Hide the warning that Ray's own cluster needs a token; Ray then provides that token by itself."""
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Have a local cluster that is started within the block listen at loopback addresses alone.
+
+    On Linux Ray prepares each cluster for other hosts: its services and `/metrics` listen at all addresses. It has this
+    switch, which other platforms have on, and which the environment turns off again.
+    """
+    from ray._private import ray_constants
+
+    if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
+        yield
+        return
+    switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
+        yield
 
 
 @contextmanager

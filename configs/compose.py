@@ -27,9 +27,10 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
-from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options
+from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options, plain
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.secrets import keep_references
 from rlpipe.configs.value_checks import find_out_of_range
 from rlpipe.configs.yaml_file import MAX_DEPTH, read_yaml
 from rlpipe.errors import ConfigError, InputError
@@ -132,15 +133,21 @@ def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
     except OmegaConfBaseException as error:
         raise interpolation_error(error) from error
     assert isinstance(config, Config)
+    keep_references(config, OmegaConf.to_container(tree, resolve=False))
     validate(config, need_files=need_files)
     config.freeze()
     return config
 
 
 def show_tree(tree: DictConfig) -> str:
-    """Return the tree as YAML, with interpolations resolved; required options that are not set show as ``???``."""
+    """Return the tree as YAML, with interpolations resolved; required options that are not set show as ``???``.
+
+    Secrets from the environment show as their references.
+    """
+    written = OmegaConf.to_container(tree, resolve=False)
     try:
-        return OmegaConf.to_yaml(tree, resolve=True)
+        shown = plain(keep_references(OmegaConf.to_container(tree, resolve=True), written))
+        return OmegaConf.to_yaml(OmegaConf.create(shown))
     except OmegaConfBaseException as error:
         raise interpolation_error(error) from error
 

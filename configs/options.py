@@ -13,10 +13,12 @@ from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.option import MISSING
 from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import ConfigError
 
 SYNONYMS = {
     "learning_rate": "learner.optimizer.lr",
@@ -276,16 +278,41 @@ def to_tree(config: Config | ModelConfig) -> dict[str, Any]:
 
 
 def model_of(tree: Mapping[str, Any]) -> ModelConfig:
-    """Read a ``ModelConfig`` from a tree of ``to_tree``; options that are newer than the tree get their defaults."""
-    return cast(ModelConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), tree)))
+    """Read a ``ModelConfig`` from a tree of ``to_tree``; options that are newer than the tree get their defaults.
+
+    Raises ``ConfigError`` if a text in it was taken from an environment variable that is not set here.
+    """
+    try:
+        return cast(ModelConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), tree)))
+    except InterpolationResolutionError as error:
+        problem = str(error).strip().split("\n")[0]
+        raise ConfigError(f"model.{error.full_key}, as the run stored it: {problem}; set the variable") from error
+
+
+class FromEnvironment(str):
+    """A text that a config takes from the environment, and that is stored as its reference, ``${oc.env:NAME}``."""
+
+    reference: str
+
+    def __new__(cls, value: str, reference: str) -> FromEnvironment:
+        text = super().__new__(cls, value)
+        text.reference = reference
+        return text
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.reference
+
+    def __repr__(self) -> str:
+        return repr(self.reference)
 
 
 def plain(value: Any) -> Any:
+    """Return nested values as dictionaries, lists and plain values, with references for texts of the environment."""
     if isinstance(value, Mapping):
         return {key: plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [plain(child) for child in value]
-    return value
+    return value.reference if isinstance(value, FromEnvironment) else value
 
 
 def to_yaml(config: Config) -> str:

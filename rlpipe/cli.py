@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 from rlpipe.commands import config, data, export, generate, ledger, merge, plan, sandbox_check, simulate, train
 from rlpipe.commands.arguments import OneLineParser
+from rlpipe.common.formatting import printable
 from rlpipe.errors import Interrupted, RlpipeError
 
 LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
@@ -46,7 +47,7 @@ def _is_useful(record: logging.LogRecord) -> bool:
 def describe_error(error: RlpipeError) -> str:
     """Return the message in one line; if the error crossed Ray, its cause has the text without the remote traceback."""
     cause = getattr(error, "cause", None)
-    return " ".join(str(cause if isinstance(cause, RlpipeError) else error).split())
+    return printable(" ".join(str(cause if isinstance(cause, RlpipeError) else error).split()))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from rlpipe.commands.arguments import Commands, add_command, at_least
+from rlpipe.common.formatting import printable
 from rlpipe.errors import InputError
 
 DTYPE_HELP = "auto: bfloat16 where the device is faster in it, else float32"
@@ -61,4 +62,5 @@ def run_generate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     for sampled in sample_texts(prompts, request):
-        print(sampled.to_json() if arguments.json else sampled.to_text(), flush=True)
+        text = sampled.to_json() if arguments.json else sampled.to_text()
+        print(printable(text) if sys.stdout.isatty() else text, flush=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlpipe.common.formatting import printable
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.messages import content_text
 from rlpipe.errors import DataError, ModelError
@@ -36,7 +37,6 @@ from rlpipe.tracking.view import (
     Column,
     one_line,
     print_table,
-    printable,
     show_count,
     show_number,
     show_start,

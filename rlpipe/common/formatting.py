@@ -1,6 +1,28 @@
-"""Human-readable numbers with their units."""
+"""Numbers with their units, and texts of unknown origin, for people to read."""
 
 from __future__ import annotations
+
+import re
+import unicodedata
+
+JOINERS = "\u200c\u200d"
+"""Characters without a width that scripts and emoji need inside words."""
+URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+HIDDEN = "<hidden>"
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for what would control a terminal or reorder its line; keep newlines and tabs."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" or not _controls(char) else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def _controls(char: str) -> bool:
+    """Return whether a character is a control, format or unassigned one, or separates lines."""
+    category = unicodedata.category(char)
+    return (category[0] == "C" and char not in JOINERS) or category in ("Zl", "Zp")
 
 
 def gib(num_bytes: float) -> str:
@@ -23,3 +45,8 @@ def duration(seconds: float) -> str:
 def giga(rate: float) -> str:
     """Format a rate in billions, without its unit."""
     return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"
+
+
+def without_password(text: str) -> str:
+    """Return a text with the user and password of every URL in it hidden."""
+    return URL_PASSWORD.sub(HIDDEN, text)

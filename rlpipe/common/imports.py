@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlpipe.common.formatting import printable
 from rlpipe.errors import InputError, RlpipeError
 
 
@@ -44,9 +45,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's message, or an empty string if its class, which may be a user's, fails to format it."""
+    """Return an exception's message, safe to print; an empty string if its class, which may be a user's, has none."""
     try:
-        return str(error).strip()
+        return printable(str(error).strip())
     except Exception:  # noqa: BLE001 - the exception's class is user code too
         return ""
 

@@ -20,6 +20,7 @@ from ray.exceptions import RpcError
 from rlpipe.actors.ray_internals import Host, query_head
 from rlpipe.actors.remote import await_remote
 from rlpipe.actors.step_server import RunUpdates
+from rlpipe.common.formatting import printable
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import HeadLost, WaitTimeout
 from rlpipe.replay.step_queue import StepReport
@@ -127,7 +128,7 @@ def end_soon(error: HeadLost) -> None:
     """End this process with the error after ``LEAVE_S``; leaving a lost cluster would hang or hide the error."""
 
     def end() -> None:
-        print(f"rlpipe: error: {error}", file=sys.stderr, flush=True)
+        print(f"rlpipe: error: {printable(str(error))}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
 
     timer = threading.Timer(LEAVE_S, end)

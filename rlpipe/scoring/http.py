@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from rlpipe.common.formatting import without_password
 from rlpipe.scoring.validation import shortened
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -67,6 +68,7 @@ class JsonClient:
         404.
         """
         url = f"{self._url}{path}"
+        server = without_password(url).partition("?")[0]
         for attempt in range(self._retries + 1):
             pause_s: float | None = None
             try:
@@ -80,7 +82,7 @@ class JsonClient:
                     return read(_json_of(response, answer))
                 reason = f"it answered {response.status_code} ({_shown(answer)})"
                 if response.status_code not in RETRIED:
-                    raise RequestFailed(f"{url}: {reason}")
+                    raise RequestFailed(f"{server}: {reason}")
                 pause_s = _wanted_pause_s(response)
             except (httpx.TimeoutException, TimeoutError):
                 reason = f"no answer within {self._timeout_s:g} seconds"
@@ -90,7 +92,7 @@ class JsonClient:
                 reason = str(error)
             if attempt < self._retries:
                 await asyncio.sleep(_pause_s(attempt) if pause_s is None else pause_s)
-        raise RequestFailed(f"{url}: {reason}, at the last of {self._retries + 1} attempts")
+        raise RequestFailed(f"{server}: {reason}, at the last of {self._retries + 1} attempts")
 
 
 async def together(work: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlpipe.common.formatting import printable
 from rlpipe.scoring.rewards import Tokenizer, decode_completions
 from rlpipe.types import Rollout, RolloutGroup
 
@@ -123,7 +124,7 @@ class CompletionsLog:
         """Return the group's first rollout as a line that is safe to print, whatever the model wrote."""
         rollout, text = group.rollouts[0], decode_completions(self._tokenizer, group)[0]
         reward = "" if rollout.reward is None else f"  (reward {rollout.reward:.3g})"
-        return f"sample: {printable(_last_text(group.prompt.prompt))} -> {printable(text)}{reward}"
+        return f"sample: {show_beginning(_last_text(group.prompt.prompt))} -> {show_beginning(text)}{reward}"
 
 
 def _last_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
@@ -131,9 +132,9 @@ def _last_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
 
 
-def printable(text: str, longest: int = 80) -> str:
-    """Return the beginning of a text, with unprintable characters and line breaks as escapes."""
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:longest])
+def show_beginning(text: str, longest: int = 80) -> str:
+    """Return the beginning of a text as one line that is safe to print."""
+    shown = printable(text[:longest]).replace("\n", "\\n").replace("\t", "\\t")
     return shown[:longest] + ("…" if len(shown) > longest or len(text) > longest else "")
 
 

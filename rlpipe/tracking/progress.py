@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlpipe.common.atomic_io import write_whole
+from rlpipe.common.formatting import printable
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.jsonl import read_rows
 from rlpipe.tracking.phases import PHASES
@@ -102,7 +103,7 @@ class PlainProgress:
         return "  ".join([*parts, f"ETA {format_duration(view.eta_s)}"])
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
@@ -124,7 +125,7 @@ class LiveProgress:
         self._view.update(step, metrics)
 
     def message(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlpipe.common.formatting import printable
+
 PACE_STEPS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 24
@@ -201,8 +203,3 @@ def show_start(text: str) -> str:
     """Return as much of a text as a cell holds, in one line."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= LONGEST_CELL else f"{line[: LONGEST_CELL - 1]}…"
-
-
-def printable(text: str) -> str:
-    """Return a text with escapes for what would move a terminal's cursor or change its colours; keep newlines."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -85,3 +85,12 @@ def test_a_drip_does_not_outlive_the_timeout() -> None:
 
     with pytest.raises(RequestFailed, match=r"no answer within 0\.5 seconds"):
         asyncio.run(run())
+
+
+def test_a_failure_does_not_show_the_secrets_of_the_address() -> None:
+    client = JsonClient("http://me:pa55@127.0.0.1:9/v1?key=s3cret", timeout_s=5, retries=0, concurrency=1)
+    with pytest.raises(RequestFailed) as failed:
+        asyncio.run(client.post("/x", {}, lambda answer: answer))
+    assert "127.0.0.1:9/v1" in str(failed.value)
+    assert "pa55" not in str(failed.value)
+    assert "s3cret" not in str(failed.value)

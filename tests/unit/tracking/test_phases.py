@@ -5,7 +5,7 @@ import io
 import pytest
 
 from rlpipe.configs.schema.root_config import TrackingConfig
-from rlpipe.tracking.jsonl import printable
+from rlpipe.tracking.jsonl import show_beginning
 from rlpipe.tracking.phases import Phases
 
 
@@ -127,4 +127,4 @@ def test_a_run_that_trained_nothing_has_no_start_in_its_summary(clock: Clock) ->
     ],
 )
 def test_what_a_model_wrote_can_not_steer_the_terminal(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert show_beginning(text) == shown
