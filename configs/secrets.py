@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, get_origin
 
-from rlpipe.common.formatting import HIDDEN, without_password
 from rlpipe.configs.options import FromEnvironment, options
 
 VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
@@ -61,16 +60,3 @@ def _with_references(value: str, name: str, values: Mapping[str, str]) -> str:
 def _free_form() -> tuple[str, ...]:
     """Return the patterns of the names inside options that are dictionaries or lists."""
     return tuple(f"{option.pattern}.*" for option in options() if get_origin(option.hint) in (dict, list))
-
-
-def without_secrets(tree: Any, name: str = "") -> Any:
-    """Return a tree of ``to_tree`` for other machines: without passwords of URLs, and texts with names of secrets."""
-    if isinstance(tree, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [without_secrets(value, name) for value in tree]
-    if not isinstance(tree, str):
-        return tree
-    if SECRET_NAME.search(name) and tree and not tree.startswith("${"):
-        return HIDDEN
-    return without_password(tree)

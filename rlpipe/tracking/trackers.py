@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlpipe.configs.schema.root_config import TrackingConfig
-from rlpipe.configs.secrets import without_secrets
 from rlpipe.tracking.jsonl import JsonlTracker
 
 logger = logging.getLogger(__name__)
@@ -79,11 +78,7 @@ def open_trackers(
         from rlpipe.tracking.wandb import WandbTracker
 
         return WandbTracker(
-            output,
-            project=config.wandb_project,
-            mode=config.wandb_mode,
-            run_name=run_name,
-            config=without_secrets(resolved_config),
+            output, project=config.wandb_project, mode=config.wandb_mode, run_name=run_name, config=resolved_config
         )
 
     def open_ray_metrics() -> Tracker:

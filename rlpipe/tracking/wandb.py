@@ -9,6 +9,9 @@ from uuid import uuid4
 
 import wandb
 
+from rlpipe.common.formatting import HIDDEN, without_password
+from rlpipe.configs.secrets import SECRET_NAME
+
 RUN_ID_FILE = "wandb_run_id.txt"
 
 
@@ -27,7 +30,7 @@ class WandbTracker:
             resume="allow",
             mode=cast(Literal["online", "offline"], mode),
             dir=str(output),
-            config=dict(config),
+            config=without_secrets(config),
             settings=wandb.Settings(console="off", silent=True),
         )
         # W&B's own step only increases; it would discard steps that a resumed run logs again.
@@ -44,3 +47,16 @@ def _run_id(path: Path) -> str:
     if not path.exists():
         path.write_text(uuid4().hex[:8])
     return path.read_text().strip()
+
+
+def without_secrets(tree: Any, name: str = "") -> Any:
+    """Return a tree of ``to_tree`` for other machines: without passwords of URLs, and texts with names of secrets."""
+    if isinstance(tree, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [without_secrets(value, name) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    if SECRET_NAME.search(name) and tree and not tree.startswith("${"):
+        return HIDDEN
+    return without_password(tree)
