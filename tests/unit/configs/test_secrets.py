@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,7 +16,7 @@ from rlpipe.configs.compose import load_config
 from rlpipe.configs.options import FromEnvironment, changed_options, model_of, to_tree, to_yaml
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
-from rlpipe.tracking.wandb import without_secrets
+from rlpipe.tracking.wandb import WandbTracker, without_secrets
 
 SECRET = "sk-3f9a77"
 REFERENCE = "${oc.env:JUDGE_KEY}"
@@ -126,3 +128,10 @@ def test_trackers_on_other_machines_get_no_literal_secrets(tmp_path: Path) -> No
 )
 def test_passwords_of_urls_are_hidden(text: str, shown: str) -> None:
     assert without_password(text) == shown
+
+
+def test_wandb_gets_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("wandb.init", lambda **options: given.update(options) or MagicMock())
+    WandbTracker(tmp_path, project="p", mode="offline", run_name="r", config={"kwargs": {"api_key": SECRET}})
+    assert given["config"] == {"kwargs": {"api_key": HIDDEN}}
