@@ -1,12 +1,15 @@
-"""The ``Tracker`` protocol, and the tracker that passes the same metrics to several others."""
+"""The ``Tracker`` protocol, several trackers as one, and trackers on threads of their own."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
+from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking.jsonl import JsonlTracker
 
@@ -21,36 +24,75 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+CLOSE_TIMEOUT_S = 60.0
+"""Seconds that the end of a run waits for one tracker, which may upload what it has."""
+
+
 class Trackers:
-    """Tracker that feeds several others; one that raises is tried again at each step, and the run goes on.
+    """Tracker that feeds several others, in their order."""
 
-    The first of its failures in a row is a warning; when it works again, another says how many steps it lacks.
-    """
-
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self._trackers = dict(trackers)
-        self._num_lost: dict[str, int] = {}
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, tracker in self._trackers.items():
-            if not self._try(name, lambda tracker=tracker: tracker.log(step, metrics)):  # type: ignore[misc]
-                self._num_lost[name] = self._num_lost.get(name, 0) + 1
-            elif num_lost := self._num_lost.pop(name, 0):
-                logger.warning("%s tracking works again; it lacks %d steps", name, num_lost)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
     def close(self) -> None:
-        for name, tracker in self._trackers.items():
-            self._try(name, tracker.close)
-        self._trackers.clear()
+        while self._trackers:
+            self._trackers.pop(0).close()
 
-    def _try(self, name: str, action: Callable[[], None]) -> bool:
+
+class BackgroundTracker:
+    """Tracker that is opened and fed on a thread of its own, so that one that waits or fails delays no step.
+
+    One that can't be opened is off, with a warning. One that raises is tried again at each step: the first failure in
+    a row is a warning, and when it works again, another says how many steps it lacks.
+    """
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        self._name, self._open = name, open_tracker
+        self._waiting: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
+        self._num_lost = 0
+        self._thread = threading.Thread(target=self._run, name=f"{name} tracking", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._thread.is_alive():
+            self._waiting.put((step, metrics))
+
+    def close(self) -> None:
+        """Wait until all steps are tracked, but not longer than ``CLOSE_TIMEOUT_S``."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s tracking has not ended within %g s, and may lack steps; metrics.jsonl has all",
+                self._name,
+                CLOSE_TIMEOUT_S,
+            )
+
+    def _run(self) -> None:
+        try:
+            tracker = self._open()
+        except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
+            logger.warning("%s tracking is off: %s", self._name, describe_error(error))
+            return
+        while (entry := self._waiting.get()) is not None:
+            self._try(lambda entry=entry: tracker.log(*entry))  # type: ignore[misc]
+        self._try(tracker.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
-            if name not in self._num_lost:
-                logger.warning("%s tracking fails, the run continues: %s: %s", name, type(error).__name__, error)
-            return False
-        return True
+            if not self._num_lost:
+                logger.warning("%s tracking fails, the run continues: %s", self._name, describe_error(error))
+            self._num_lost += 1
+        else:
+            if self._num_lost:
+                logger.warning("%s tracking works again; it lacks %d steps", self._name, self._num_lost)
+            self._num_lost = 0
 
 
 def open_trackers(
@@ -65,9 +107,9 @@ def open_trackers(
 
     ``first_step`` is the first step that this process will log, 0 in a new run: what an interrupted run has logged
     of it and of later steps is dropped, so that no step appears twice. A tracker other than JSONL that can't be
-    opened is left out with a warning.
+    opened, or that fails, costs a warning.
     """
-    trackers: dict[str, Tracker] = {"JSONL": JsonlTracker(output / "metrics.jsonl", first_step)}
+    jsonl = JsonlTracker(output / "metrics.jsonl", first_step)
 
     def open_tensorboard() -> Tracker:
         from rlpipe.tracking.tensorboard import TensorBoardTracker
@@ -91,11 +133,5 @@ def open_trackers(
         "W&B": (config.wandb, open_wandb),
         "Ray metrics": (config.ray_metrics, open_ray_metrics),
     }
-    for name, (wanted, opener) in optional.items():
-        if not wanted:
-            continue
-        try:
-            trackers[name] = opener()
-        except Exception as error:  # noqa: BLE001 - a tracker must not end the run it tracks
-            logger.warning("%s tracking is off: %s: %s", name, type(error).__name__, error)
-    return Trackers(trackers)
+    wanted = [BackgroundTracker(name, opener) for name, (is_on, opener) in optional.items() if is_on]
+    return Trackers([jsonl, *wanted])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.ray_metrics import RayMetricsTracker, prometheus_name
 from rlpipe.tracking.tensorboard import TensorBoardTracker
-from rlpipe.tracking.trackers import Trackers
+from rlpipe.tracking.trackers import BackgroundTracker, Trackers
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 FILES_ONLY = TrackingConfig(ray_metrics=False, wandb=False)
@@ -108,13 +110,22 @@ def test_full_disk_warns_each_time_and_leaves_whole_lines(tmp_path: Path, caplog
 # The other trackers
 
 
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class FakeTracker:
-    def __init__(self, broken: bool = False) -> None:
-        self.broken, self.closed = broken, False
+    def __init__(self, broken: bool = False, gate: threading.Event | None = None) -> None:
+        self.broken, self.closed, self.gate = broken, False, gate
         self.steps: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append(step)
+        if self.gate is not None:
+            self.gate.wait()
         if self.broken:
             raise ConnectionError("no network")
 
@@ -124,9 +135,10 @@ class FakeTracker:
 
 def test_failing_tracker_is_tried_again_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = FakeTracker(), FakeTracker(broken=True)
-    trackers = Trackers({"bad": bad, "good": good})
+    trackers = Trackers([BackgroundTracker("bad", lambda: bad), BackgroundTracker("good", lambda: good)])
     trackers.log(1, {})
     trackers.log(2, {})
+    wait_until(lambda: bad.steps == [1, 2])
     bad.broken = False
     trackers.log(3, {})
     trackers.close()
@@ -136,6 +148,27 @@ def test_failing_tracker_is_tried_again_with_one_warning(caplog: pytest.LogCaptu
         "bad tracking fails, the run continues: ConnectionError: no network",
         "bad tracking works again; it lacks 2 steps",
     ]
+
+
+def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlpipe.tracking.trackers.CLOSE_TIMEOUT_S", 0.2)
+    released = threading.Event()
+    hanging = FakeTracker(gate=released)
+    good = FakeTracker()
+    trackers = Trackers([BackgroundTracker("hanging", lambda: hanging), BackgroundTracker("good", lambda: good)])
+    for step in range(1, 4):
+        trackers.log(step, {})
+    trackers.close()
+    assert (good.steps, good.closed) == ([1, 2, 3], True)
+    assert hanging.steps == [1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "hanging tracking has not ended within 0.2 s, and may lack steps; metrics.jsonl has all"
+    ]
+    released.set()
+    wait_until(lambda: hanging.closed)
+    assert hanging.steps == [1, 2, 3]
 
 
 def test_tracker_that_cannot_be_opened_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +184,9 @@ def test_tensorboard_has_the_same_names_and_steps(tmp_path: Path) -> None:
     tracker = open_trackers(FILES_ONLY, output=tmp_path, run_name="run", first_step=0, resolved_config={})
     tracker.log(1, {"reward": 0.5, "completions/mean_length": 6.0})
     tracker.log(2, {"reward": 0.75, "completions/mean_length": 7.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # while the run is still going on
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    # While the run is still going on.
+    wait_until(lambda: events.Reload().Tags()["scalars"] != [] and len(events.Scalars("reward")) == 2)
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [event.value for event in events.Scalars("completions/mean_length")] == [6.0, 7.0]
     tracker.close()
