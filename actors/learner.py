@@ -378,25 +378,27 @@ class LearnerLoop:
     def _next_batch(self, step: int) -> tuple[TrainBatch | None, float]:
         """Return the rank's share of the step, or None if the run stops, and the seconds spent waiting for it."""
         started = time.perf_counter()
-        limit = self._setup.start_timeout_s + self._setup.step_timeout_s
         call: Any = self._setup.batches.next_batch.remote(step, self._rank)
-        while not self._waiter.wait(call, min(POLL_S, limit)):
-            if time.perf_counter() - started >= limit:
-                raise WaitTimeout(
-                    f"learner rank {self._rank} has waited {limit:g} seconds (cluster.start_timeout_s and "
-                    f"cluster.step_timeout_s) for the batch of step {step}; the replay actor's state: "
-                    f"{self._describe_batches()}"
-                )
-            self._publisher.publish_again()
+        self._await(call, f"the batch of step {step}")
         batch: TrainBatch | None = ray.get(call)
         return batch, time.perf_counter() - started
 
     def _score_the_rest(self) -> None:
         """Score the groups of evaluations that are still under way, until no more will come."""
         if self._features is not None:
-            call: Any = self._setup.batches.features_ended.remote()
-            while not self._features.wait(call, POLL_S):
-                self._publisher.publish_again()
+            self._await(self._setup.batches.features_ended.remote(), "the end of the evaluations")
+
+    def _await(self, call: Any, what: str) -> None:
+        """Wait for a call's answer, and meanwhile publish and score what is due; raise ``WaitTimeout``."""
+        started = time.perf_counter()
+        limit = self._setup.start_timeout_s + self._setup.step_timeout_s
+        while not self._waiter.wait(call, min(POLL_S, limit)):
+            if time.perf_counter() - started >= limit:
+                raise WaitTimeout(
+                    f"learner rank {self._rank} has waited {limit:g} seconds (cluster.start_timeout_s and "
+                    f"cluster.step_timeout_s) for {what}; the replay actor's state: {self._describe_batches()}"
+                )
+            self._publisher.publish_again()
 
     def _describe_batches(self) -> str:
         limit = self._setup.call_timeout_s

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.exceptions import RayServeException
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 0.5
 """Seconds before a hung replica exits, so that its last answer gets out."""
 LEASE_POLL_S = 5.0
+LEASE_TIMEOUT_S = 60.0
 MAX_STARTS = 3
 """Number of times that replicas may fail to start before the application is given up."""
 
@@ -108,7 +109,9 @@ class ServedScorer:
         while True:
             time.sleep(LEASE_POLL_S)
             try:
-                ray.get(self._setup.lease.ping.remote())
+                ray.get(self._setup.lease.ping.remote(), timeout=LEASE_TIMEOUT_S)
+            except GetTimeoutError:
+                continue  # slow, or silent until Ray takes its node for dead
             except RayActorError:
                 logger.warning("%s is removed, because its run has ended", self._setup.app)
                 serve.delete(self._setup.app, _blocking=False)

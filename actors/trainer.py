@@ -40,6 +40,7 @@ ENVIRONMENT = {
     TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S: "5",  # 30 by default; the time until a hung rank is killed
 }
 """Environment variables of Ray Train's controller, unless the driver's environment sets them."""
+RESULT_TIMEOUT_S = 120.0
 
 
 class ReportDeaths(UserCallback):
@@ -82,8 +83,8 @@ class LearnerTrainer(TorchTrainer):
         options: Any = ray.remote(num_cpus=0, label_selector=own_node(), runtime_env=environment)
         controller = options(TrainController).remote(**arguments)
         self._started(controller)
-        ray.get(controller.run.remote())
-        result: Result = ray.get(controller.get_result.remote())
+        ray.get(controller.run.remote())  # as long as the run; Ray ends it if the controller dies
+        result: Result = ray.get(controller.get_result.remote(), timeout=RESULT_TIMEOUT_S)
         return result
 
     def _create_default_callbacks(self) -> list[RayTrainCallback]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from unittest.mock import patch
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.preload.client import DEFAULT_STAGE, FOLDER, STAGE
 from rlpipe.rollout.engine import resolve_engine
+
+END_TIMEOUT_S = 10.0
+"""Seconds for an import that is under way when the run ends."""
 
 
 class Preloading:
@@ -42,9 +46,14 @@ class Preloading:
             yield
 
     def end(self) -> None:
+        """End the processes; kill those that have not ended within ``END_TIMEOUT_S``."""
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait()
+        try:
+            self._server.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()  # nothing outlives SIGKILL
         self._folder.cleanup()
 
 

@@ -8,7 +8,8 @@ import pickle
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +27,8 @@ FROZEN_AFTER_S = 10.0
 
 It is below ``OVERHEAD_S``, so that the server is replaced before the caller stops waiting.
 """
+START_TIMEOUT_S = 300.0
+"""Seconds for the server to import the functions' modules."""
 MADE_INSIDE = frozenset({"log_metric", "log_extra"})
 """Arguments that are created in the call's own process."""
 MAX_REASON_CHARS = 400
@@ -73,20 +76,15 @@ class Sandbox:
         job = pickle.dumps((num_values, sent), protocol=pickle.HIGHEST_PROTOCOL)
         limit_s = self._rewards[name].timeout_s
         limit_s = (limit_s if timeout_s is None else min(limit_s, timeout_s)) + FROZEN_AFTER_S
-        # Its death ends a blocked read or write of the connection, which have no limits of their own.
-        alarm = threading.Timer(limit_s, self._server.kill)
-        alarm.daemon = True
-        alarm.start()
         try:
-            self._connection.send_bytes(json.dumps([name, timeout_s]).encode())
-            self._connection.send_bytes(job)
-            reason = json.loads(self._connection.recv_bytes())
-            answer = self._connection.recv_bytes()
+            with self._killed_after(limit_s):
+                self._connection.send_bytes(json.dumps([name, timeout_s]).encode())
+                self._connection.send_bytes(job)
+                reason = json.loads(self._connection.recv_bytes())
+                answer = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
             self.close()
             raise SandboxFailed("the server of its sandbox died; another takes its place") from None
-        finally:
-            alarm.cancel()
         if reason is not None:
             raise SandboxFailed(reason, is_crash=True)
         return read_answer(answer)
@@ -100,6 +98,17 @@ class Sandbox:
             self._server.kill()
             self._server.wait()  # nothing outlives SIGKILL
 
+    @contextmanager
+    def _killed_after(self, limit_s: float) -> Iterator[None]:
+        """Kill the server if the block takes longer: reads and writes of the connection have no limits of their own."""
+        alarm = threading.Timer(limit_s, self._server.kill)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            yield
+        finally:
+            alarm.cancel()
+
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -111,10 +120,14 @@ class Sandbox:
             )
         self._connection = Connection(ours.detach())
         try:
-            self._connection.send_bytes(pickle.dumps(self._rewards))
-            found = json.loads(self._connection.recv_bytes())
+            with self._killed_after(START_TIMEOUT_S):
+                self._connection.send_bytes(pickle.dumps(self._rewards))
+                found = json.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
-            found = {"wrong": "the server of the sandbox died at its start; its output says why"}
+            found = {
+                "wrong": "the server of the sandbox died at its start, or did not import the functions within "
+                f"{START_TIMEOUT_S:g} seconds; its output says why"
+            }
         names = ", ".join(self._rewards)
         if "obstacle" in found:
             self.close()

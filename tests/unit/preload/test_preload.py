@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from rlpipe.configs.compose import load_config
 from rlpipe.preload import client, server
-from rlpipe.preload.preloading import stages_of, starts_cluster
+from rlpipe.preload.preloading import Preloading, stages_of, starts_cluster
 
 PLAIN = ["--language=PYTHON", "default_worker.py", "--node-id=1"]
 
@@ -130,3 +131,11 @@ def test_a_run_that_joins_a_cluster_preloads_nothing(monkeypatch: pytest.MonkeyP
     assert not starts_cluster(load_config(options, need_files=False))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     assert not starts_cluster(load_config(options[:1], need_files=False))
+
+
+def test_processes_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.preload.preloading.END_TIMEOUT_S", 0.2)
+    preloading = Preloading([])
+    os.kill(preloading._server.pid, signal.SIGSTOP)
+    preloading.end()
+    assert preloading._server.poll() == -signal.SIGKILL

@@ -16,7 +16,7 @@ import isolation_cases
 import pytest
 
 from rlpipe.configs.schema.rollout_config import RewardConfig
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import descendants, list_processes, marked
 from rlpipe.scoring.sandbox.confinement import landlock_version
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
@@ -302,3 +302,10 @@ def test_closing_ends_a_frozen_server(impatient: Sandbox) -> None:
     os.kill(impatient._server.pid, signal.SIGSTOP)
     impatient.close()
     assert impatient._server.poll() == -signal.SIGKILL
+
+
+def test_a_function_whose_import_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rlpipe.scoring.sandbox.sandbox.START_TIMEOUT_S", 3.0)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(RewardImportError, match=r"isolation=sandbox of slow: .*import the functions within 3 seconds"):
+        Sandbox({"slow": RewardConfig(path=f"{tmp_path / 'slow.py'}:f", isolation="sandbox")})
