@@ -220,7 +220,7 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
         return value
     inside = (option.name for option in options() if fnmatchcase(name, option.pattern.rpartition(".")[0]))
     example = next(inside, f"{name}.<name>")
-    message = f"{name}: must be a section with options such as {example}, not {value!r}"
+    message = f"{name}: must be a section with options such as {example}, not {value!r:.200}"
     if name in list_groups():
         message += f"; to choose a file of the group, write `defaults: [{name}: {value}]`"
     raise layer.error(message)
@@ -313,14 +313,14 @@ def read_file(path: Path) -> tuple[Mapping[str, Any], list[tuple[str, str]]]:
     content = read_yaml(path)
     defaults = content.pop("defaults", None) or []
     if not isinstance(defaults, list):
-        raise ConfigError(f"{path}: defaults must be a list such as [experiment: quickstart], not {defaults!r}")
+        raise ConfigError(f"{path}: defaults must be a list such as [experiment: quickstart], not {defaults!r:.200}")
     choices = [read_choice(path, entry) for entry in defaults if entry != "_self_"]
     return content, choices
 
 
 def read_choice(path: Path, entry: Any) -> tuple[str, str]:
     if not isinstance(entry, dict) or len(entry) != 1:
-        raise ConfigError(f"{path}: an entry of defaults must be `group: choice`, not {entry!r}")
+        raise ConfigError(f"{path}: an entry of defaults must be `group: choice`, not {entry!r:.200}")
     key, choice = next(iter(entry.items()))
     group = str(key).removeprefix("override ").strip().removeprefix("/")
     try:

@@ -81,7 +81,7 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
     names = modules if isinstance(modules, list | tuple) else [modules]
     if not names or not all(isinstance(name, str) and name for name in names):
         yield (
-            f"model.adapter.target_modules: {modules!r} is not a name or list of names; set all-linear or "
+            f"model.adapter.target_modules: {modules!r:.200} is not a name or list of names; set all-linear or "
             "[q_proj,v_proj]"
         )
     if model.dtype == "float16" and not on_gpu:
@@ -94,7 +94,7 @@ def check_model(model: ModelConfig, *, on_gpu: bool) -> Iterator[str]:
             "model.attention=sdpa"
         )
     if model.prepare is not None and ":" not in model.prepare:
-        yield f"model.prepare: {model.prepare!r} is not of the form module:function"
+        yield f"model.prepare: {model.prepare!r:.200} is not of the form module:function"
 
 
 def check_processor(model: ModelConfig) -> Iterator[str]:
@@ -128,7 +128,7 @@ def check_source(data: DataConfig, at: str = "data") -> Iterator[str]:
     if data.streaming and data.source == "reasoning_gym":
         yield f"{at}.streaming: {source} generates its rows; set {at}.streaming=false"
     if data.transform is not None and ":" not in data.transform:
-        yield f"{at}.transform: {data.transform!r} is not of the form module:function"
+        yield f"{at}.transform: {data.transform!r:.200} is not of the form module:function"
     if data.transform is None and data.transform_args and data.source != "mix":
         yield f"{at}.transform_args: there is no transform to receive them; set {at}.transform=module:function"
 
@@ -348,7 +348,7 @@ def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:
     for name, reward in scoring.rewards.items():
         if ":" not in reward.path:
             yield (
-                f"scoring.rewards.{name}.path: {reward.path!r} names no function; write package.module:function or "
+                f"scoring.rewards.{name}.path: {reward.path!r:.200} names no function; write package.module:function or "
                 "file.py:function"
             )
         if reward.isolation == "sandbox" and reward.num_gpus > 0:

@@ -90,7 +90,7 @@ def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
         if first != index:
             role = markers[first].role
             raise ConfigError(
-                f"{ROLE_OPTION}[{index}].start: {marker.start!r} starts turns of {role} already, in [{first}]"
+                f"{ROLE_OPTION}[{index}].start: {marker.start!r:.200} starts turns of {role} already, in [{first}]"
             )
     return markers
 
@@ -98,12 +98,12 @@ def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
 def _read_markers(entry: Any, name: str) -> RoleMarkers:
     keys = {field.name: field for field in fields(RoleMarkers)}
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{name}: {entry!r} is not a mapping with the keys {', '.join(keys)}")
+        raise ConfigError(f"{name}: {entry!r:.200} is not a mapping with the keys {', '.join(keys)}")
     for key in entry:
         if key not in keys:
             nearest = get_close_matches(str(key), keys, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(keys)}"
-            raise ConfigError(f"{name}: no such key {key!r}; {hint}")
+            raise ConfigError(f"{name}: no such key {key!r:.200}; {hint}")
     for key, field in keys.items():
         if key not in entry:
             if field.default is MISSING:
@@ -111,9 +111,9 @@ def _read_markers(entry: Any, name: str) -> RoleMarkers:
             continue
         value, is_flag = entry[key], field.default is False or field.default is True
         if is_flag and not isinstance(value, bool):
-            raise ConfigError(f"{name}.{key}: {value!r} is not true or false")
+            raise ConfigError(f"{name}.{key}: {value!r:.200} is not true or false")
         if not is_flag and not (isinstance(value, str) and value) and (key, value) != ("end", None):
-            raise ConfigError(f"{name}.{key}: {value!r} is not a text of at least one character")
+            raise ConfigError(f"{name}.{key}: {value!r:.200} is not a text of at least one character")
     return RoleMarkers(**{str(key): value for key, value in entry.items()})
 
 
@@ -152,7 +152,7 @@ def mixed_sources(data: DataConfig) -> list[MixedSource]:
 def _read(name: str, entry: Any, data: DataConfig) -> MixedSource:
     option = f"{OPTION}.{name}"
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{option}: {entry!r} is not a dictionary of options; write {EXAMPLE}")
+        raise ConfigError(f"{option}: {entry!r:.200} is not a dictionary of options; write {EXAMPLE}")
     own = {str(key): value for key, value in entry.items() if key != "weight"}
     for key in own:
         _check_key(option, key)
@@ -177,7 +177,7 @@ def _check_key(option: str, key: str) -> None:
     if key not in known:
         nearest = get_close_matches(key, known, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "a source has a weight, and the options of data"
-        raise ConfigError(f"{option}: no such key {key!r}; {hint}")
+        raise ConfigError(f"{option}: no such key {key!r:.200}; {hint}")
 
 
 def _typed(option: str, key: str, value: Any) -> Any:

@@ -105,7 +105,7 @@ def check_learner(learner: LearnerConfig) -> Iterator[str]:
     names = wrap if isinstance(wrap, list | tuple) else [wrap]
     if not names or not all(isinstance(name, str) and name for name in names):
         yield (
-            f"learner.fsdp.wrap: {wrap!r} is not a name or list of names; set blocks, size, none or [Qwen3DecoderLayer]"
+            f"learner.fsdp.wrap: {wrap!r:.200} is not a name or list of names; set blocks, size, none or [Qwen3DecoderLayer]"
         )
     if wrap != "size" and learner.fsdp.min_num_params != FsdpConfig().min_num_params:
         yield "learner.fsdp.min_num_params: only counts with learner.fsdp.wrap=size; set that, or leave it out"
@@ -227,7 +227,7 @@ def _check_masks(data: DataConfig, trains_rows: bool) -> Iterator[str]:
         if role not in known:
             nearest = get_close_matches(role, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(dict.fromkeys(known))}"
-            yield f"data.roles_to_train: no turns of {role!r} can be recognised{by}; {hint}"
+            yield f"data.roles_to_train: no turns of {role!r:.200} can be recognised{by}; {hint}"
     if not data.roles_to_train and data.train_on_eos != "all" and data.chat:
         yield "data.roles_to_train: empty, so that no token of a conversation is trained; name roles, as in [assistant]"
 
