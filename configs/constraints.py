@@ -348,8 +348,8 @@ def check_rewards(scoring: ScoringConfig, *, others: bool) -> Iterator[str]:
     for name, reward in scoring.rewards.items():
         if ":" not in reward.path:
             yield (
-                f"scoring.rewards.{name}.path: {reward.path!r:.200} names no function; write package.module:function or "
-                "file.py:function"
+                f"scoring.rewards.{name}.path: {reward.path!r:.200} names no function; write "
+                "package.module:function or file.py:function"
             )
         if reward.isolation == "sandbox" and reward.num_gpus > 0:
             yield (

@@ -105,7 +105,8 @@ def check_learner(learner: LearnerConfig) -> Iterator[str]:
     names = wrap if isinstance(wrap, list | tuple) else [wrap]
     if not names or not all(isinstance(name, str) and name for name in names):
         yield (
-            f"learner.fsdp.wrap: {wrap!r:.200} is not a name or list of names; set blocks, size, none or [Qwen3DecoderLayer]"
+            f"learner.fsdp.wrap: {wrap!r:.200} is not a name or list of names; set blocks, size, none or "
+            "[Qwen3DecoderLayer]"
         )
     if wrap != "size" and learner.fsdp.min_num_params != FsdpConfig().min_num_params:
         yield "learner.fsdp.min_num_params: only counts with learner.fsdp.wrap=size; set that, or leave it out"

@@ -33,9 +33,9 @@ VALUES = [
 ]  # fmt: skip
 """Values that are wrong nearly everywhere."""
 TEXTS = [
-    "\t", "- ", ": ", "{", "}", "[", "]", "&a ", "*a ", "!!python/object:os.system ", "!!binary ", "!!set {a}", "!!omap",
+    "\t", "- ", ": ", "{", "}", "[", "]", "&a ", "*a ", "!!python/object:os.system ", "!!set {a}", "!!omap",
     "|\n", "> ", "'", '"', "#", "%", "@", "`", "? ", "<<: *a\n", "---\n", "...\n", "\r", "\x00", "\x1b[2J", "\ufeff",
-    "\x85", "\u2028", "0x", "1:30", "defaults: [", "defaults:\n- experiment: x\n",
+    "\x85", "\u2028", "!!binary ", "0x", "1:30", "defaults: [", "defaults:\n- experiment: x\n",
 ]  # fmt: skip
 """Pieces of YAML, and characters that it treats in a special way."""
 
