@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from importlib.metadata import version
 from rlpipe.commands import config, data, export, generate, ledger, merge, plan, sandbox_check, simulate, train
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
-from rlpipe.errors import Interrupted, RlpipeError
+from rlpipe.errors import Interrupted, RlpipeError, RunError
 
 LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
 """Loggers of libraries whose messages about missing optional components are hidden."""
@@ -20,11 +21,12 @@ LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    _open_standard_files()
     for name in LIBRARIES:
         logging.getLogger(name).addFilter(_is_useful)
-    command: Callable[[argparse.Namespace], None] = arguments.command
     try:
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        command: Callable[[argparse.Namespace], None] = arguments.command
         command(arguments)
         if sys.stdout is not None:  # closed by the caller, as in `rlpipe config >&-`
             sys.stdout.flush()
@@ -34,9 +36,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlpipe: interrupted", file=sys.stderr)
         return Interrupted.exit_code
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; the flush at exit must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _drop_output()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(f"rlpipe: error: {error}", file=sys.stderr)
+        return RunError.exit_code
     return 0
+
+
+def _open_standard_files() -> None:
+    """Open ``/dev/null`` as every standard file that is closed, or the next opened file would become one of them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _drop_output() -> None:
+    """Send what is left of the output to ``/dev/null``, so that the flush at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_useful(record: logging.LogRecord) -> bool:

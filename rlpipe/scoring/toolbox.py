@@ -57,6 +57,12 @@ def _answers(completions: Sequence[Completion], answer_tag: str | None) -> list[
     return [text.strip() if answer_tag is None else extract_tag(text, answer_tag) for text in texts]
 
 
+def _given(answer: Sequence[Any]) -> Sequence[Any]:
+    if any(gold is None for gold in answer):
+        raise ValueError("the row's answer is null")
+    return answer
+
+
 def exact_match(
     completions: Sequence[Completion],
     answer: Sequence[Any],
@@ -64,14 +70,19 @@ def exact_match(
     answer_tag: str | None = None,
     ignore_case: bool = False,
 ) -> list[float]:
-    """Return 1 where the completion, or the content of its last ``answer_tag``, equals the answer, both stripped."""
+    """Return 1 where the completion, or the content of its last ``answer_tag``, equals the answer, both stripped.
+
+    Raises ``ValueError`` for a row whose answer is null.
+    """
 
     def key(value: Any) -> str:
         text = str(value).strip()
         return text.casefold() if ignore_case else text
 
     found = _answers(completions, answer_tag)
-    return [float(text is not None and key(text) == key(gold)) for text, gold in zip(found, answer, strict=True)]
+    return [
+        float(text is not None and key(text) == key(gold)) for text, gold in zip(found, _given(answer), strict=True)
+    ]
 
 
 def numeric_match(
@@ -121,7 +132,7 @@ def gsm8k_accuracy(completions: Sequence[Completion], answer: Sequence[str]) -> 
     a row whose answer has no ``####``. Data: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
     """
     golds = []
-    for gold in answer:
+    for gold in _given(answer):
         if "####" not in gold:
             raise ValueError(f"the row's answer {gold[-40:]!r} has no '####'; use numeric_match for plain answers")
         golds.append(_gold_number(gold.rsplit("####", 1)[1]))
@@ -144,7 +155,7 @@ def math_answer(
     leaves out LaTeX. Raises ``ValueError`` for a row whose answer math-verify can't read. Parsing a completion and
     comparing it take at most ``timeout_s`` seconds each; beyond that, it scores 0.
     """
-    golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in answer}}
+    golds = {gold: _read_gold(gold, plain, timeout_s) for gold in {str(gold) for gold in _given(answer)}}
     texts = [completion_text(completion) for completion in completions]
     return [_equals(golds[str(gold)], text, plain, timeout_s) for gold, text in zip(answer, texts, strict=True)]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from rlpipe.data.row import Row, UnusableRow
+from rlpipe.errors import ConfigError
 from rlpipe.types import ChatMessages
 
 SHAREGPT_ROLES = {
@@ -137,6 +139,14 @@ def row_tools(row: Row, column: str | None) -> list[Any] | None:
     except UnusableRow as problem:
         hint = "set data.tools_column=null if it holds something else"
         raise UnusableRow(f"column {column!r}{problem.reason}; {hint}") from None
+
+
+def check_tools(tools: Sequence[Any]) -> list[Any]:
+    """Return the schemas of ``data.tools``; raise ``ConfigError`` if one of them is none."""
+    try:
+        return [_schema(tool, f"[{index}]") for index, tool in enumerate(tools)]
+    except UnusableRow as problem:
+        raise ConfigError(f"data.tools{problem.reason}") from None
 
 
 def _read(value: Any) -> list[Any] | None:

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.messages import INSTEAD
+from rlpipe.data.render.messages import INSTEAD, check_tools
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError
@@ -61,7 +61,7 @@ class ChatTemplate:
         self._processor = processor
         self._system_prompt = data.system_prompt
         self._options: dict[str, Any] = dict(data.chat_template_kwargs)
-        self._tools = list(data.tools) or None
+        self._tools = check_tools(data.tools) or None
 
     def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
         """Return the template with a row's own tools in place of the config's, or itself for None."""

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from ledger_cases import Run
@@ -320,3 +322,48 @@ def test_lines_of_libraries_that_nobody_can_act_on_are_not_shown(
     logger.warning("something else is wrong")
     logger.removeHandler(caplog.handler)
     assert "something else is wrong" in caplog.messages
+
+
+def run_shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell command in which ``rlpipe`` stands for this checkout's."""
+    program = f'"{sys.executable}" -m rlpipe'
+    return subprocess.run(
+        ["bash", "-c", command.replace("rlpipe", program, 1)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_for_the_output_is_one_line() -> None:
+    done = run_shell("rlpipe config --docs > /dev/full")
+    assert (done.returncode, done.stderr) == (1, "rlpipe: error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_files_do_no_harm(closed: str) -> None:
+    done = run_shell(f"rlpipe config --docs name {closed}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.stdout != "") == (closed in ("<&-", "2>&-"))
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    done = run_shell("rlpipe config --docs | head -1; exit ${PIPESTATUS[0]}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_home_that_does_not_exist_does_no_harm(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    done = run_shell("rlpipe config --groups", HOME=missing, XDG_CACHE_HOME=missing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interruption_while_arguments_are_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "make_parser", MagicMock(side_effect=KeyboardInterrupt))
+    assert cli.main(["config"]) == 130
+    assert capsys.readouterr().err == "rlpipe: interrupted\n"

@@ -11,7 +11,7 @@ from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import RowLocation, SkipKind, UnusableRow
-from rlpipe.errors import DataError, ModelError
+from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import NO_VERSION, Prompt, Rollout
 
@@ -249,3 +249,22 @@ def test_raw_texts_need_no_chat_template() -> None:
     tokenizer.chat_template = None
     renderer = SequenceRenderer(tokenizer, DataConfig(source="jsonl", text_column="text"), max_tokens=100)
     assert renderer.render({"text": "abc"}, PLACE).num_loss_tokens == 3
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n\t ", "\u3000"])
+def test_a_blank_prompt_is_skipped(blank: str) -> None:
+    with pytest.raises(UnusableRow, match=r"^the prompt is empty$"):
+        prompt_of({"prompt": blank})
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ([1], r"data\.tools\[0\]: expected a JSON schema with a name, found 1"),
+        ([{"name": "f"}, {"function": []}], r"data\.tools\[1\]: its key 'function' is \[\], not a schema"),
+        ([{"type": "function"}], r"data\.tools\[0\]: its key 'name' is None, not a text"),
+    ],
+)
+def test_tools_of_the_config_are_schemas(tools: list[Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}$"):
+        prompt_of({"prompt": "a"}, tools=tools, chat=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from reasoning_gym import create_dataset
 from trl.rewards import get_soft_overlong_punishment
@@ -206,3 +208,9 @@ def test_a_rows_answer_parses_within_the_timeout(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="parses within 2 s"):
         _read_gold("1", plain=True, timeout_s=2)
     assert limits == [2]
+
+
+@pytest.mark.parametrize("reward", [exact_match, numeric_match, gsm8k_accuracy, math_answer])
+def test_a_null_answer_scores_no_completion(reward: Callable[..., list[float]]) -> None:
+    with pytest.raises(ValueError, match=r"^the row's answer (is null|None is not a number)$"):
+        reward(["None", "null"], answer=["None", None] if reward is exact_match else [None, None])
