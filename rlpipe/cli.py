@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_files() -> None:
-    """Open ``/dev/null`` as every standard file that is closed, or the next opened file would become one of them."""
+    """Open ``/dev/null``, also for children, as each closed standard file: the next opened file would become it."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _drop_output() -> None:

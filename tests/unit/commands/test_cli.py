@@ -350,6 +350,11 @@ def test_closed_standard_files_do_no_harm(closed: str) -> None:
     assert (done.stdout != "") == (closed in ("<&-", "2>&-"))
 
 
+def test_a_sandbox_works_without_standard_output() -> None:
+    done = run_shell("rlpipe sandbox >&-")
+    assert "honest program" not in done.stderr
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = run_shell("rlpipe config --docs | head -1; exit ${PIPESTATUS[0]}")
     assert (done.returncode, done.stderr) == (0, "")
