@@ -27,6 +27,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
+from rlpipe.configs.foreign_names import foreign_name
 from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options, plain
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.root_config import Config
@@ -200,7 +201,7 @@ def merge_section(node: DictConfig, content: Mapping[str, Any], section: type, p
     for key, value in content.items():
         name = f"{prefix}{key}"
         if key not in hints:
-            raise layer.error(unknown_option(name))
+            raise layer.error(unknown_option(first_leaf(name, value)))
         if is_section(hints[key]):
             merge_section(node[key], as_section(value, name, layer), hints[key], f"{name}.", layer)
         elif (element := element_section(hints[key])) is not None:
@@ -240,9 +241,17 @@ def expand_home(value: Any) -> Any:
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
+def first_leaf(name: str, value: Any) -> str:
+    """Return the dotted name of the first option in a section that does not exist, as other libraries nest theirs."""
+    while isinstance(value, Mapping) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
+
+
 def unknown_option(name: str) -> str:
-    nearest = nearest_name(name)
-    hint = f"did you mean {nearest}?" if nearest else "see rlpipe config --docs"
+    nearest = foreign_name(name) or nearest_name(name)
+    hint = "see rlpipe config --docs" if not nearest else nearest if " " in nearest else f"did you mean {nearest}?"
     return f"{name or repr(name)}: no such option; {hint}"
 
 

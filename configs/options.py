@@ -20,69 +20,6 @@ from rlpipe.configs.schema.option import MISSING
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError
 
-SYNONYMS = {
-    "learning_rate": "learner.optimizer.lr",
-    "max_steps": "algorithm.num_steps",
-    "total_steps": "algorithm.num_steps",
-    "warmup_steps": "learner.schedule.warmup_steps",
-    "lr_scheduler_type": "learner.schedule.name",
-    "num_generations": "algorithm.group_size",
-    "n_samples_per_prompt": "algorithm.group_size",
-    "batch_size": "algorithm.groups_per_step",
-    "train_batch_size": "algorithm.groups_per_step",
-    "num_iterations": "algorithm.num_epochs_per_step",
-    "epsilon": "algorithm.loss.clip_low",
-    "epsilon_high": "algorithm.loss.clip_high",
-    "delta": "algorithm.loss.clip_delta",
-    "kl_coef": "algorithm.loss.beta",
-    "loss_type": "algorithm.loss.name",
-    "importance_sampling_level": "algorithm.loss.level",
-    "scale_rewards": "algorithm.advantage.scale",
-    "mask_truncated_completions": "algorithm.loss.mask_truncated",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_completion_length": "rollout.sampling.max_tokens",
-    "max_new_tokens": "rollout.sampling.max_tokens",
-    "model_name_or_path": "model.path",
-    "lora_r": "model.adapter.r",
-    "lora_alpha": "model.adapter.alpha",
-    "save_steps": "checkpoint.every_steps",
-    "eval_steps": "data.held_out.every_steps",
-    "output_dir": "output",
-    "train_on_input": "data.train_on_inputs",
-    "train_on_prompt": "data.train_on_inputs",
-    "mask_prompt": "data.roles_to_train",
-    "roles": "data.roles_to_train",
-    "assistant_only_loss": "data.roles_to_train",
-    "completion_only_loss": "data.roles_to_train",
-    "train_on_responses_only": "data.roles_to_train",
-    "train_on_eot": "data.train_on_eos",
-    "eot_tokens": "data.role_boundaries",
-    "instruction_template": "data.role_boundaries",
-    "response_template": "data.role_boundaries",
-    "template": "model.chat_template",
-    "chat_template_path": "model.chat_template",
-    "chat_template_jinja": "model.chat_template",
-    "custom_chat_template": "model.chat_template",
-    "tokenizer_chat_template": "model.chat_template",
-    "apply_chat_template": "data.chat",
-    "apply_chat_template_kwargs": "data.chat_template_kwargs",
-    "enable_thinking": "data.chat_template_kwargs",
-    "default_system": "data.system_prompt",
-    "default_system_message": "data.system_prompt",
-    "prompt_key": "data.prompt_column",
-    "input_key": "data.prompt_column",
-    "response_key": "data.completion_column",
-    "output_key": "data.completion_column",
-    "messages_key": "data.messages_column",
-    "field_messages": "data.messages_column",
-    "dataset_text_field": "data.text_column",
-    "reward_funcs": "scoring.rewards",
-    "async_level": "replay.max_staleness",
-    "in_flight_weight_updates": "weights.on_update",
-    "partial_rollout": "weights.on_update",
-}
-"""Other libraries' names of options, with rlpipe's names."""
-
 
 @dataclass(kw_only=True, frozen=True)
 class Option:
@@ -190,12 +127,9 @@ def all_names() -> tuple[str, ...]:
 def nearest_name(wrong: str) -> str | None:
     """Return the option or section that ``wrong`` was most likely meant to be; None if nothing is similar.
 
-    In order of preference: another library's name for it, the same last word elsewhere, a similar last word in the
-    same section, a similar whole name.
+    In order of preference: the same last word elsewhere, a similar last word in the same section, a similar whole name.
     """
     parent, _, word = wrong.rpartition(".")
-    if word in SYNONYMS:
-        return SYNONYMS[word]
     twins = [name for name in all_names() if name.rpartition(".")[2] == word]
     siblings = {name: name.rpartition(".")[2] for name in all_names() if name.rpartition(".")[0] == parent}
     similar = difflib.get_close_matches(word, list(siblings.values()), n=1, cutoff=0.6)

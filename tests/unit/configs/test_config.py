@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from rlpipe.configs import compose
 from rlpipe.configs.compose import build_config, compose_tree, config_folder, describe_choice, list_groups, load_config
 from rlpipe.configs.data_sources import mixed_sources
-from rlpipe.configs.options import SYNONYMS, changed_options, nearest_name, options, to_tree, to_yaml
+from rlpipe.configs.options import changed_options, options, to_tree, to_yaml
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
@@ -308,36 +308,5 @@ def test_length_of_a_run_matters_where_the_learning_rate_depends_on_it() -> None
     assert changed_options(old, new) == ["algorithm.num_steps: 50 -> 60"]
 
 
-def test_every_option_is_documented_and_synonyms_exist() -> None:
-    names = {option.name for option in options()}
+def test_every_option_is_documented() -> None:
     assert all(option.doc.endswith(".") for option in options())
-    assert nearest_name("algorithm.loss.epsilon") in names
-    known = names | {name.rpartition(".")[0] for name in names} | {"scoring.rewards"}
-    assert set(SYNONYMS.values()) <= known
-
-
-@pytest.mark.parametrize(
-    ("others", "ours"),
-    [
-        ("data.train_on_input", "data.train_on_inputs"),
-        ("train_on_inputs", "data.train_on_inputs"),
-        ("data.train_on_prompt", "data.train_on_inputs"),
-        ("data.mask_prompt", "data.roles_to_train"),
-        ("roles", "data.roles_to_train"),
-        ("learner.assistant_only_loss", "data.roles_to_train"),
-        ("completion_only_loss", "data.roles_to_train"),
-        ("train_on_eot", "data.train_on_eos"),
-        ("eot_tokens", "data.role_boundaries"),
-        ("data.chat_template", "model.chat_template"),
-        ("chat_template_path", "model.chat_template"),
-        ("model.custom_chat_template", "model.chat_template"),
-        ("data.apply_chat_template", "data.chat"),
-        ("data.prompt_key", "data.prompt_column"),
-        ("data.response_key", "data.completion_column"),
-        ("field_messages", "data.messages_column"),
-        ("dataset_text_field", "data.text_column"),
-    ],
-)
-def test_options_of_other_libraries_lead_to_ours(others: str, ours: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{others}: no such option; did you mean {ours}\?$"):
-        load_config([*BASE, f"{others}=1"])
