@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -38,6 +38,8 @@ from rlpipe.errors import ConfigError, InputError
 
 PRIMARY = "config"
 """Name of the file with the defaults of all groups."""
+MAX_PROBLEMS = 8
+"""Problems that one message lists."""
 PLAIN_TEXT = r"write \${ for a plain ${"
 
 
@@ -61,18 +63,36 @@ def describe_choice(group: str, choice: str) -> str:
 
 
 def validate(config: Config, *, need_files: bool = True) -> None:
-    """Raise the first problem of the config, an ``InputError`` of one line that names the option and the fix.
+    """Raise the problems of the config, as an ``InputError`` of one line that names the options and the fixes.
 
     Rewards may still be missing, because Python callers pass them to ``rlpipe.train``; see ``require_rewards``.
     """
-    for problem in find_problems(config, need_files=need_files):
-        raise problem
+    # Whether values contradict each other shows only once each is right by itself.
+    raise_all(chain(find_out_of_range(config), find_wrong_sources(config.data)))
+    by_option = {str(problem).partition(":")[0]: problem for problem in reversed(list(find_contradictions(config)))}
+    raise_all(reversed(by_option.values()))
+    raise_all(find_missing_files(config) if need_files else [])
 
 
-def find_problems(config: Config, *, need_files: bool) -> Iterator[InputError]:
-    yield from chain(find_out_of_range(config), find_wrong_sources(config.data), find_contradictions(config))
-    if need_files:
-        yield from find_missing_files(config)
+class ManyProblems(ConfigError):
+    """Error with the messages of several, of which it shows the first ``MAX_PROBLEMS``."""
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        listed = [f"({number}) {message}" for number, message in enumerate(messages[:MAX_PROBLEMS], start=1)]
+        more = [f"and {len(messages) - MAX_PROBLEMS} more"] if len(messages) > MAX_PROBLEMS else []
+        super().__init__(f"{len(messages)} problems: {'; '.join([*listed, *more])}")
+        self.messages = list(messages)
+
+
+def raise_all(problems: Iterable[InputError]) -> None:
+    """Raise the only problem, or one error with all of several; do nothing if there is none."""
+    found = list(problems)
+    nested = [problem.messages if isinstance(problem, ManyProblems) else [str(problem)] for problem in found]
+    messages = list(dict.fromkeys(chain.from_iterable(nested)))
+    if len(messages) == 1:
+        raise found[0]
+    if messages:
+        raise ManyProblems(messages)
 
 
 def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
@@ -120,10 +140,21 @@ def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = Non
     for layer in group_layers(list(choices.values())):
         merge(tree, layer)
     merge(tree, Layer(content=file_tree, source=str(file)))
-    for override in parsed:
-        if not chooses_group(override, groups):
-            apply_override(tree, override)
+    raise_all(
+        problem
+        for override in parsed
+        if not chooses_group(override, groups)
+        for problem in problems_of(apply_override, tree, override)
+    )
     return tree
+
+
+def problems_of(step: Callable[..., None], *arguments: Any) -> Iterator[ConfigError]:
+    """Run a step, and yield its error instead of raising it."""
+    try:
+        step(*arguments)
+    except ConfigError as error:
+        yield error
 
 
 def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
@@ -197,21 +228,27 @@ def check_keys(value: Any, name: str, layer: Layer) -> None:
 
 
 def merge_section(node: DictConfig, content: Mapping[str, Any], section: type, prefix: str, layer: Layer) -> None:
-    hints = get_type_hints(section)
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        if key not in hints:
-            raise layer.error(unknown_option(first_leaf(name, value)))
-        if is_section(hints[key]):
-            merge_section(node[key], as_section(value, name, layer), hints[key], f"{name}.", layer)
-        elif (element := element_section(hints[key])) is not None:
-            for child, child_value in as_section(value, name, layer).items():
-                if child not in node[key]:
-                    node[key][child] = element
-                child_content = as_section(child_value, f"{name}.{child}", layer)
-                merge_section(node[key][child], child_content, element, f"{name}.{child}.", layer)
-        else:
-            set_option(node, key, value, hints[key], name, layer)
+    raise_all(
+        problem
+        for key, value in content.items()
+        for problem in problems_of(merge_option, node, key, value, section, f"{prefix}{key}", layer)
+    )
+
+
+def merge_option(node: DictConfig, key: str, value: Any, section: type, name: str, layer: Layer) -> None:
+    hint = get_type_hints(section).get(key)
+    if hint is None:
+        raise layer.error(unknown_option(first_leaf(name, value)))
+    if is_section(hint):
+        merge_section(node[key], as_section(value, name, layer), hint, f"{name}.", layer)
+    elif (element := element_section(hint)) is not None:
+        for child, child_value in as_section(value, name, layer).items():
+            if child not in node[key]:
+                node[key][child] = element
+            child_content = as_section(child_value, f"{name}.{child}", layer)
+            merge_section(node[key][child], child_content, element, f"{name}.{child}.", layer)
+    else:
+        set_option(node, key, value, hint, name, layer)
 
 
 def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:

@@ -137,7 +137,8 @@ def nearest_name(wrong: str) -> str | None:
         return difflib.get_close_matches(wrong, twins, n=1, cutoff=0)[0]
     if similar:
         return f"{parent}.{similar[0]}" if parent else similar[0]
-    return next(iter(difflib.get_close_matches(wrong, all_names(), n=1, cutoff=0.6)), None)
+    others = [name for name in all_names() if not wrong.startswith(f"{name}.")]
+    return next(iter(difflib.get_close_matches(wrong, others, n=1, cutoff=0.6)), None)
 
 
 FREE_ON_RESUME = (

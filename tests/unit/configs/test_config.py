@@ -310,3 +310,22 @@ def test_length_of_a_run_matters_where_the_learning_rate_depends_on_it() -> None
 
 def test_every_option_is_documented() -> None:
     assert all(option.doc.endswith(".") for option in options())
+
+
+def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("bogus: 1\nlearner: {optimizer: {lr: abc, eps: q}, learning_rate: 1}\nseed: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(BASE, file=file)
+    assert str(caught.value) == (
+        f"4 problems: (1) {file}: bogus: no such option; see rlpipe config --docs; "
+        f"(2) {file}: learner.optimizer.lr: 'abc' is not a number; "
+        f"(3) {file}: learner.optimizer.eps: 'q' is not a number; "
+        f"(4) {file}: learner.learning_rate: no such option; did you mean learner.optimizer.lr?"
+    )
+    with pytest.raises(ConfigError, match=r"^2 problems: \(1\) seed: -1 is out .*; \(2\) learner\.optimizer\.lr: 9e"):
+        load_config([*BASE, "seed=-1", "learner.optimizer.lr=9e30"])
+    with pytest.raises(ConfigError, match=r"^2 problems: \(1\) lr: no such .*; \(2\) ~nothing: there is no"):
+        load_config([*BASE, "lr=3", "~nothing"])
+    with pytest.raises(ConfigError, match=r"^10 problems: .*\(8\) option7: .*; and 2 more$"):
+        load_config([*BASE, *(f"option{number}=1" for number in range(10))])
