@@ -45,6 +45,7 @@ from rlpipe.tracking.view import (
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
 POLL_S = 0.5
+MODEL_OPTIONS = ("path", "tokenizer", "revision", "trust_remote_code")
 PATIENCE = 4
 """Failed reads in a row before a message: a ledger that is being replaced by a copy is missing for a moment."""
 Subject = Literal["groups", "steps", "events"]
@@ -202,8 +203,8 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         if not found:
             raise DataError(f"{ledger.path} has no group {group_id}; its groups are 0 to {ledger.next_group_id() - 1}")
         groups = list(ledger.load([group_id]))
-        config = ledger.get("config")
-    texts, problem = _decode(groups, config, trusted)
+        model = _model(ledger)
+    texts, problem = _decode(groups, model, trusted)
     if as_json:
         rollouts = [_rollout_tree(*pair) for group in groups for pair in zip(group, texts, strict=True)]
         print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
@@ -211,16 +212,25 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         print("\n".join(_describe(found[0], groups, texts, problem)))
 
 
-def _decode(groups: Sequence[RolloutGroup], config: Any, trusted: bool) -> tuple[list[str | None], str | None]:
+def _model(ledger: Ledger) -> ModelConfig | None:
+    """Return the model of the run's config, or None if there is no config."""
+    config = ledger.get("config")
+    if config is None:
+        return None
+    with ledger.decoding("the model in config"):
+        return ModelConfig(**{name: config["model"][name] for name in MODEL_OPTIONS})
+
+
+def _decode(
+    groups: Sequence[RolloutGroup], model: ModelConfig | None, trusted: bool
+) -> tuple[list[str | None], str | None]:
     """Return the text of each completion, or None for each and the reason if the tokenizer can't be loaded."""
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
-    if not completions or config is None:
+    if not completions or model is None:
         return [None] * len(completions), None
     from rlpipe.data.render.tokenizer import load_tokenizer
 
-    names = ("path", "tokenizer", "revision", "trust_remote_code")
     try:
-        model = ModelConfig(**{name: config["model"][name] for name in names})
         tokenizer = load_tokenizer(replace(model, trust_remote_code=model.trust_remote_code and trusted))
     except ModelError as error:
         return [None] * len(completions), str(error)

@@ -179,7 +179,7 @@ def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
     started(path).close()
     damage_file(path)
     broken = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to resume from: choose"):
+    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to resume from: put a back"):
         begin(path)
     assert path.read_bytes() == broken
 
