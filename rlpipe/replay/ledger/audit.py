@@ -215,7 +215,7 @@ class Audit:
 def audit(ledger: Ledger) -> Audit:
     """Add up and check a run's ledger; raise ``DataError`` if the ledger does not have the run's config."""
     if ledger.get("config") is None:
-        raise DataError(f"{ledger.path} has no config yet: its run has not started")
+        raise DataError(f"{ledger.path} has no config yet: its run has not started; wait, or specify another run")
     values = _values(ledger)
     return Audit(
         finished=has_ended(ledger),

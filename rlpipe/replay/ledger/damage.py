@@ -16,21 +16,20 @@ MAY_BE_NULL = ("groups", "ended_at")
 """Tables and columns that may hold NULL; what a group must have depends on its state, which ``audit`` checks."""
 TICKET = ("epoch", "position", "prompt_id", "attempt", "reroll", "version")
 """Columns of every group that a run continues with."""
-LARGEST_REAL = 1.7976931348623157e308
+FINITE, IN_CALENDAR = "-1.7976931348623157e308 AND 1.7976931348623157e308", "0 AND 253402300799"
+"""Ranges of real numbers, and of times in seconds since 1970, which end with the year 9999."""
 
 
-def damage(path: Path, *, to_resume: bool = False) -> str | None:
-    """Return what is wrong with the ledger at ``path`` or with its groups that are still needed, or None.
-
-    ``to_resume`` asks also for what ``audit`` would report: states of groups that do not exist, and missing numbers.
-    """
+def damage(path: Path) -> str | None:
+    """Return why no run can continue with the ledger at ``path``, or None."""
     if not path.is_file():
         return "it is not a file"
     try:
         with closing(Ledger(path, read_only=True, at_rest=True)) as ledger, ledger.snapshot():
             check_pages(ledger)
             check_values(ledger)
-            check_groups(ledger, to_resume=to_resume)
+            check_groups(ledger)
+            _check_resumable(ledger)
     except LedgerDamaged as error:
         return error.problem
     return None
@@ -38,7 +37,7 @@ def damage(path: Path, *, to_resume: bool = False) -> str | None:
 
 def check_pages(ledger: Ledger) -> None:
     """Raise ``LedgerDamaged`` if SQLite finds a damaged page; this reads the whole file."""
-    answer: str = ledger.rows("PRAGMA quick_check(1)")[0][0]
+    answer: str = ledger.rows("PRAGMA integrity_check(1)")[0][0]
     if answer != "ok":
         raise ledger.damaged(answer.splitlines()[-1])
 
@@ -48,30 +47,36 @@ def check_values(ledger: Ledger) -> None:
     for table, columns in _tables().items():
         found = [name for _, name, *_ in ledger.rows(f"PRAGMA table_info({table})")]
         if found != list(columns):
-            raise ledger.damaged(f"table {table} has the columns {', '.join(found) or 'of no table'}")
+            columns_there = f"has the columns {', '.join(found)}" if found else "is missing"
+            raise ledger.damaged(f"table {table} {columns_there}")
         wrong = " ".join(f"WHEN NOT ({test}) THEN '{name}'" for name, test in columns.items())
         key = next(iter(columns))
         query = f"SELECT {key}, CASE {wrong} END AS wrong FROM {table} WHERE wrong IS NOT NULL LIMIT 1"
         for row, name in ledger.rows(query):
-            raise ledger.damaged(f"{name} in table {table}, where {key} is {row!r:.40}, is of the wrong type")
+            raise ledger.damaged(f"{table}.{name} is of the wrong type or out of range where {key} is {row!r:.40}")
     for name in SETTINGS:
         ledger.get(name)
     _ = ledger.place, ledger.checkpoint_step
 
 
-def check_groups(ledger: Ledger, *, to_resume: bool = False) -> None:
-    """Raise ``LedgerDamaged`` if a group that is still needed can't be read."""
-    if to_resume:
-        states = ", ".join(repr(state.value) for state in GroupState)
-        missing = " OR ".join(f"{name} IS NULL" for name in TICKET)
-        query = f"SELECT group_id FROM groups WHERE state IS NULL OR state NOT IN ({states}) OR {missing} LIMIT 1"
-        for (group_id,) in ledger.rows(query):
-            raise ledger.damaged(f"group {group_id} is in no state, or lacks a number")
-    needed = ledger.rows("SELECT group_id FROM groups WHERE state IN ('GENERATED', 'SCORED', 'ASSIGNED')")
-    lost = {group_id for (group_id,) in needed}
-    lost -= {group.group_id for group in ledger.load(sorted(lost))}
-    if lost and to_resume:
-        raise ledger.damaged(f"the tokens of group {min(lost)} are lost")
+def check_groups(ledger: Ledger) -> None:
+    """Raise ``LedgerDamaged`` if the tokens of a group that is still needed can't be read."""
+    needed = ledger.rows("SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED')")
+    for _ in ledger.load(group_id for (group_id,) in needed):
+        pass
+
+
+def _check_resumable(ledger: Ledger) -> None:
+    """Raise ``LedgerDamaged`` for what ``audit`` would report, but no run could continue with."""
+    states = ", ".join(repr(state.value) for state in GroupState)
+    incomplete = " OR ".join(f"{name} IS NULL" for name in TICKET)
+    for (group_id,) in ledger.rows(
+        f"SELECT group_id FROM groups WHERE state IS NULL OR state NOT IN ({states}) OR {incomplete}"
+        " OR state IN ('GENERATED', 'SCORED', 'ASSIGNED')"
+        " AND group_id NOT IN (SELECT group_id FROM payloads JOIN tokens USING (group_id)) LIMIT 1"
+    ):
+        raise ledger.damaged(f"group {group_id} is in no state, or lacks a number or its tokens")
+    ledger.reports(after=-1)
 
 
 @cache
@@ -87,7 +92,7 @@ def _columns(model: sqlite3.Connection, table: str) -> Iterator[tuple[str, str]]
     for _, name, kind, *_ in model.execute(f"PRAGMA table_info({table})"):
         test = f"typeof({name}) = '{kind.lower()}'"
         if kind == "REAL":
-            test += f" AND abs({name}) <= {LARGEST_REAL}"
+            test += f" AND {name} BETWEEN {IN_CALENDAR if name == 'time' or name.endswith('_at') else FINITE}"
         if table in MAY_BE_NULL or name in MAY_BE_NULL:
             test = f"{name} IS NULL OR {test}"
         yield name, test

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,6 +212,7 @@ class Database:
 
     def __init__(self, path: Path, *, read_only: bool, at_rest: bool) -> None:
         self.path = path
+        self._writer: str | None = None
         with self._errors():
             self._connection = _connect(path, read_only=read_only, at_rest=at_rest)
             if not read_only:
@@ -259,6 +261,12 @@ class Database:
     def set(self, **values: Any) -> None:
         with self._transaction():
             self._set(**values)
+
+    def take_over(self) -> None:
+        """Make all changes fail that another process of the run still tries to write, such as a dead driver's actor."""
+        writer = uuid4().hex
+        self.set(writer=writer)
+        self._writer = writer
 
     def set_missing(self, **values: Any) -> None:
         """Set those of the values that are not there yet."""
@@ -314,6 +322,8 @@ class Database:
         with self._errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
+                if self._writer is not None and self._writer != self.get("writer"):
+                    raise LedgerError(f"another process has taken over the ledger {self.path}; this one can only end")
                 yield
             except BaseException:
                 if self._connection.in_transaction:  # not after a full disk, which has ended it already
@@ -325,7 +335,7 @@ class Database:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, OverflowError, UnicodeDecodeError) as error:
             code = getattr(error, "sqlite_errorcode", None)
             if isinstance(error, OSError) or (code is not None and code & 0xFF in ENVIRONMENT):
                 raise LedgerError(

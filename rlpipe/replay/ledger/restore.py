@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,16 @@ class RunStart:
     """Rows per epoch, including skipped ones."""
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn an error of the ledger's disk or permissions into ``ConfigError``, because the run has not begun yet."""
+    try:
+        yield
+    except LedgerError as error:
+        raise ConfigError(str(error)) from error
+
+
+@_refusing()
 def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger, list[str]]:
     """Open the ledger that a run continues with, and return it with messages for people on where it comes from.
 
@@ -57,15 +67,13 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
         aside = _replace(path, start.checkpoint / NAME)
         moved = "" if aside is None else f"; it is now {aside}, and"
         messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} takes its place")
-    try:
-        ledger = Ledger(path, keep_steps=keep_steps)
-    except LedgerError as error:
-        raise ConfigError(str(error)) from error
+    ledger = Ledger(path, keep_steps=keep_steps)
     owner = None if start.output is None else {"output": str(start.output), "id": output_id(start.output)}
     if reason is not None:
         ledger.set(owner=owner)
     ledger.set_missing(run_id=uuid4().hex, config=start.config, owner=owner)
     changed = _check_run(ledger, start)  # two runs may have created it at the same time
+    ledger.take_over()
     with ledger.decoding("config"):
         released = _why_released(ledger.get("config"), start.config)
     if released:
@@ -79,6 +87,7 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     return ledger, messages
 
 
+@_refusing()
 def why_unusable(path: Path, start: RunStart) -> str | None:
     """Return why the checkpoint's copy must replace the ledger at ``path``, or None if the ledger can be used.
 
@@ -93,7 +102,7 @@ def why_unusable(path: Path, start: RunStart) -> str | None:
             "output and, with ledger.folder, another name"
         )
     copy = start.checkpoint / NAME
-    problem = damage(copy, to_resume=True) if copy.exists() else "it is missing"
+    problem = damage(copy) if copy.exists() else "it is missing"
     if problem is not None:
         raise ConfigError(f"{path} {reason}, and {copy} can't replace it: {problem}; resume from another checkpoint")
     return reason
@@ -106,13 +115,11 @@ def _why_replaced(path: Path, start: RunStart) -> str | None:
     if path.is_file() and not os.access(path, os.R_OK | os.W_OK):
         raise ConfigError(f"the ledger {path} can't be read and written: change its permissions, or copy it")
     try:
-        problem = damage(path, to_resume=True)
+        problem = damage(path)
         if problem is None:
             return _why_unfit(path, start)
     except LedgerDamaged as error:
         problem = error.problem
-    except LedgerError as error:
-        raise ConfigError(str(error)) from error
     if problem == NO_LEDGER and start.checkpoint is None:  # its run died while creating it
         return None
     return f"is damaged ({problem})"

@@ -1,5 +1,6 @@
 """Whatever is damaged in a ledger, every command that reads it ends with a result or with one line and exit code 2."""
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,12 +9,12 @@ from random import Random
 
 import pytest
 from ledger_cases import REPLAY, Run, config_tree
-from ledger_damage import DAMAGES
+from ledger_damage import DAMAGES, change
 from replay_cases import open_store
 
 from rlpipe import cli
 from rlpipe.configs.schema.root_config import Config
-from rlpipe.errors import AccountsDiffer, RlpipeError
+from rlpipe.errors import AccountsDiffer, ConfigError, RlpipeError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.simulation.setup import GivenTimes, read_setup, read_times
@@ -29,8 +30,8 @@ COMMANDS = (
     ["audit"],
 )
 FIXES = ("use the copy", "put a backup", "choose another", "another output", "permissions", "specify", "resume from")
-UNMEASURED = ("set --train", "increase --minutes")
-"""Fixes that ``simulate`` asks for where a ledger is sound, but lacks steps or has strange times."""
+NO_DAMAGE = ("set --train", "set --sync", "increase --minutes", "its groups are")
+"""Answers where values are sound in themselves, but steps or groups are missing, or times are strange."""
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +114,65 @@ def exit_code(path: Path, call: Callable[[], None]) -> int:
 def check_line(text: str, path: Path) -> None:
     """Check that a message is short, and names the ledger and what to do."""
     assert len(text) < 700, text
-    if not any(fix in text for fix in UNMEASURED):
+    if not any(fix in text for fix in NO_DAMAGE):
         assert str(path.parent) in text, text
         assert any(fix in text for fix in FIXES), text
+
+
+READ, FINDINGS, REFUSED = [0] * 6, [0] * 5 + [3], [2] * 6
+"""Exit codes of the commands in ``COMMANDS``, if all succeed, if the audit finds something, or if all are refused."""
+
+
+@pytest.mark.parametrize(
+    ("statement", "codes", "problem"),
+    [
+        ("UPDATE groups SET reward = 'x' WHERE group_id = 3", REFUSED, "groups.reward is of the wrong type"),
+        ("UPDATE groups SET admitted_at = -1e300", REFUSED, "groups.admitted_at is of the wrong type or out of range"),
+        ("UPDATE events SET message = NULL", REFUSED, "events.message is of the wrong type"),
+        ("UPDATE meta SET value = '99' WHERE key = 'schema'", REFUSED, "schema 99, not 1"),
+        ("UPDATE meta SET value = '{' WHERE key = 'config'", REFUSED, "config can't be read: JSONDecodeError"),
+        ("UPDATE meta SET value = '[]' WHERE key = 'config'", REFUSED, "config is of the type list, not dict"),
+        ("UPDATE meta SET value = '[1e9, 0]' WHERE key = 'place'", REFUSED, "place is not an epoch and a position"),
+        ("ALTER TABLE steps RENAME COLUMN times TO often", REFUSED, "table steps has the columns step, metrics"),
+        ("DROP TABLE events", REFUSED, "table events is missing"),
+        ("UPDATE steps SET metrics = '[1]'", [0, 2, 0, 0, 2, 0], "the metrics of step 0 can't be read: AttributeError"),
+        ("UPDATE payloads SET record = '[' WHERE group_id = 3", [2, 2, 2, 0, 0, 2], "group 3 can't be read"),
+        (
+            "UPDATE tokens SET arrays = x'00' WHERE group_id = 3",
+            [0, 0, 2, 0, 0, 2],
+            "group 3 can't be read: error: ",
+        ),
+        ("UPDATE groups SET state = 'LOST' WHERE group_id = 3", FINDINGS, "group 3 is in no state"),
+        (
+            "UPDATE groups SET version = NULL WHERE group_id = 3",
+            FINDINGS,
+            "group 3 is in no state, or lacks",
+        ),
+        ("DELETE FROM tokens WHERE group_id = 3", FINDINGS, "lacks a number or its tokens"),
+        ("UPDATE groups SET epoch = -9, step = 9e15 WHERE group_id = 0", FINDINGS, None),
+        ("DROP INDEX groups_by_place", READ, None),
+    ],
+)
+def test_a_problem_is_named(runs: Path, tmp_path: Path, statement: str, codes: list[int], problem: str | None) -> None:
+    folder = tmp_path / "begun"
+    shutil.copytree(runs / "begun", folder)
+    change(folder / NAME, statement)
+    assert check(folder)[: len(COMMANDS)] == codes
+    if problem is None:
+        resume(folder)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            resume(folder)
+
+
+def test_damage_to_the_values_is_mended_with_the_copy_of_a_checkpoint(runs: Path, tmp_path: Path) -> None:
+    for number, statement in enumerate(["UPDATE groups SET state = 'LOST'", "UPDATE steps SET metrics = '['"]):
+        folder = tmp_path / f"run-{number}"
+        shutil.copytree(runs / "resumable", folder)
+        change(folder / NAME, statement)
+        broken = (folder / NAME).read_bytes()
+        resume(folder)
+        assert (folder / "ledger-1.sqlite").read_bytes() == broken
 
 
 @pytest.mark.slow

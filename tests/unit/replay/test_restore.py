@@ -9,7 +9,7 @@ import pytest
 from disk_cases import largest_file
 from replay_cases import admit, bring, open_store
 
-from rlpipe.errors import ConfigError, LedgerError
+from rlpipe.errors import ConfigError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
@@ -163,7 +163,7 @@ def test_a_ledger_that_cannot_be_put_there_leaves_the_old_one(path: Path, tmp_pa
     run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
     ledger.checkpointed(5)
     ledger.close()
-    with largest_file(1000), pytest.raises(LedgerError, match=f"the ledger {path} can't be written: .*too large"):
+    with largest_file(1000), pytest.raises(ConfigError, match=f"the ledger {path} can't be written: .*too large"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
     assert [file.name for file in path.parent.iterdir()] == [NAME]
     assert Ledger(path).checkpoint_step == 5
