@@ -88,11 +88,8 @@ class LedgerDamaged(LedgerError):
     exit_code = 2
 
     def __init__(self, message: str, problem: str = "") -> None:
-        super().__init__(message, problem)
+        super().__init__(message)
         self.problem = problem
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class LedgerLost(LedgerError):

@@ -88,7 +88,7 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
     while not ended:
         time.sleep(POLL_S)
         try:
-            with _identified(path) as (ledger, file):
+            with _identified(path, known=file) as (ledger, file):
                 rows, ended = feed.look(ledger, file), has_ended(ledger)
         except (OSError, DataError) as error:
             failures += 1
@@ -100,14 +100,17 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
 
 
 @contextmanager
-def _identified(path: Path) -> Iterator[tuple[Ledger, tuple[int, int]]]:
-    """Yield the ledger and its device and inode; raise ``DataError`` if it is replaced while it is opened."""
+def _identified(path: Path, *, known: tuple[int, int] | None = None) -> Iterator[tuple[Ledger, tuple[int, int]]]:
+    """Yield the ledger and its device and inode; raise ``DataError`` if it is replaced while it is opened.
+
+    The values of a ``known`` file have been checked before.
+    """
     before = path.stat()
-    with reading(path) as ledger:
-        after = path.stat()
-        if not os.path.samestat(before, after):
+    file = (before.st_dev, before.st_ino)
+    with reading(path, check=file != known) as ledger:
+        if not os.path.samestat(before, path.stat()):
             raise DataError(f"{path} is being replaced: try again")
-        yield ledger, (after.st_dev, after.st_ino)
+        yield ledger, file
 
 
 def _find(ledger: Ledger, subject: Subject, question: Question) -> Sequence[Row]:
