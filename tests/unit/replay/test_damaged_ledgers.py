@@ -131,6 +131,7 @@ READ, FINDINGS, REFUSED = [0] * 6, [0] * 5 + [3], [2] * 6
         ("UPDATE events SET message = NULL", REFUSED, "events.message is of the wrong type"),
         ("UPDATE meta SET value = '99' WHERE key = 'schema'", REFUSED, "schema 99, not 1"),
         ("UPDATE meta SET value = '{' WHERE key = 'config'", REFUSED, "config can't be read: JSONDecodeError"),
+        ("UPDATE meta SET value = '{}' WHERE key = 'config'", [0, 0, 2, 2, 0, 2], "config can't be read: KeyError"),
         ("UPDATE meta SET value = '[]' WHERE key = 'config'", REFUSED, "config is of the type list, not dict"),
         ("UPDATE meta SET value = '[1e9, 0]' WHERE key = 'place'", REFUSED, "place is not an epoch and a position"),
         ("ALTER TABLE steps RENAME COLUMN times TO often", REFUSED, "table steps has the columns step, metrics"),

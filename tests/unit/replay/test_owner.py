@@ -90,6 +90,7 @@ def test_a_branch_of_another_run_gets_a_copy_of_its_ledger(tmp_path: Path, path:
     ledger.close()
     resumed = {"step": 1, "checkpoint": checkpoint, "run_id": ledger_run_id(path)}
     refused(tmp_path / "two", path, tmp_path / "one", **resumed)
+    refused(tmp_path / "two", path, tmp_path / "one")
     own = path.with_name("own.sqlite")
     assert begin(tmp_path / "two", own, **resumed).counts() == {GroupState.TRAINED: 2}
     refused(tmp_path / "one", own, tmp_path / "two", **resumed)
