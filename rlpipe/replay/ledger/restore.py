@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -112,8 +111,6 @@ def _why_replaced(path: Path, start: RunStart) -> str | None:
     """Return what is wrong with the ledger, or None if a run can continue with it, or start without one."""
     if not path.exists():
         return None if start.checkpoint is None else "is missing"
-    if path.is_file() and not os.access(path, os.R_OK | os.W_OK):
-        raise ConfigError(f"the ledger {path} can't be read and written: change its permissions, or copy it")
     try:
         problem = damage(path)
         if problem is None:

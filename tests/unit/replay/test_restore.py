@@ -1,8 +1,11 @@
 """The choice of the ledger that a run resumes with; no ledger is ever overwritten."""
 
+import os
 import shutil
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -173,6 +176,26 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"can't be written: \S*/file is not a folder; choose another ledger.folder"):
         begin(tmp_path / "file" / "ledgers" / NAME)
+
+
+@pytest.mark.parametrize(("mode", "problem"), [(0o444, "readonly"), (0, "unable to open")])
+def test_a_ledger_that_may_not_be_written_is_refused(mode: int, problem: str) -> None:
+    with TemporaryDirectory() as name:
+        path = Path(name) / NAME
+        started(path).close()
+        path.chmod(mode)
+        path.parent.chmod(0o777)
+        child = os.fork()
+        if not child:  # an exception must not propagate into pytest
+            code = 1
+            with suppress(BaseException):
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                with pytest.raises(ConfigError, match=f"the ledger {path} can't be used: .*{problem}.*permissions"):
+                    begin(path)
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
