@@ -245,6 +245,7 @@ class ReplayActor(StepServer):
             self._error = LedgerLost(f"the replay actor was restarted on a machine without {path}")
             return
         ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
+        ledger.take_over()
         ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
         self._opened = self._open_store(ledger)
 

@@ -17,6 +17,7 @@ RlpipeError
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
     ├── AccountsDiffer         `rlpipe audit` found a difference: exit code 3
     └── LedgerError            the ledger can't be read or written
+        ├── LedgerDamaged      its content is damaged, or of another version: exit code 2
         └── LedgerLost         the ledger is on a machine that was lost
 """
 
@@ -79,6 +80,16 @@ class LearnerFailed(RunError):
 
 class LedgerError(RunError):
     """The ledger can't be read or written; the message names the file."""
+
+
+class LedgerDamaged(LedgerError):
+    """The ledger's content is damaged, or of another version; the message names the file, the problem and the fix."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, problem: str = "") -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 class LedgerLost(LedgerError):

@@ -59,15 +59,20 @@ def add_trust_argument(parser: OneLineParser) -> None:
     )
 
 
+LARGEST = 2**63
+"""Bound on numbers, which SQLite can compare."""
+
+
 def at_least(kind: type[int] | type[float], minimum: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = kind(-1)
-        if not minimum <= value < float("inf"):
+        if not minimum <= value < LARGEST:
             words = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {words} of at least {minimum:g}")
+            limit = "" if value < LARGEST else " and less than 2**63"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words} of at least {minimum:g}{limit}")
         return value
 
     return parse
@@ -82,7 +87,7 @@ def span(kind: type[int] | type[float], between: str) -> Callable[[str], tuple[A
             lower, upper = (kind(bound) if bound else None for bound in (first, last if found else first))
         except ValueError:
             lower = upper = None
-        if lower is None and upper is None:
+        if max((abs(bound) for bound in (lower, upper) if bound is not None), default=LARGEST) >= LARGEST:
             raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor bounds such as 1{between}3")
         if lower is not None and upper is not None and lower > upper:
             raise argparse.ArgumentTypeError(f"{text!r} ends before it begins")

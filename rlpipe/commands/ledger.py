@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.commands.arguments import Commands, OneLineParser, add_command, add_trust_argument, at_least, span
-from rlpipe.errors import AccountsDiffer, DataError, InputError
+from rlpipe.errors import AccountsDiffer, InputError
 
 if TYPE_CHECKING:
     from rlpipe.commands.ledger_display import Question
@@ -70,13 +70,13 @@ def add_inspect_arguments(parser: OneLineParser) -> None:
 
 def run_audit(arguments: argparse.Namespace) -> None:
     from rlpipe.replay.ledger.audit import audit, describe
-    from rlpipe.replay.ledger.database import damage
+    from rlpipe.replay.ledger.damage import check_groups, check_pages
     from rlpipe.replay.ledger.query import find_ledger, reading
 
     path = find_ledger(Path(arguments.run))
-    if (problem := damage(path)) is not None:
-        raise DataError(f"the ledger {path} is damaged: {problem}")
     with reading(path) as ledger:
+        check_pages(ledger)
+        check_groups(ledger)
         result = audit(ledger)
     print(json.dumps(asdict(result), ensure_ascii=False) if arguments.json else "\n".join(describe(result)), flush=True)
     if result.problems:

@@ -45,6 +45,7 @@ from rlpipe.tracking.view import (
 from rlpipe.types import ChatMessages, Rollout, RolloutGroup
 
 POLL_S = 0.5
+MODEL_OPTIONS = ("path", "tokenizer", "revision", "trust_remote_code")
 PATIENCE = 4
 """Failed reads in a row before a message: a ledger that is being replaced by a copy is missing for a moment."""
 Subject = Literal["groups", "steps", "events"]
@@ -87,7 +88,7 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
     while not ended:
         time.sleep(POLL_S)
         try:
-            with _identified(path) as (ledger, file):
+            with _identified(path, known=file) as (ledger, file):
                 rows, ended = feed.look(ledger, file), has_ended(ledger)
         except (OSError, DataError) as error:
             failures += 1
@@ -99,14 +100,17 @@ def follow(run: Path, question: Question, *, as_json: bool = False) -> None:
 
 
 @contextmanager
-def _identified(path: Path) -> Iterator[tuple[Ledger, tuple[int, int]]]:
-    """Yield the ledger and its device and inode; raise ``DataError`` if it is replaced while it is opened."""
+def _identified(path: Path, *, known: tuple[int, int] | None = None) -> Iterator[tuple[Ledger, tuple[int, int]]]:
+    """Yield the ledger and its device and inode; raise ``DataError`` if it is replaced while it is opened.
+
+    The values of a ``known`` file have been checked before.
+    """
     before = path.stat()
-    with reading(path) as ledger:
-        after = path.stat()
-        if not os.path.samestat(before, after):
+    file = (before.st_dev, before.st_ino)
+    with reading(path, check=file != known) as ledger:
+        if not os.path.samestat(before, path.stat()):
             raise DataError(f"{path} is being replaced: try again")
-        yield ledger, (after.st_dev, after.st_ino)
+        yield ledger, file
 
 
 def _find(ledger: Ledger, subject: Subject, question: Question) -> Sequence[Row]:
@@ -202,8 +206,8 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         if not found:
             raise DataError(f"{ledger.path} has no group {group_id}; its groups are 0 to {ledger.next_group_id() - 1}")
         groups = list(ledger.load([group_id]))
-        config = ledger.get("config")
-    texts, problem = _decode(groups, config, trusted)
+        model = _model(ledger)
+    texts, problem = _decode(groups, model, trusted)
     if as_json:
         rollouts = [_rollout_tree(*pair) for group in groups for pair in zip(group, texts, strict=True)]
         print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
@@ -211,16 +215,25 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         print("\n".join(_describe(found[0], groups, texts, problem)))
 
 
-def _decode(groups: Sequence[RolloutGroup], config: Any, trusted: bool) -> tuple[list[str | None], str | None]:
+def _model(ledger: Ledger) -> ModelConfig | None:
+    """Return the model of the run's config, or None if there is no config."""
+    config = ledger.get("config")
+    if config is None:
+        return None
+    with ledger.decoding("the model in config"):
+        return ModelConfig(**{name: config["model"][name] for name in MODEL_OPTIONS})
+
+
+def _decode(
+    groups: Sequence[RolloutGroup], model: ModelConfig | None, trusted: bool
+) -> tuple[list[str | None], str | None]:
     """Return the text of each completion, or None for each and the reason if the tokenizer can't be loaded."""
     completions = [rollout.completion_ids.tolist() for group in groups for rollout in group]
-    if not completions or config is None:
+    if not completions or model is None:
         return [None] * len(completions), None
     from rlpipe.data.render.tokenizer import load_tokenizer
 
-    names = ("path", "tokenizer", "revision", "trust_remote_code")
     try:
-        model = ModelConfig(**{name: config["model"][name] for name in names})
         tokenizer = load_tokenizer(replace(model, trust_remote_code=model.trust_remote_code and trusted))
     except ModelError as error:
         return [None] * len(completions), str(error)

@@ -29,7 +29,7 @@ from rlpipe.models.gguf import converted_folder, is_gguf, model_folder
 from rlpipe.models.known_configs import read_known_config
 from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.replay.ledger.query import ledger_path
-from rlpipe.replay.ledger.restore import RunStart, why_unusable
+from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable
 from rlpipe.run.cluster import Need
 from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
 from rlpipe.scoring.rewards import RewardActor, check_reward, load_reward, missing_columns
@@ -112,6 +112,7 @@ def open_output(run: Run) -> Iterator[None]:
             )
         with _naming(run.output):
             write_whole(run.output / "config.yaml", to_yaml(run.config))
+            mark_output(run.output)
         yield
 
 
@@ -315,6 +316,7 @@ def run_start(config: Config, start: ResumePoint) -> RunStart:
     return RunStart(
         config=to_tree(config),
         changes_allowed=config.resume_changes == "allow",
+        output=Path(config.output).absolute(),
         step=start.step,
         checkpoint=start.checkpoint,
         run_id=start.run_id,
@@ -322,8 +324,10 @@ def run_start(config: Config, start: ResumePoint) -> RunStart:
 
 
 def _check_is_new(output: Path, ledger: Path) -> None:
-    if any((output / "checkpoints").glob("step_*")) or ledger.exists():
+    if any((output / "checkpoints").glob("step_*")) or (output == ledger.parent and ledger.exists()):
         raise ConfigError(f"resume=never, but {output} holds an earlier run: choose another output, or remove it")
+    if ledger.exists():
+        raise ConfigError(f"resume=never, but {ledger} is of an earlier run: choose another name or ledger.folder")
 
 
 Ask = Callable[[Need, str], Sequence[DeviceTypes]]

@@ -220,6 +220,20 @@ def test_the_ledger_of_another_run_is_refused(
     assert hashes(finished) == before
 
 
+def test_two_runs_with_one_name_do_not_share_a_ledger(
+    options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = [f"ledger.folder={tmp_path}/ledgers", "name=sums", "algorithm.num_steps=1", "checkpoint.every_steps=0"]
+    one, two, path = tmp_path / "one", tmp_path / "two", tmp_path / "ledgers" / "sums" / NAME
+    assert cli.main(["train", *options(one, *shared)]) == 0
+    before = hashes(tmp_path)
+    error = refusal(options(two, *shared), capsys)
+    assert f"the ledger {path} belongs to the run in {one}, not to output={two}: choose another name or" in error
+    assert before.items() <= hashes(tmp_path).items()
+    one.rename(tmp_path / "moved")
+    assert cli.main(["train", *options(tmp_path / "moved", *shared, "algorithm.num_steps=2")]) == 0
+
+
 def test_a_folder_that_cannot_be_written_is_refused(
     options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from rlpipe.replay.ledger.query import has_ended
 from rlpipe.replay.ledger.run_ledger import COMPARED, Ledger
 
 MAX_MISSING = 1000
-"""Most epochs, and most steps, beyond the last that has groups, which are listed as missing."""
+"""Most epochs, and most steps, that are looked for beyond as many as there are groups."""
 TABLES = f"""
 WITH RECURSIVE
 run(epoch, position, num_rows, checkpoint_step, finished, refill_attempts, has_epochs) AS (
@@ -26,12 +26,12 @@ entries(epoch, position, prompt_id, group_id) AS (
 epochs(epoch, length) AS (
     SELECT 0, iif(run.epoch > 0, num_rows, position) FROM run
     UNION ALL SELECT epochs.epoch + 1, iif(run.epoch > epochs.epoch + 1, num_rows, position) FROM epochs, run
-    WHERE epochs.epoch < run.epoch AND epochs.epoch < (SELECT coalesce(max(epoch), 0) + {MAX_MISSING} FROM entries)),
+    WHERE epochs.epoch < run.epoch AND epochs.epoch < (SELECT count(*) + {MAX_MISSING} FROM entries)),
 reached(epoch, beyond) AS (SELECT epoch, max(position) + 1 FROM entries GROUP BY epoch),
 checkpointed(step) AS (
     SELECT 0 FROM run WHERE checkpoint_step > 0
     UNION ALL SELECT step + 1 FROM checkpointed, run WHERE step + 1 < checkpoint_step
-    AND step < (SELECT coalesce(max(step), 0) + {MAX_MISSING} FROM groups)),
+    AND step < (SELECT count(*) + {MAX_MISSING} FROM groups)),
 sizes(step, num_groups, num_flat) AS (
     SELECT step, count(*), sum(reward_std IS NULL OR reward_std < 1e-8) FROM groups WHERE step IS NOT NULL
     GROUP BY step)
@@ -214,6 +214,8 @@ class Audit:
 
 def audit(ledger: Ledger) -> Audit:
     """Add up and check a run's ledger; raise ``DataError`` if the ledger does not have the run's config."""
+    if ledger.get("config") is None:
+        raise DataError(f"{ledger.path} has no config yet: its run has not started; wait, or specify another run")
     values = _values(ledger)
     return Audit(
         finished=has_ended(ledger),
@@ -257,7 +259,11 @@ def _counts(ledger: Ledger, query: str) -> dict[str, int]:
 
 def _values(ledger: Ledger) -> tuple[Any, ...]:
     """Return the values that the checks compare with, in the order of the parameters in ``TABLES``."""
-    eras = list(_eras(ledger))
+    with ledger.decoding("config"):
+        return _compared(ledger, list(_eras(ledger)))
+
+
+def _compared(ledger: Ledger, eras: Sequence[tuple[int, int, Mapping[str, Any]]]) -> tuple[Any, ...]:
     trees = [tree for _, _, tree in eras]
     one_data = all((tree["data"], tree["seed"]) == (trees[0]["data"], trees[0]["seed"]) for tree in trees)
     has_epochs = one_data and trees[0]["data"].get("source") != "mix"
@@ -287,8 +293,6 @@ def _values(ledger: Ledger) -> tuple[Any, ...]:
 def _eras(ledger: Ledger) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
     """Yield each config that the run had, with its first step and the step after its last."""
     config, first = ledger.get("config"), 0
-    if config is None:
-        raise DataError(f"{ledger.path} has no config yet: its run has not started")
     for earlier in ledger.get("earlier_configs") or []:
         yield first, earlier["steps"], earlier["config"]
         first = earlier["steps"]

@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlpipe.common.atomic_io import check_room
-from rlpipe.errors import LedgerError
-from rlpipe.types import PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
+from rlpipe.data.render.messages import content_text
+from rlpipe.errors import LedgerDamaged, LedgerError
+from rlpipe.types import ChatMessages, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
 
 COMPRESSION = 1
 """zlib's fastest level; higher levels take three times as long to save a tenth of the size."""
@@ -66,13 +69,16 @@ def pack_record(group: RolloutGroup) -> str:
 
 
 def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[str, Any] | None = None) -> RolloutGroup:
-    """Return the group as it was stored; ``task`` holds the row's columns if they are needed again."""
+    """Return the group as it was stored; ``task`` holds the row's columns if they are needed again.
+
+    Raises what its conversions raise if the group is damaged: call it within ``Database.decoding``.
+    """
     record, arrays = json.loads(record_text), load(zlib.decompress(packed))
     prompt = Prompt(
         prompt_id=record["prompt_id"],
         epoch=record["epoch"],
         token_ids=arrays["prompt"],
-        prompt=record["prompt"],
+        prompt=stored_prompt(record),
         task=task or {},
         truth=Truth(token_ids=arrays["truth"], is_assistant=arrays["truth_mask"]) if "truth" in arrays else None,
         images=tuple(
@@ -89,11 +95,11 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         rollouts.append(
             Rollout(
                 group_id=group_id,
-                sample_index=entry["sample_index"],
+                sample_index=int(entry["sample_index"]),
                 prompt_id=prompt.prompt_id,
                 task=prompt.task,
-                rewards=entry["rewards"],
-                reward=entry["reward"],
+                rewards={name: _optional_number(value) for name, value in entry["rewards"].items()},
+                reward=_optional_number(entry["reward"]),
                 status=RolloutStatus(entry["status"]),
                 finish_reason=entry["finish_reason"],
                 advantages=None if advantage is None else np.full(length, advantage, np.float32),
@@ -105,17 +111,64 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         group_id=group_id,
         prompt=prompt,
         rollouts=rollouts,
-        generate_s=record["generate_s"],
-        score_s=record["score_s"],
+        generate_s=float(record["generate_s"]),
+        score_s=float(record["score_s"]),
         engine=record["engine"],
-        logged=record["logged"],
+        logged={name: float(value) for name, value in record["logged"].items()},
     )
 
 
+def stored_prompt(record: Mapping[str, Any]) -> str | ChatMessages:
+    """Return a record's prompt, if it can be shown."""
+    prompt: str | ChatMessages = record["prompt"]
+    for message in () if isinstance(prompt, str) else prompt:
+        content_text(message.get("content"))
+    return prompt
+
+
+def _optional_number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
 NAME = "ledger.sqlite"
+NO_LEDGER = "it has no tables of a ledger"
 SCHEMA_VERSION = 1
 
-_SCHEMA = """
+SETTINGS: Mapping[str, type] = {
+    "schema": int,
+    "run_id": str,
+    "owner": dict,
+    "config": dict,
+    "earlier_configs": list,
+    "place": list,
+    "checkpoint_step": int,
+    "life": int,
+}
+"""Types of the values in ``meta``."""
+ENVIRONMENT = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+}
+"""SQLite's codes of errors that say nothing against the file's content."""
+DECODING_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+    zlib.error,
+)
+"""Errors raised by conversions of JSON or packed arrays that are not as they were written."""
+
+SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, prompt_id INTEGER, attempt INTEGER, reroll INTEGER,
@@ -153,19 +206,26 @@ def _storable(value: Any) -> Any:
 class Database:
     """The SQLite file at ``path``, which a writer creates; raises ``LedgerError`` if it can't be read or written.
 
-    A reader may declare that the file is ``at_rest``, so that SQLite leaves no files beside it.
+    Whatever is wrong with its content raises ``LedgerDamaged``. A reader may declare that the file is ``at_rest``, so
+    that SQLite leaves no files beside it.
     """
 
     def __init__(self, path: Path, *, read_only: bool, at_rest: bool) -> None:
         self.path = path
+        self._writer: str | None = None
         with self._errors():
             self._connection = _connect(path, read_only=read_only, at_rest=at_rest)
             if not read_only:
                 self._make_tables()
-            if self.get("schema") != SCHEMA_VERSION:
-                raise LedgerError(
-                    f"{path} is not a ledger of this version of rlpipe (schema {self.get('schema')}, not "
-                    f"{SCHEMA_VERSION}): use the version that wrote it, or another output folder"
+            schema = self.get("schema")
+            if schema is None:
+                raise self.damaged(NO_LEDGER)
+            if schema != SCHEMA_VERSION:
+                problem = f"schema {schema}, not {SCHEMA_VERSION}"
+                raise LedgerDamaged(
+                    f"{path} is not a ledger of this version of rlpipe ({problem}): use the version that wrote it, or "
+                    "another output folder",
+                    problem,
                 )
 
     def close(self) -> None:
@@ -173,28 +233,50 @@ class Database:
 
     def get(self, key: str) -> Any:
         """Return a value of the run as a whole, or None."""
-        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+        if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             return None
-        found = self._rows("SELECT value FROM meta WHERE key = ?", key)
-        try:
-            return json.loads(found[0][0]) if found else None
-        except (ValueError, TypeError, RecursionError):
-            raise self.damaged(f"{key} is no JSON") from None
+        found = self.rows("SELECT value FROM meta WHERE key = ?", key)
+        with self.decoding(key):
+            value = json.loads(found[0][0]) if found else None
+        if not isinstance(value, SETTINGS.get(key, object) | None):
+            raise self.damaged(f"{key} is of the type {type(value).__name__}, not {SETTINGS[key].__name__}")
+        return value
 
-    def damaged(self, problem: str) -> LedgerError:
+    def damaged(self, problem: str) -> LedgerDamaged:
         """Return the error that says what is damaged, and what to do."""
-        return LedgerError(
-            f"the ledger {self.path} is damaged ({problem}): use the copy, {NAME}, in one of its run's checkpoints"
+        return LedgerDamaged(
+            f"the ledger {self.path} is damaged ({problem}): use the copy, {NAME}, in one of its run's checkpoints, or "
+            "begin a new run with another output",
+            problem,
         )
+
+    @contextmanager
+    def decoding(self, subject: str) -> Iterator[None]:
+        """Turn the errors of decoding what a row holds into ``LedgerDamaged``, which names the ``subject``."""
+        try:
+            yield
+        except DECODING_ERRORS as error:
+            raise self.damaged(f"{subject} can't be read: {type(error).__name__}: {error}") from error
 
     def set(self, **values: Any) -> None:
         with self._transaction():
             self._set(**values)
 
+    def take_over(self) -> None:
+        """Make all changes fail that another process of the run still tries to write, such as a dead driver's actor."""
+        writer = uuid4().hex
+        self.set(writer=writer)
+        self._writer = writer
+
+    def set_missing(self, **values: Any) -> None:
+        """Set those of the values that are not there yet."""
+        with self._transaction():
+            self._set(**{key: value for key, value in values.items() if self.get(key) is None})
+
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return the rows that any query selects, for people who inspect the run."""
+        """Return the rows that any query selects."""
         with self._errors():
-            return self._rows(query, *values)
+            return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -221,28 +303,27 @@ class Database:
 
     def _make_tables(self) -> None:
         with self._transaction():
-            if not self._rows("SELECT 1 FROM sqlite_master"):
-                for statement in filter(str.strip, _SCHEMA.split(";")):
+            if not self.rows("SELECT 1 FROM sqlite_master"):
+                for statement in filter(str.strip, SCHEMA.split(";")):
                     self._connection.execute(statement)
                 self._set(schema=SCHEMA_VERSION)
-            elif self.get("schema") == SCHEMA_VERSION:  # ledgers of earlier versions do not have it
-                self._connection.execute(
-                    "CREATE INDEX IF NOT EXISTS groups_by_place ON groups (epoch, position, reroll)"
-                )
+            elif self.get("schema") == SCHEMA_VERSION:  # ledgers of earlier versions do not have all indices
+                for statement in SCHEMA.split(";"):
+                    if "CREATE INDEX" in statement:
+                        self._connection.execute(statement.replace("INDEX", "INDEX IF NOT EXISTS"))
 
     def _set(self, **values: Any) -> None:
         self._connection.executemany(
             "INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in values.items()]
         )
 
-    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self._connection.execute(query, values).fetchall()
-
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
+                if self._writer is not None and self._writer != self.get("writer"):
+                    raise LedgerError(f"another process has taken over the ledger {self.path}; this one can only end")
                 yield
             except BaseException:
                 if self._connection.in_transaction:  # not after a full disk, which has ended it already
@@ -254,30 +335,13 @@ class Database:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            raise LedgerError(f"the ledger {self.path} can't be used: {error}") from error
-
-
-def damage(path: Path) -> str | None:
-    """Return what is wrong with the database at ``path`` or with its groups that are still needed, or None."""
-    needed = (
-        "SELECT group_id, record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id IN"
-        " (SELECT group_id FROM groups WHERE state NOT IN ('TRAINED', 'DISCARDED'))"
-    )
-    try:
-        with closing(_connect(path, read_only=True, at_rest=True)) as connection:
-            answer: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if answer != "ok":
-                return answer.splitlines()[-1]
-            connection.execute("SELECT count(*) FROM groups, meta").fetchone()
-            for group_id, record, arrays in connection.execute(needed):
-                try:
-                    unpack_group(group_id, record, arrays)
-                except (zlib.error, ValueError, KeyError) as error:
-                    return f"group {group_id} can't be read: {error}"
-    except sqlite3.Error as error:
-        return str(error)
-    return None
+        except (sqlite3.Error, OSError, OverflowError, UnicodeDecodeError) as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            if isinstance(error, OSError) or (code is not None and code & 0xFF in ENVIRONMENT):
+                raise LedgerError(
+                    f"the ledger {self.path} can't be used: {error}; see to its disk and permissions, and try again"
+                ) from error
+            raise self.damaged(str(error)) from error
 
 
 def _connect(path: Path, *, read_only: bool, at_rest: bool = False) -> sqlite3.Connection:

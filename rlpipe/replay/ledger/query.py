@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.errors import DataError, LedgerError
-from rlpipe.replay.ledger.database import NAME
+from rlpipe.replay.ledger.damage import check_values
+from rlpipe.replay.ledger.database import NAME, stored_prompt
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
 from rlpipe.types import NO_VERSION, ChatMessages
 
@@ -62,10 +63,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[Ledger]:
-    """Yield the ledger in one state, whatever is written meanwhile; raise ``DataError`` if it can't be read."""
+def reading(path: Path, *, check: bool = True) -> Iterator[Ledger]:
+    """Yield the ledger in one state, whatever is written meanwhile; raise ``DataError`` if it can't be read.
+
+    Without ``check``, its values are not compared with the schema, which takes a second for 200,000 groups.
+    """
     try:
         with closing(Ledger(path, read_only=True)) as ledger, ledger.snapshot():
+            if check:
+                check_values(ledger)
             yield ledger
     except LedgerError as error:
         raise DataError(str(error)) from error
@@ -196,12 +202,12 @@ def _read_groups(
         *values,
         -1 if limit is None else limit,
     )
-    return [
-        GroupRow(
-            **dict(zip(names, [*row[:-1], None if row[-1] is None else json.loads(row[-1])["prompt"]], strict=True))
-        )
-        for row in rows
-    ]
+    groups = []
+    for *values, record in rows:
+        with ledger.decoding(f"group {values[0]}"):
+            prompt = None if record is None else stored_prompt(json.loads(record))
+        groups.append(GroupRow(**dict(zip(names, [*values, prompt], strict=True))))
+    return groups
 
 
 def find_steps(
@@ -217,8 +223,8 @@ def find_steps(
         -1 if limit is None else limit,
     )
     return [
-        StepRow(step=step, times=times, ended_at=ended_at, last=bool(last), metrics=json.loads(metrics))
-        for step, times, ended_at, last, metrics in reversed(rows)
+        StepRow(step=step, times=times, ended_at=ended_at, last=bool(last), metrics=ledger.metrics(step, text))
+        for step, times, ended_at, last, text in reversed(rows)
     ]
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rlpipe.common.atomic_io import why_not_writable, writing_path
+from rlpipe.common.atomic_io import why_not_writable, write_whole, writing_path
 from rlpipe.configs.options import changed_options
-from rlpipe.errors import ConfigError, LedgerError
-from rlpipe.replay.ledger.database import NAME, damage
+from rlpipe.errors import ConfigError, LedgerDamaged, LedgerError
+from rlpipe.replay.ledger.damage import damage
+from rlpipe.replay.ledger.database import NAME, NO_LEDGER
 from rlpipe.replay.ledger.run_ledger import Ledger
 
 COMPANIONS = ("-wal", "-shm")
 """Suffixes of SQLite's files beside a database."""
+OUTPUT_ID = "output_id.txt"
+"""File with the random id of an output folder, which its ledger records; both move together."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -27,6 +30,8 @@ class RunStart:
     config: Mapping[str, Any]
     """The resolved config, as returned by ``rlpipe.configs.options.to_tree``."""
     changes_allowed: bool = False
+    output: Path | None = None
+    """Output folder of the run, which owns the ledger; None: the ledger's own folder."""
     step: int = 0
     checkpoint: Path | None = None
     run_id: str | None = None
@@ -35,11 +40,21 @@ class RunStart:
     """Rows per epoch, including skipped ones."""
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn an error of the ledger's disk or permissions into ``ConfigError``, because the run has not begun yet."""
+    try:
+        yield
+    except LedgerError as error:
+        raise ConfigError(str(error)) from error
+
+
+@_refusing()
 def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger, list[str]]:
     """Open the ledger that a run continues with, and return it with messages for people on where it comes from.
 
     A ledger that is damaged, or that does not fit the checkpoint, is renamed and replaced by the checkpoint's copy.
-    Raises ``ConfigError`` if the ledger belongs to another run, or if there is nothing to continue with.
+    Raises ``ConfigError`` if the ledger belongs to another output or run, or if there is nothing to continue with.
     """
     if (problem := why_not_writable(path.parent)) is not None:
         raise ConfigError(f"the ledger {path} can't be written: {problem}; choose another ledger.folder or output")
@@ -52,34 +67,39 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
         moved = "" if aside is None else f"; it is now {aside}, and"
         messages.append(f"{path} {reason}{moved or ';'} the one in {start.checkpoint} takes its place")
     ledger = Ledger(path, keep_steps=keep_steps)
-    if ledger.get("run_id") is None:
-        ledger.set(run_id=uuid4().hex, config=start.config)
-    changed = _check_owner(ledger, start)
-    if reason := _why_released(ledger.get("config"), start.config):
-        ledger.release(start.step, reason)
+    owner = None if start.output is None else {"output": str(start.output), "id": output_id(start.output)}
+    if reason is not None:
+        ledger.set(owner=owner)
+    ledger.set_missing(run_id=uuid4().hex, config=start.config, owner=owner)
+    changed = _check_run(ledger, start)  # two runs may have created it at the same time
+    ledger.take_over()
+    with ledger.decoding("config"):
+        released = _why_released(ledger.get("config"), start.config)
+    if released:
+        ledger.release(start.step, released)
     if start.step > ledger.checkpoint_step:
         ledger.checkpointed(start.step)
     ledger.begin_again(start.step, start.config["algorithm"]["num_steps"])
     if changed:
         ledger.change_config(start.config)
-    ledger.set(config=start.config, num_rows=start.num_rows)
+    ledger.set(config=start.config, num_rows=start.num_rows, owner=owner)
     return ledger, messages
 
 
+@_refusing()
 def why_unusable(path: Path, start: RunStart) -> str | None:
     """Return why the checkpoint's copy must replace the ledger at ``path``, or None if the ledger can be used.
 
     Changes nothing. Raises ``ConfigError`` if neither can be used, or if the ledger belongs to another run.
     """
-    if path.exists():
-        problem = damage(path)
-        reason = f"is damaged ({problem})" if problem is not None else _why_unfit(path, start)
-    else:
-        reason = None if start.checkpoint is None else "is missing"
+    reason = _why_replaced(path, start)
     if reason is None:
         return None
     if start.checkpoint is None:
-        raise ConfigError(f"{path} {reason}, and there is no checkpoint to resume from: choose another output")
+        raise ConfigError(
+            f"{path} {reason}, and there is no checkpoint to resume from: put a backup in its place, or choose another "
+            "output and, with ledger.folder, another name"
+        )
     copy = start.checkpoint / NAME
     problem = damage(copy) if copy.exists() else "it is missing"
     if problem is not None:
@@ -87,17 +107,33 @@ def why_unusable(path: Path, start: RunStart) -> str | None:
     return reason
 
 
+def _why_replaced(path: Path, start: RunStart) -> str | None:
+    """Return what is wrong with the ledger, or None if a run can continue with it, or start without one."""
+    if not path.exists():
+        return None if start.checkpoint is None else "is missing"
+    try:
+        problem = damage(path)
+        if problem is None:
+            return _why_unfit(path, start)
+    except LedgerDamaged as error:
+        problem = error.problem
+    if problem == NO_LEDGER and start.checkpoint is None:  # its run died while creating it
+        return None
+    return f"is damaged ({problem})"
+
+
 def _why_unfit(path: Path, start: RunStart) -> str | None:
     with closing(Ledger(path, read_only=True, at_rest=True)) as found:
         if found.get("run_id") is None:  # its run died while creating it
             return None
+        _check_owner(found, start)
         known = found.checkpoint_step
         if start.checkpoint is None and known:
             raise ConfigError(
                 f"{path} records a checkpoint after {known} steps, but none is next to it: put it back, "
                 "or choose another output"
             )
-        _check_owner(found, start)
+        _check_run(found, start)
         if known > start.step:
             return f"continues to step {known}"
         return None if found.has_steps(start.step) else f"does not have all of the {start.step} steps"
@@ -114,18 +150,51 @@ def _why_released(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_owner(ledger: Ledger, start: RunStart) -> bool:
+def mark_output(output: Path) -> None:
+    """Give the output folder an id, if it has none yet."""
+    if not output_id(output):
+        write_whole(output / OUTPUT_ID, uuid4().hex)
+
+
+def output_id(output: Path) -> str:
+    """Return the id of the output folder, or an empty text if it has none."""
+    try:
+        return (output / OUTPUT_ID).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _check_owner(ledger: Ledger, start: RunStart) -> None:
+    """Raise ``ConfigError`` if the ledger belongs to another output folder, also to one that this is a copy of.
+
+    A ledger in the output folder itself is moved and copied with it, and old ledgers have no owner.
+    """
+    owner, output = ledger.get("owner"), start.output
+    if owner is None or output is None or ledger.path.parent == output:
+        return
+    with ledger.decoding("owner"):
+        other, known = Path(owner["output"]), str(owner["id"])
+    if known != output_id(output) or (known == output_id(other) and not other.samefile(output)):
+        raise ConfigError(
+            f"the ledger {ledger.path} belongs to the run in {other}, not to output={output}: choose another name or "
+            "ledger.folder, or resume that run"
+        )
+
+
+def _check_run(ledger: Ledger, start: RunStart) -> bool:
     """Return whether options that matter for training have changed.
 
-    Raises ``ConfigError`` if they may not change, or if the ledger belongs to another run.
+    Raises ``ConfigError`` if they may not change, or if the ledger belongs to another output or run.
     """
-    owner = ledger.get("run_id")
-    if start.run_id is not None and owner != start.run_id:
+    _check_owner(ledger, start)
+    run_id = ledger.get("run_id")
+    if start.run_id is not None and run_id != start.run_id:
         raise ConfigError(
-            f"{ledger.path} belongs to another run ({owner}) than {start.checkpoint} ({start.run_id}): "
+            f"{ledger.path} belongs to another run ({run_id}) than {start.checkpoint} ({start.run_id}): "
             "move one of them away, or choose another output"
         )
-    changed = changed_options(ledger.get("config"), start.config)
+    with ledger.decoding("config"):
+        changed = changed_options(ledger.get("config"), start.config)
     if changed and not start.changes_allowed:
         raise ConfigError(
             f"{ledger.path} belongs to a run with other options ({'; '.join(changed)}): restore "

@@ -9,6 +9,7 @@ was lost can be repeated.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from rlpipe.types import RolloutGroup
 
 COMPARED = "compared after the last step, not trained"
 NO_VARIANCE = "no reward variance"
+MAX_NUMBER = 2**62
+"""Bound on numbers in ``meta``, with which queries can count."""
 
 
 class GroupState(StrEnum):
@@ -232,7 +235,7 @@ class Ledger(Database):
 
     def change_config(self, config: Mapping[str, Any]) -> None:
         """Set the config of steps that have taken no group yet, and keep the old one for the steps before them."""
-        first = self._rows("SELECT coalesce(max(step) + 1, 0) FROM groups")[0][0]
+        first = self.rows("SELECT coalesce(max(step) + 1, 0) FROM groups")[0][0]
         earlier = [*(self.get("earlier_configs") or []), {"steps": first, "config": self.get("config")}]
         self.set(config=config, earlier_configs=earlier)
 
@@ -242,15 +245,15 @@ class Ledger(Database):
         match self.get("place"):
             case None:
                 return Cursor(0, 0)
-            case [int(epoch), int(position)] if epoch >= 0 and position >= 0:
+            case [int(epoch), int(position)] if 0 <= epoch < MAX_NUMBER and 0 <= position < MAX_NUMBER:
                 return Cursor(epoch, position)
         raise self.damaged("place is not an epoch and a position")
 
     @property
     def checkpoint_step(self) -> int:
         """Steps of the newest checkpoint that the ledger knows to be complete."""
-        step = self.get("checkpoint_step") or 0
-        if not isinstance(step, int) or step < 0:
+        step: int = self.get("checkpoint_step") or 0
+        if not 0 <= step < MAX_NUMBER:
             raise self.damaged("checkpoint_step is not a number of steps")
         return step
 
@@ -260,22 +263,24 @@ class Ledger(Database):
         """Return the groups that no step has taken, with their states, in the order of their ids."""
         condition = _is_in(*UNFINISHED)
         groups = self._admitted(condition)
-        states = dict(self._rows(f"SELECT group_id, state FROM groups WHERE {condition}"))
+        states = dict(self.rows(f"SELECT group_id, state FROM groups WHERE {condition}"))
         return [(group, GroupState(states[group.group_id])) for group in groups]
 
     def load(self, group_ids: Iterable[int]) -> Iterator[RolloutGroup]:
         """Yield those of the groups whose tokens are still there."""
         for group_id in group_ids:
             query = "SELECT record, arrays FROM payloads JOIN tokens USING (group_id) WHERE group_id = ?"
-            for record, arrays in self._rows(query, group_id):
-                yield unpack_group(group_id, record, arrays)
+            for record, arrays in self.rows(query, group_id):
+                with self.decoding(f"group {group_id}"):
+                    group = unpack_group(group_id, record, arrays)
+                yield group
 
     def groups_of(self, step: int) -> StepGroups | None:
         """Return the groups that a step took, or None if none; raise ``LedgerError`` if their tokens are dropped."""
-        fresh = [row[0] for row in self._rows("SELECT group_id FROM groups WHERE step = ? ORDER BY group_id", step)]
+        fresh = [row[0] for row in self.rows("SELECT group_id FROM groups WHERE step = ? ORDER BY group_id", step)]
         if not fresh:
             return None
-        replayed = [row[0] for row in self._rows("SELECT group_id FROM replays WHERE step = ? ORDER BY group_id", step)]
+        replayed = [row[0] for row in self.rows("SELECT group_id FROM replays WHERE step = ? ORDER BY group_id", step)]
         groups = StepGroups(fresh=list(self.load(fresh)), replayed=list(self.load(replayed)))
         if len(groups.fresh) < len(fresh) or len(groups.replayed) < len(replayed):
             raise LedgerError(
@@ -290,23 +295,23 @@ class Ledger(Database):
             "SELECT group_id FROM groups WHERE step IS NOT NULL AND group_id IN (SELECT group_id FROM payloads)"
             " AND group_id NOT IN (SELECT group_id FROM replays) ORDER BY step DESC, group_id DESC"
         )
-        return self.load(row[0] for row in self._rows(query))
+        return self.load(row[0] for row in self.rows(query))
 
     def open_attempts(self) -> list[int]:
         """Return the attempts due for groups without reward variance that the run did not make before it ended."""
         left: Counter[int] = Counter()
-        for attempt, count in self._rows(
+        for attempt, count in self.rows(
             "SELECT attempt + 1, count(*) FROM groups WHERE state = 'DISCARDED' AND reason LIKE ? GROUP BY attempt",
             f"{NO_VARIANCE}%",
         ):
             left[attempt] = count
-        for attempt, count in self._rows("SELECT attempt, count(*) FROM groups WHERE attempt > 0 GROUP BY attempt"):
+        for attempt, count in self.rows("SELECT attempt, count(*) FROM groups WHERE attempt > 0 GROUP BY attempt"):
             left[attempt] -= count
         return sorted(left.elements())
 
     def discarded(self, group_ids: Iterable[int], *, with_tokens: bool) -> list[tuple[int, int, str]]:
         """Return id, attempt and reason of those groups that were discarded with tokens, or before they had any."""
-        return self._rows(
+        return self.rows(
             "SELECT group_id, attempt, reason FROM groups WHERE state = 'DISCARDED' AND step IS NULL"
             f" AND (generated_at IS NOT NULL) = ? AND group_id IN ({', '.join(map(str, group_ids))})",
             with_tokens,
@@ -314,7 +319,7 @@ class Ledger(Database):
 
     def origins(self, group_ids: Iterable[int]) -> list[tuple[int, int, float, float]]:
         """Return attempt, re-roll, and generation and scoring times (seconds since 1970) of groups with scores."""
-        return self._rows(
+        return self.rows(
             "SELECT attempt, reroll, generated_at, scored_at FROM groups"
             f" WHERE group_id IN ({', '.join(map(str, group_ids))})"
         )
@@ -330,39 +335,47 @@ class Ledger(Database):
 
     def counts(self) -> dict[GroupState, int]:
         """Return the number of groups in each state."""
-        return {GroupState(state): n for state, n in self._rows("SELECT state, count(*) FROM groups GROUP BY state")}
+        return {GroupState(state): n for state, n in self.rows("SELECT state, count(*) FROM groups GROUP BY state")}
 
     def num_places_taken(self, step: int) -> int:
         """Return the number of groups that are in ``step`` or a later one, or can still join one."""
         query = f"SELECT count(*) FROM groups WHERE step >= ? OR {_is_in(*UNFINISHED)}"
-        return int(self._rows(query, step)[0][0])
+        return int(self.rows(query, step)[0][0])
 
     def has_steps(self, before: int) -> bool:
         """Return whether all steps before ``before`` have groups; a power failure may have lost the newest ones."""
-        return self._rows("SELECT count(DISTINCT step) FROM groups WHERE step < ?", before) == [(before,)]
+        return self.rows("SELECT count(DISTINCT step) FROM groups WHERE step < ?", before) == [(before,)]
 
     def next_group_id(self) -> int:
-        return int(self._rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
+        return int(self.rows("SELECT coalesce(max(group_id) + 1, 0) FROM groups")[0][0])
 
     def reports(self, after: int) -> list[StepReport]:
         """Return the reports of steps after ``after`` that have ended."""
-        rows = self._rows(
+        rows = self.rows(
             "SELECT step, metrics, last FROM steps WHERE step > ? AND ended_at IS NOT NULL ORDER BY step", after
         )
-        return [StepReport(step=step, metrics=json.loads(metrics), last=bool(last)) for step, metrics, last in rows]
+        return [StepReport(step=step, metrics=self.metrics(step, text), last=bool(last)) for step, text, last in rows]
+
+    def metrics(self, step: int, text: str) -> dict[str, float]:
+        """Return the metrics of a step, stored as ``text``."""
+        with self.decoding(f"the metrics of step {step}"):
+            metrics: dict[str, float] = json.loads(text)
+            for value in metrics.values():
+                math.isfinite(value)  # raises an error for anything but a number
+        return metrics
 
     @property
     def last_step(self) -> int:
         """Newest step that has ended, or -1."""
-        return int(self._rows("SELECT coalesce(max(step), -1) FROM steps WHERE ended_at IS NOT NULL")[0][0])
+        return int(self.rows("SELECT coalesce(max(step), -1) FROM steps WHERE ended_at IS NOT NULL")[0][0])
 
     def events(self, after: int = 0) -> list[LedgerEvent]:
-        rows = self._rows("SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id", after)
+        rows = self.rows("SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id", after)
         return [LedgerEvent(number=row[0], time=row[1], kind=row[2], subject=row[3], message=row[4]) for row in rows]
 
     def _admitted(self, condition: str, *values: Any) -> list[GroupTicket]:
         names = [entry.name for entry in fields(GroupTicket)]
-        rows = self._rows(f"SELECT {', '.join(names)} FROM groups WHERE {condition} ORDER BY group_id", *values)
+        rows = self.rows(f"SELECT {', '.join(names)} FROM groups WHERE {condition} ORDER BY group_id", *values)
         return [GroupTicket(**dict(zip(names, row, strict=True))) for row in rows]
 
 

@@ -169,6 +169,8 @@ def test_config_lists_options_and_groups(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["inspect", "run", "--reward", "much"], "'much' is neither a number nor bounds such as 1..3"),
         (["inspect", "run", "--step", "3-1"], "'3-1' ends before it begins"),
+        (["inspect", "run", "--step", "9" * 20], "is neither a number nor bounds"),
+        (["inspect", "run", "--group", "9" * 20], "is not an integer of at least 0 and less than 2**63"),
         (["inspect", "run", "--state", "LOST"], "--state: there is no LOST; it is one of ADMITTED, GENERATED"),
         (["inspect", "run", "--sort", "age"], "--sort: there is no age; it is one of id, step"),
         (["inspect", "run", "--steps", "--epoch", "1"], "--steps show no groups: leave out --epoch"),

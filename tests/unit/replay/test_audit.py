@@ -256,5 +256,5 @@ def test_an_audit_ends_whatever_numbers_the_ledger_names(tmp_path: Path) -> None
     )
     assert {CLAIMS[0], CLAIMS[10]} <= problems(tmp_path).keys()
     change(tmp_path, "UPDATE meta SET value = '\"x\"' WHERE key = 'place'")
-    with pytest.raises(DataError, match="place is not an epoch and a position"):
+    with pytest.raises(DataError, match="place is of the type str, not list"):
         audited(tmp_path)

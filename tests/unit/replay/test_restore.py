@@ -1,15 +1,18 @@
 """The choice of the ledger that a run resumes with; no ledger is ever overwritten."""
 
+import os
 import shutil
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from disk_cases import largest_file
 from replay_cases import admit, bring, open_store
 
-from rlpipe.errors import ConfigError, LedgerError
+from rlpipe.errors import ConfigError
 from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.restore import RunStart, open_ledger, why_unusable
 from rlpipe.replay.ledger.run_ledger import GroupState, Ledger
@@ -163,7 +166,7 @@ def test_a_ledger_that_cannot_be_put_there_leaves_the_old_one(path: Path, tmp_pa
     run_id, old = ledger.get("run_id"), checkpoint(tmp_path, ledger, 1)
     ledger.checkpointed(5)
     ledger.close()
-    with largest_file(1000), pytest.raises(LedgerError, match=f"the ledger {path} can't be written: .*too large"):
+    with largest_file(1000), pytest.raises(ConfigError, match=f"the ledger {path} can't be written: .*too large"):
         begin(path, step=1, checkpoint=old, run_id=run_id)
     assert [file.name for file in path.parent.iterdir()] == [NAME]
     assert Ledger(path).checkpoint_step == 5
@@ -175,11 +178,31 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         begin(tmp_path / "file" / "ledgers" / NAME)
 
 
+@pytest.mark.parametrize(("mode", "problem"), [(0o444, "readonly"), (0, "unable to open")])
+def test_a_ledger_that_may_not_be_written_is_refused(mode: int, problem: str) -> None:
+    with TemporaryDirectory() as name:
+        path = Path(name) / NAME
+        started(path).close()
+        path.chmod(mode)
+        path.parent.chmod(0o777)
+        child = os.fork()
+        if not child:  # an exception must not propagate into pytest
+            code = 1
+            with suppress(BaseException):
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                with pytest.raises(ConfigError, match=f"the ledger {path} can't be used: .*{problem}.*permissions"):
+                    begin(path)
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_damaged_ledger_without_checkpoint_is_left_alone(path: Path) -> None:
     started(path).close()
     damage_file(path)
     broken = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to resume from: choose"):
+    with pytest.raises(ConfigError, match=r"is damaged \(.*\), and there is no checkpoint to resume from: put a back"):
         begin(path)
     assert path.read_bytes() == broken
 

@@ -14,7 +14,8 @@ from replay_cases import admit, admitted, bring, group, open_store
 
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
-from rlpipe.replay.ledger.database import NAME, damage
+from rlpipe.replay.ledger.damage import damage
+from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.run_ledger import COMPARED, GroupState, Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import PlacedImage, RolloutGroup, RolloutStatus
@@ -250,7 +251,7 @@ for step in range(10**6):
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"no database at all" * 500)
-    with pytest.raises(LedgerError, match=rf"the ledger {tmp_path / NAME} can't be used: file is not a database"):
+    with pytest.raises(LedgerError, match=rf"the ledger {tmp_path / NAME} is damaged \(file is not a database\)"):
         Ledger(tmp_path / NAME)
     assert damage(tmp_path / NAME) == "file is not a database"
 

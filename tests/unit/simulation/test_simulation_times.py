@@ -168,7 +168,7 @@ def test_a_folder_without_a_readable_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--from needs the folder of a run: .* has no ledger.sqlite"):
         times_of(Config(), run=tmp_path)
     (tmp_path / "ledger.sqlite").write_text("nothing of the kind" * 100)
-    with pytest.raises(DataError, match=r"ledger.sqlite can't be used: file is not a database"):
+    with pytest.raises(DataError, match=r"ledger.sqlite is damaged \(file is not a database\): use the copy"):
         times_of(Config(), run=tmp_path)
 
 
