@@ -19,7 +19,7 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.configs.schema.root_config import Config, LedgerConfig, ReplayConfig
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
-from rlpipe.errors import ConfigError, LedgerLost, RunError
+from rlpipe.errors import ConfigError, LedgerError, LedgerLost, RunError
 from rlpipe.replay.buffer import GroupTicket
 from rlpipe.replay.ledger.restore import RunStart, open_ledger
 from rlpipe.replay.ledger.run_ledger import Ledger, LedgerEvent
@@ -239,15 +239,18 @@ class ReplayActor(StepServer):
         return self._opened
 
     def _reopen(self) -> None:
-        """Continue from the dead process's ledger; on another machine, which lacks it, keep ``LedgerLost``."""
+        """Continue from the dead process's ledger; keep the error, for all callers, if it is lost or damaged."""
         path = self._setup.path
         if not path.exists():
             self._error = LedgerLost(f"the replay actor was restarted on a machine without {path}")
             return
-        ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
-        ledger.take_over()
-        ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
-        self._opened = self._open_store(ledger)
+        try:
+            ledger = Ledger(path, keep_steps=self._setup.ledger.keep_steps)
+            ledger.take_over()
+            ledger.note("death", "replay", "the replay actor died; another one has read the ledger")
+            self._opened = self._open_store(ledger)
+        except LedgerError as error:
+            self._error = error
 
     def _open_store(self, ledger: Ledger) -> ReplayStore:
         setup = self._setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import logging
 import os
 import sys
@@ -22,6 +23,9 @@ LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 wrong input, 3 an audit differs, 130 interrupted."""
     _open_standard_files()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # texts of models and files may have what no encoding knows
+            stream.reconfigure(errors="backslashreplace")
     for name in LIBRARIES:
         logging.getLogger(name).addFilter(_is_useful)
     try:

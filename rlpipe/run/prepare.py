@@ -105,14 +105,19 @@ def open_output(run: Run) -> Iterator[None]:
     """
     with _naming(run.output):
         run.output.mkdir(parents=True, exist_ok=True)
-    with held(run.output) as alone:
-        if not alone:
-            raise ConfigError(
-                f"another run writes to output={run.output}: wait until it ends, or choose another output"
-            )
+    with _alone(run.output):
         with _naming(run.output):
             write_whole(run.output / "config.yaml", to_yaml(run.config))
             mark_output(run.output)
+        yield
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Lock an existing output within the block; raise ``ConfigError`` if another run holds it."""
+    with held(output) as alone:
+        if not alone:
+            raise ConfigError(f"another run writes to output={output}: wait until it ends, or choose another output")
         yield
 
 
@@ -271,7 +276,7 @@ def find_resume_point(config: Config) -> ResumePoint:
         _check_is_new(output, ledger)
     if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine
         why_unusable(ledger, run_start(config, start))
-    with _naming(output):
+    with _naming(output), _alone(output) if folder.is_dir() else nullcontext():
         aside = set_damaged_aside(folder, newer_than=start.step)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
     messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]

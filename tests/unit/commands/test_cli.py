@@ -362,6 +362,12 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_characters_that_the_terminal_lacks_are_escaped() -> None:
+    done = run_shell("""rlpipe config experiment=quickstart 'name="é"'""", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("name: \\xe9\n")
+
+
 def test_a_home_that_does_not_exist_does_no_harm(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     done = run_shell("rlpipe config --groups", HOME=missing, XDG_CACHE_HOME=missing)

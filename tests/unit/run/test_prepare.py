@@ -14,7 +14,14 @@ from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, DataError, RewardImportError
 from rlpipe.models.tiny import make_tiny_policy
-from rlpipe.run.prepare import check_context, check_reward_columns, find_resume_point, open_output, prepare_run
+from rlpipe.run.prepare import (
+    ResumePoint,
+    check_context,
+    check_reward_columns,
+    find_resume_point,
+    open_output,
+    prepare_run,
+)
 
 
 class Judge(rlpipe.RewardActor):
@@ -111,6 +118,20 @@ def test_two_runs_do_not_write_to_one_folder(options: list[str]) -> None:
         pass
     with open_output(run):
         assert (run.output / "config.yaml").exists()
+
+
+def test_a_second_run_moves_no_checkpoints_of_the_first(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpipe.run.prepare._read_resume_point", lambda config, folder: ResumePoint())
+    config = load_config([*options, reward("bare")])
+    checkpoints = Path(config.output) / "checkpoints"
+    (checkpoints / "step_000001").mkdir(parents=True)
+    (checkpoints / "step_000001" / "learner.json").write_text("damaged")
+    before = sorted(path.name for path in checkpoints.iterdir())
+    with open_output(prepare_run(config)), pytest.raises(ConfigError, match="another run writes to output="):
+        find_resume_point(config)
+    assert sorted(path.name for path in checkpoints.iterdir()) == before
+    find_resume_point(config)
+    assert sorted(path.name for path in checkpoints.iterdir()) != before
 
 
 def used_folder(config: Config) -> None:
