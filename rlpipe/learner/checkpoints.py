@@ -41,7 +41,7 @@ from rlpipe.learner.policy import Policy, load_policy, outline_policy
 from rlpipe.learner.publish import named_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strategies.sharding import Reduce, Sharding
-from rlpipe.models.adapter import TrainingRecord
+from rlpipe.models.adapter import WEIGHTS_FILE, TrainingRecord
 from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
 
 POLICY, REFERENCE = weight_key(""), "reference."
@@ -131,9 +131,6 @@ def _set_random_states(states: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-ADAPTER_FILE = "adapter_model.safetensors"
-
-
 def export_policy(policy: Policy, folder: Path) -> None:
     """Write the adapter or the whole model, and the tokenizer, in the format of ``from_pretrained`` and vLLM.
 
@@ -187,12 +184,13 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     if isinstance(policy.model, PeftModel):
         adapter = replace(policy.model.peft_config["default"], inference_mode=True)
         adapter.save_pretrained(str(folder))
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         record = TrainingRecord(
             base_precision="nf4" if policy.config.adapter.kind == "qlora" else "full",
             weight_scales={drift.name: drift.factor for drift in policy.scorer.drifts if drift.factor != 1},
         )
+        save_file(contiguous, folder / WEIGHTS_FILE, metadata=record.metadata)
         record.write(folder)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
         return
     model = policy.scorer.causal_model
     model.save_pretrained(folder, state_dict=tensors, save_original_format=False)

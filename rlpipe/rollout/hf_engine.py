@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlpipe.common.imports import reading
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
+from rlpipe.models.adapter import read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
-from rlpipe.models.loading import open_model
+from rlpipe.models.loading import COMPLETE, open_model
 from rlpipe.models.nf4 import to_nf4_and_back
 from rlpipe.rollout.engine import (
     DEFAULT_SEQUENCES,
@@ -123,7 +125,7 @@ class HfEngine:
         ]
         self._policy: Any = self._base
         if self._kind is WeightsKind.LORA and model.adapter.path is not None:
-            manifest, buckets = pack_adapter(model.adapter.path, self._base.dtype)
+            manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype)
             if self.load(manifest, buckets) != manifest.digest:
                 raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
 
@@ -333,11 +335,9 @@ def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
 def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
     """Open the base model, ready to serve, and its tokenizer."""
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    try:
+    with reading(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
         policy: Any = open_model(model.path, model, getattr(torch, model.dtype))
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"model.path={model.path} can't be loaded: {str(error).splitlines()[0]}") from error
     if model.adapter.kind == "qlora" and serves_adapter(model):
         to_nf4_and_back(policy)
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer

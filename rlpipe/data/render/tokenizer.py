@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import describe_error, reading
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf import model_folder
@@ -29,27 +29,25 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     local = folder.exists() or not hub_has(
         path, kind="model", option=option, error=ModelError, revision=config.revision
     )
-    try:
+    fix = "give a folder with an undamaged one"
+    if local and not folder.exists():
+        fix = "there is no such folder, the hub can't be reached, and its cache holds no copy"
+    with reading(f"{option}: the tokenizer of {path!r} can't be loaded", fix, error=ModelError):
         import transformers
 
         tokenizer_class = getattr(transformers, known_tokenizer_class(folder) or "AutoTokenizer")
-        tokenizer = tokenizer_class.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
             str(folder) if folder.exists() else path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             local_files_only=local,
         )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        if local and not folder.exists():
-            reason = "there is no such folder, the hub can't be reached, and its cache holds no copy"
-            raise ModelError(f"{option}: tokenizer {path!r} can't be loaded: {reason}") from None
-        raise ModelError(f"{option}: no tokenizer in {path!r} ({describe_error(error)})") from None
-    if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
-    elif not tokenizer.chat_template:
-        tokenizer.chat_template = _processor_template(path if not folder.exists() else str(folder), config, local)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        if config.chat_template is not None:
+            tokenizer.chat_template = _read_template(Path(config.chat_template).expanduser())
+        elif not tokenizer.chat_template:
+            tokenizer.chat_template = _processor_template(path if not folder.exists() else str(folder), config, local)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
