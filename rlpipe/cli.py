@@ -46,7 +46,8 @@ def _is_useful(record: logging.LogRecord) -> bool:
 def describe_error(error: RlpipeError) -> str:
     """Return the message in one line; if the error crossed Ray, its cause has the text without the remote traceback."""
     cause = getattr(error, "cause", None)
-    return " ".join(str(cause if isinstance(cause, RlpipeError) else error).split())
+    text = " ".join(str(cause if isinstance(cause, RlpipeError) else error).split())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -450,9 +450,9 @@ def _begin(output: Path, plan: str) -> Path:
 
 def _write_rest(files: ModelFiles, adapter: Path, folder: Path) -> None:
     """Copy the tokenizer, config and other files unchanged, and write a new index."""
-    rest = [path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)]
-    trained_with = [path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)]
-    for path in rest + trained_with:
+    own = {path.name: path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)}
+    rest = {path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)}
+    for path in (rest | own).values():
         if path.is_dir():
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         else:

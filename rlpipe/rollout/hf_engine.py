@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from rlpipe.common.imports import reading
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
+from rlpipe.data.render.tokenizer import check_ids
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
 from rlpipe.models.adapter import read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
@@ -336,6 +338,7 @@ def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
     """Open the base model, ready to serve, and its tokenizer."""
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with reading(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
+        check_ids(Path(model.tokenizer or model.path))
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
         policy: Any = open_model(model.path, model, getattr(torch, model.dtype))
     if model.adapter.kind == "qlora" and serves_adapter(model):

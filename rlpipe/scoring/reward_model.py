@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 
 from rlpipe.common.imports import reading
 from rlpipe.data.packing import padded_parts
+from rlpipe.data.render.tokenizer import check_ids
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.loading import COMPLETE, load_complete, own_device, own_dtype
@@ -64,6 +66,7 @@ class ClassifierReward(RewardActor):
         self._device = own_device()
         dtype = getattr(torch, own_dtype(self._device, self.source) if self.dtype == AUTO else self.dtype)
         with reading(f"the reward model {self.source} can't be loaded", COMPLETE, error=ModelError):
+            check_ids(Path(self.source))
             self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
             if self._own.pad_token_id is None:
                 self._own.pad_token = self._own.eos_token

@@ -102,8 +102,9 @@ class ImageProcessor:
         """Id of the token that takes image features; -1 if the model takes no images, or its config can't be read."""
         known = read_known_config(self._path)
         try:
-            found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
-        except (OSError, ValueError):  # code that needs the model reports it; looking at rows does not need it
+            with reading(f"model.path={self._model.path} can't be read", "give an undamaged copy", error=ModelError):
+                found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
+        except ModelError:  # code that needs the model reports it; looking at rows does not need it
             return -1
         return -1 if found is None else found
 
@@ -112,8 +113,7 @@ class ImageProcessor:
         """The model's transformers config."""
         from transformers import AutoConfig
 
-        with reading(f"model.path={self._model.path} can't be read", "give an undamaged copy", error=ModelError):
-            return AutoConfig.from_pretrained(self._path, **self._source)
+        return AutoConfig.from_pretrained(self._path, **self._source)
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ from rlpipe.models.known_configs import known_tokenizer_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_ID = 2**24
+LONG_NUMBER = re.compile(rb"[:,\[\s]\d{8}")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -35,6 +40,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     with reading(f"{option}: the tokenizer of {path!r} can't be loaded", fix, error=ModelError):
         import transformers
 
+        check_ids(folder)
         tokenizer_class = getattr(transformers, known_tokenizer_class(folder) or "AutoTokenizer")
         tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
             str(folder) if folder.exists() else path,
@@ -49,6 +55,20 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_ids(folder: Path) -> None:
+    """Raise ``ValueError`` for a huge id in a tokenizer's files: tokenizers would list all ids up to it, or abort."""
+
+    def checked(digits: str) -> int:
+        if int(digits) > MAX_ID:
+            raise ValueError(f"a tokenizer's file has the number {digits}")
+        return int(digits)
+
+    for file in (folder / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json")):
+        text = file.read_bytes() if file.is_file() else b""
+        if LONG_NUMBER.search(text):
+            json.loads(text, parse_int=checked)
 
 
 def _processor_template(path: str, config: ModelConfig, local: bool) -> str | None:
