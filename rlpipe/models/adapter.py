@@ -15,7 +15,7 @@ from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, resca
 from rlpipe.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from torch import Tensor
 
 ADAPTER = "default"
@@ -24,6 +24,7 @@ FILE, WEIGHTS_FILE = "rlpipe.json", "adapter_model.safetensors"
 PRECISIONS = ("full", "nf4")
 RECORDED = {"record": FILE}
 """Metadata of the weights of an adapter that is wrong without its record."""
+MAX_NUMBER = 2**31
 AGAIN = "export or download the adapter again"
 
 
@@ -108,12 +109,26 @@ def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dic
 
 def read_peft_config(path: str, subject: str) -> PeftConfig:
     """Read the config of a PEFT adapter; raise ``ModelError``, which begins with the ``subject``, if that fails."""
-    from peft import PeftConfig  # imported here because it takes a second
+    from peft import LoraConfig, PeftConfig  # imported here because it takes a second
 
     if Path(path).is_dir():
         path = str(Path(path).absolute())  # else PEFT would look for a missing file on the hub
     with reading(f"{subject} holds no PEFT adapter", AGAIN, error=ModelError):
-        return PeftConfig.from_pretrained(path)
+        config = PeftConfig.from_pretrained(path)
+        if isinstance(config, LoraConfig):
+            _check_types(config)
+    return config
+
+
+def _check_types(config: LoraConfig) -> None:
+    """Raise for values that PEFT takes from the file as they are, and that others calculate with."""
+    patterns: list[Mapping[str, Any]] = [config.rank_pattern or {}, config.alpha_pattern or {}]
+    for number in (config.r, config.lora_alpha, *(value for pattern in patterns for value in pattern.values())):
+        if not isinstance(number, int | float) or not abs(number) < MAX_NUMBER:
+            raise ValueError(f"it has {number!r} for r, lora_alpha, or a pattern of them")
+    modules = config.target_modules
+    if not isinstance(modules, str) and not all(isinstance(module, str) for module in modules or ()):
+        raise ValueError(f"it has target_modules={modules!r}")
 
 
 def put_tensors(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str) -> None:

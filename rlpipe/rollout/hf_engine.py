@@ -26,7 +26,7 @@ from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
 from rlpipe.data.render.tokenizer import check_ids
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
-from rlpipe.models.adapter import read_adapter
+from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
 from rlpipe.models.loading import COMPLETE, open_model
 from rlpipe.models.nf4 import to_nf4_and_back
@@ -127,9 +127,10 @@ class HfEngine:
         ]
         self._policy: Any = self._base
         if self._kind is WeightsKind.LORA and model.adapter.path is not None:
-            manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype)
-            if self.load(manifest, buckets) != manifest.digest:
-                raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
+            with reading(f"model.adapter.path={model.adapter.path} can't be served", AGAIN, error=ModelError):
+                manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype)
+                if self.load(manifest, buckets) != manifest.digest:
+                    raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
 
     @property
     def has_work(self) -> bool:
