@@ -53,7 +53,7 @@ def message_of(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(subject: str, fix: str, *, error: type[InputError]) -> Iterator[None]:
+def reading_files(subject: str, fix: str, *, error: type[InputError]) -> Iterator[None]:
     """Raise ``error`` in one line, with the cause and the ``fix``, for whatever a library raises on a user's files.
 
     Libraries raise anything on damaged files; the tokenizers library even a ``BaseException``, which is Rust's panic.

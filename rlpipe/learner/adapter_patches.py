@@ -23,7 +23,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.adapter_layers import apply_factors, parameter_of
@@ -50,7 +50,7 @@ def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
     For a model of images and text, this is the text-only class if there is one, which rlpipe's learner trains. With
     ``as_named``, it is the class that the config names, which other trainers put their adapters on.
     """
-    with reading(f"the base {folder} can't be used", COMPLETE, error=ModelError):
+    with reading_files(f"the base {folder} can't be used", COMPLETE, error=ModelError):
         config = describe_model(str(folder), ModelConfig(), f"the base {folder}")
         if any(getattr(config, name, None) is not None for name in ("quantization_config", "compression_config")):
             raise ModelError(f"the base {folder} is quantized: {UNQUANTIZED}")
@@ -92,7 +92,7 @@ def load_adapter(
 
 def _put_on(model: PreTrainedModel, folder: Path, config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftModel:
     subject = f"the adapter {folder}"
-    with reading(f"{subject} does not fit the base", "give the base that it was trained on", error=ModelError):
+    with reading_files(f"{subject} does not fit the base", "give the base that it was trained on", error=ModelError):
         initialized = check_mergeable(config).init_lora_weights
         if isinstance(initialized, str) and initialized not in KEEPING_THE_BASE:
             raise ValueError(

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlpipe.common.atomic_io import begin_folder, check_room, whole_folder, writing_path
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.options import model_of
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import rescales_weights
@@ -152,7 +152,7 @@ def export_policy(policy: Policy, folder: Path) -> None:
         if writes:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:
-        with reading(f"{policy.config.path} can't be exported", COMPLETE, error=ModelError):
+        with reading_files(f"{policy.config.path} can't be exported", COMPLETE, error=ModelError):
             _write_whole(policy, tensors, folder)
     policy.sharding.barrier()
 
@@ -165,7 +165,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
     """
     if folder.exists():
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
-    with reading(f"{checkpoint} has no usable config of a model", "give another step_... folder", error=ConfigError):
+    with reading_files(
+        f"{checkpoint} has no usable config of a model", "give another step_... folder", error=ConfigError
+    ):
         model = model_of(read_extra(checkpoint, contents=True).extra["model"])
         for problem in find_out_of_range(model, "model."):
             raise ValueError(problem)

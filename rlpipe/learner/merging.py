@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
-from rlpipe.common.imports import describe_error, reading
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
@@ -92,7 +92,7 @@ class ModelFiles:
 def open_files(folder: Path) -> ModelFiles:
     """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    with reading(f"{folder} can't be read as a model's files", COMPLETE, error=ModelError):
+    with reading_files(f"{folder} can't be read as a model's files", COMPLETE, error=ModelError):
         if index.exists():
             files: dict[str, list[str]] = {}
             for name, file in json.loads(index.read_text())["weight_map"].items():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.learner_config import LearnerConfig, reentrant_checkpointing
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serves_adapter
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
@@ -164,7 +164,7 @@ def outline_policy(model: ModelConfig) -> Policy:
     """Make a policy on the CPU to read a checkpoint's adapter into; its base is hollow and can't be run."""
     source = find_source(model.path, "model.path", revision=model.revision)
     model = with_dtype(model, torch.device("cpu"))
-    with reading(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
+    with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         base = hollow_model(
             describe_model(source, model), images=model.images, trust_remote_code=model.trust_remote_code
         )
@@ -214,7 +214,7 @@ def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     quantization: dict[str, Any] = {}
     if config.adapter.kind == "qlora":
         quantization = {"quantization_config": nf4_config(dtype), "device_map": {"": "cpu"}}
-    with reading(f"model.path={config.path} can't be loaded", COMPLETE, error=ModelError):
+    with reading_files(f"model.path={config.path} can't be loaded", COMPLETE, error=ModelError):
         model = open_model(source, config, dtype, **quantization)
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
@@ -251,7 +251,7 @@ def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
 def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
     name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
     where = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
-    with reading(f"{name} can't be loaded", f"give one that fits the model{where}", error=ModelError):
+    with reading_files(f"{name} can't be loaded", f"give one that fits the model{where}", error=ModelError):
         if config.path is not None:
             source = find_source(config.path, "model.adapter.path")
             settings, tensors = read_adapter(source)

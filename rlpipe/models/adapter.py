@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpipe.common.digests import DIGESTS, file_digest, seal, unseal
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, rescales_weights
 from rlpipe.errors import ConfigError, ModelError
 
@@ -57,7 +57,7 @@ def read_record(adapter: Path) -> TrainingRecord:
     An adapter that rlpipe did not train has none, and counts as trained on the unchanged base model.
     """
     path = adapter / FILE
-    with reading(f"{path} can't be read", AGAIN, error=ModelError):
+    with reading_files(f"{path} can't be read", AGAIN, error=ModelError):
         record = unseal(path.read_text()) if path.exists() else {}
         if DIGESTS not in record and _needs_record(adapter):
             raise ValueError("the adapter's weights say that it has digests")
@@ -95,7 +95,7 @@ def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dic
     config, folder = read_peft_config(path, subject), Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_NAME)):
         raise ModelError(f"{subject} holds no {WEIGHTS_FILE}: {AGAIN}")  # PEFT would look for it on the hub
-    with reading(f"{subject} can't be read", AGAIN, error=ModelError):
+    with reading_files(f"{subject} can't be read", AGAIN, error=ModelError):
         tensors: dict[str, Tensor] = load_peft_weights(path, device="cpu")
         for name, tensor in tensors.items():
             if not tensor.is_floating_point() or not tensor.isfinite().all():
@@ -113,7 +113,7 @@ def read_peft_config(path: str, subject: str) -> PeftConfig:
 
     if Path(path).is_dir():
         path = str(Path(path).absolute())  # else PEFT would look for a missing file on the hub
-    with reading(f"{subject} holds no PEFT adapter", AGAIN, error=ModelError):
+    with reading_files(f"{subject} holds no PEFT adapter", AGAIN, error=ModelError):
         config = PeftConfig.from_pretrained(path)
         if isinstance(config, LoraConfig):
             _check_types(config)
@@ -135,7 +135,7 @@ def put_tensors(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str)
     """Give an adapter its tensors; raise ``ModelError`` for those that it lacks and those that the model lacks."""
     from peft import set_peft_model_state_dict
 
-    with reading(f"{subject} does not fit the base", "give the model that it was trained on", error=ModelError):
+    with reading_files(f"{subject} does not fit the base", "give the model that it was trained on", error=ModelError):
         result: Any = set_peft_model_state_dict(adapted, dict(tensors), ADAPTER)
         missing = [name for name in result.missing_keys if "lora_" in name and f".{ADAPTER}" in name]
         for what, names in (

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import xxhash
 
 from rlpipe.common.atomic_io import check_room, held, user_cache, whole_folder
-from rlpipe.common.imports import describe_error, reading
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.errors import ModelError
 
 SUFFIX = ".gguf"
@@ -112,8 +112,10 @@ def _convert(file: Path, folder: Path) -> None:
     from rlpipe.models.loading import load_complete
 
     disable_progress_bar()
-    damaged = partial(reading, f"model.path={file}: transformers can't dequantise it", "give another", error=ModelError)
-    unwritten = partial(reading, f"model.path={file}: the model can't be written", "make room", error=ModelError)
+    damaged = partial(
+        reading_files, f"model.path={file}: transformers can't dequantise it", "give another", error=ModelError
+    )
+    unwritten = partial(reading_files, f"model.path={file}: the model can't be written", "make room", error=ModelError)
     with damaged():
         reader = gguf.GGUFReader(file)
         # transformers would read the file three times and build the name table for every module: half a minute.

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.hardware.dtype_speed import device_types
@@ -40,7 +40,7 @@ MAX_COUNT, MAX_SIZE = 10_000, 2**28
 
 def describe_model(path: str, config: ModelConfig, name: str | None = None) -> PreTrainedConfig:
     """Load transformers' config of the model; raise ``ModelError``, which names the model, if it is broken."""
-    with reading(f"{name or f'model.path={config.path}'} can't be read", COMPLETE, error=ModelError):
+    with reading_files(f"{name or f'model.path={config.path}'} can't be read", COMPLETE, error=ModelError):
         found, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
         for size, value in _numbers(found):
             if value > (MAX_COUNT if COUNT.fullmatch(size) else MAX_SIZE if SIZE.fullmatch(size) else value):

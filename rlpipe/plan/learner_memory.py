@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.root_config import Config
@@ -210,7 +210,7 @@ def _set_attention(causal: PreTrainedModel, implementation: str) -> AttentionLay
 
 def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     with (
-        reading("model.adapter can't be created", "give one that fits the model", error=ModelError),
+        reading_files("model.adapter can't be created", "give one that fits the model", error=ModelError),
         torch.device("meta"),
         warnings.catch_warnings(),
     ):

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.root_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf import model_folder
@@ -141,7 +141,7 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
 
 def outline_described(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
     """Create the model without weights; raise ``ModelError`` if its config does not describe one."""
-    with reading(f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError):
+    with reading_files(f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError):
         return outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
@@ -127,7 +127,7 @@ class HfEngine:
         ]
         self._policy: Any = self._base
         if self._kind is WeightsKind.LORA and model.adapter.path is not None:
-            with reading(f"model.adapter.path={model.adapter.path} can't be served", AGAIN, error=ModelError):
+            with reading_files(f"model.adapter.path={model.adapter.path} can't be served", AGAIN, error=ModelError):
                 manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype)
                 if self.load(manifest, buckets) != manifest.digest:
                     raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
@@ -338,7 +338,7 @@ def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
 def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
     """Open the base model, ready to serve, and its tokenizer."""
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    with reading(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
+    with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         check_ids(Path(model.tokenizer or model.path))
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
         policy: Any = open_model(model.path, model, getattr(torch, model.dtype))

@@ -14,7 +14,7 @@ import ray
 from rlpipe.actors.node import ask_nodes, node_types
 from rlpipe.actors.remote import get_remote
 from rlpipe.common.atomic_io import held, why_not_writable, write_whole
-from rlpipe.common.imports import import_object, reading
+from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -238,7 +238,7 @@ def check_context(run: Run) -> None:
 def _num_positions(model: ModelConfig) -> int | None:
     """Return the maximum number of positions in the model's config, or None if it has none."""
     try:
-        with reading(f"model.path={model.path} can't be read", "", error=ModelError):
+        with reading_files(f"model.path={model.path} can't be read", "", error=ModelError):
             known = read_known_config(model.path)
             if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
                 config: Any = SimpleNamespace(**known)

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlpipe.common.imports import reading
+from rlpipe.common.imports import reading_files
 from rlpipe.data.packing import padded_parts
 from rlpipe.data.render.tokenizer import check_ids
 from rlpipe.errors import ModelError
@@ -65,7 +65,7 @@ class ClassifierReward(RewardActor):
     def setup(self) -> None:
         self._device = own_device()
         dtype = getattr(torch, own_dtype(self._device, self.source) if self.dtype == AUTO else self.dtype)
-        with reading(f"the reward model {self.source} can't be loaded", COMPLETE, error=ModelError):
+        with reading_files(f"the reward model {self.source} can't be loaded", COMPLETE, error=ModelError):
             check_ids(Path(self.source))
             self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
             if self._own.pad_token_id is None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlpipe.common.atomic_io import python_files
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error, reading
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.images import as_png, open_image
 from rlpipe.data.render.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ class ImageProcessor:
         """Id of the token that takes image features; -1 if the model takes no images, or its config can't be read."""
         known = read_known_config(self._path)
         try:
-            with reading(f"model.path={self._model.path} can't be read", "give an undamaged copy", error=ModelError):
+            with reading_files(f"model.path={self._model.path} can't be read", "give another", error=ModelError):
                 found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
         except ModelError:  # code that needs the model reports it; looking at rows does not need it
             return -1
@@ -196,7 +196,7 @@ class ImageProcessor:
         options = self._model.processor_kwargs
         given = " with model.processor_kwargs" if options else ", but rows with images need it"
         subject = f"model.path={self._model.path}: its processor can't be loaded{given}"
-        with reading(subject, "give a folder with an undamaged one", error=ModelError):
+        with reading_files(subject, "give a folder with an undamaged one", error=ModelError):
             processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no image processor, but rows have images")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error, reading
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf import model_folder
@@ -37,7 +37,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     fix = "give a folder with an undamaged one"
     if local and not folder.exists():
         fix = "there is no such folder, the hub can't be reached, and its cache holds no copy"
-    with reading(f"{option}: the tokenizer of {path!r} can't be loaded", fix, error=ModelError):
+    with reading_files(f"{option}: the tokenizer of {path!r} can't be loaded", fix, error=ModelError):
         import transformers
 
         check_ids(folder)

@@ -294,9 +294,7 @@ def test_an_adapter_without_digests_is_merged_as_one_with_them(bench: Bench) -> 
     assert_good("merge", *(found for _, found in merged))
 
 
-def test_a_damaged_tokenizer_leaves_the_rest_of_a_group_to_look_at(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_tokenizer_leaves_the_rest_of_a_group_to_look_at(bench: Bench) -> None:
     assert bench.run("inspect", content("tokenizer.json", DEEP)) == (None, {})
 
 
