@@ -98,7 +98,7 @@ def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dic
     with reading_files(f"{subject} can't be read", AGAIN, error=ModelError):
         tensors: dict[str, Tensor] = load_peft_weights(path, device="cpu")
         for name, tensor in tensors.items():
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
+            if ("lora_" in name and not tensor.is_floating_point()) or not tensor.isfinite().all():
                 raise ValueError(f"{name} holds values that are not finite numbers")
         largest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
         for rank in (getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values()):
