@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -96,10 +97,12 @@ def load_complete(auto_class: Any, path: str, **options: Any) -> PreTrainedModel
     """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of drawing them."""
     model, found = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    refuse_missing(path, found["missing_keys"] & parameters.keys())
+    name = Path(path, options.get("gguf_file", ""))
+    refuse_missing(name, found["missing_keys"] & parameters.keys())
     if found["mismatched_keys"]:
-        name, in_files, in_model = min(found["mismatched_keys"])
-        raise ModelError(f"{path}: {name} has shape {list(in_files)} in the files, and {list(in_model)} by the config")
+        parameter, in_files, in_model = min(found["mismatched_keys"])
+        shapes = f"shape {list(in_files)} in the files, and {list(in_model)} by the config"
+        raise ModelError(f"{name}: {parameter} has {shapes}: {COMPLETE}")
     return model  # type: ignore[no-any-return]
 
 
