@@ -16,8 +16,8 @@ from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
 from rlpipe.errors import Interrupted, RlpipeError, RunError
 
-LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
-"""Loggers of libraries whose messages about missing optional components are hidden."""
+LIBRARIES = ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "transformers.modeling_utils")
+"""Loggers of libraries whose messages about missing optional components, or about what rlpipe refuses, are hidden."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,9 @@ def _drop_output() -> None:
 
 def _is_useful(record: logging.LogRecord) -> bool:
     """Return whether a library's log message is useful to the user."""
-    return not record.getMessage().startswith(("Setting accelerator to CPU", "Failed to load CPU gemm_4bit"))
+    message = record.getMessage()
+    refused = "LOAD REPORT" in message and ("| MISSING" in message or "| MISMATCH" in message)
+    return not (refused or message.startswith(("Setting accelerator to CPU", "Failed to load CPU gemm_4bit")))
 
 
 def describe_error(error: RlpipeError) -> str:

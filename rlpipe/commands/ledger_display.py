@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlpipe.common.formatting import printable
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.messages import content_text
 from rlpipe.errors import DataError, ModelError
@@ -234,10 +235,11 @@ def _decode(
     from rlpipe.data.render.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(replace(model, trust_remote_code=model.trust_remote_code and trusted))
+        with reading_files("they can't be decoded", "mend the ledger's config or the tokenizer", error=ModelError):
+            tokenizer = load_tokenizer(replace(model, trust_remote_code=model.trust_remote_code and trusted))
+            return [*tokenizer.batch_decode(completions, skip_special_tokens=True)], None
     except ModelError as error:
         return [None] * len(completions), str(error)
-    return [*tokenizer.batch_decode(completions, skip_special_tokens=True)], None
 
 
 def _versions(rollout: Rollout) -> dict[int, int]:

@@ -28,15 +28,13 @@ def unseal(text: str) -> dict[str, Any]:
     """Read a record that ``seal`` wrote, or one without digests; raise ``ValueError`` if it is damaged."""
     try:
         record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+        written = record.pop(SEAL, None)
+        if (written is not None or DIGESTS in record) and written != _record_digest(record):
+            raise ValueError("it has changed since it was written")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(record, dict):
-        raise ValueError("it is not a JSON object")
-    written = record.pop(SEAL, None)
-    if written is None and DIGESTS not in record:
-        return record
-    if written != _record_digest(record):
-        raise ValueError("it has changed since it was written")
     return record
 
 

@@ -39,9 +39,10 @@ def import_object(path: str, *, what: str = "object", error: type[InputError] = 
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message."""
+    """Return an exception's type and the first line of its message, with the second if the first announces it."""
     lines = message_of(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1]) if lines else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def message_of(error: BaseException) -> str:
@@ -50,6 +51,20 @@ def message_of(error: BaseException) -> str:
         return printable(str(error).strip())
     except Exception:  # noqa: BLE001 - the exception's class is user code too
         return ""
+
+
+@contextmanager
+def reading_files(subject: str, fix: str, *, error: type[InputError]) -> Iterator[None]:
+    """Raise ``error`` in one line, with the cause and the ``fix``, for whatever a library raises on a user's files.
+
+    Libraries raise anything on damaged files; the tokenizers library even a ``BaseException``, which is Rust's panic.
+    """
+    try:
+        yield
+    except (RlpipeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as cause:
+        raise error(f"{subject}: {describe_error(cause)}; {fix}") from cause
 
 
 def _import_module(path: str, subject: str, error: type[InputError]) -> ModuleType:

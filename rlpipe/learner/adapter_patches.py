@@ -19,23 +19,24 @@ import transformers
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import reading_files
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.adapter_layers import apply_factors, parameter_of
 from rlpipe.learner.strategies.sharding import Sharding
+from rlpipe.models.adapter import ADAPTER, put_tensors
 from rlpipe.models.hf_weight_map import to_files, untied_state
-from rlpipe.models.loading import hollow, hollow_model
+from rlpipe.models.loading import COMPLETE, describe_model, hollow, hollow_model
 from rlpipe.models.nf4 import from_nf4, nf4_layers, nf4_round_trip
 
 Patch = Callable[[Tensor], Tensor]
 """Function from a parameter of the base, which it may change in place, to the merged parameter."""
-ADAPTER = "default"
+UNQUANTIZED = "merge into the model that it was made from (--base)"
+"""Fix for a base whose weights are rounded, in which the merge would be rounded, too."""
 PREFIX = "base_model.model."
 """Prefix of all tensor names in PEFT's files."""
 BASE_COPY = ".base_layer.weight"
@@ -49,24 +50,12 @@ def hollow_base(folder: Path, *, as_named: bool = False) -> PreTrainedModel:
     For a model of images and text, this is the text-only class if there is one, which rlpipe's learner trains. With
     ``as_named``, it is the class that the config names, which other trainers put their adapters on.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("it is quantized; merge into the model that it was made from")
+    with reading_files(f"the base {folder} can't be used", COMPLETE, error=ModelError):
+        config = describe_model(str(folder), ModelConfig(), f"the base {folder}")
+        if any(getattr(config, name, None) is not None for name in ("quantization_config", "compression_config")):
+            raise ModelError(f"the base {folder} is quantized: {UNQUANTIZED}")
         named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
         return hollow_model(config, named if as_named else None)
-    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
-        raise ModelError(f"the base {folder} can't be used: {describe_error(error)}") from None
-
-
-def tensor_names(adapter: Path) -> frozenset[str]:
-    """Return the names of the tensors in the adapter's file; raise ``ModelError`` if it is missing or unreadable."""
-    if not any((adapter / name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-        raise ModelError(f"{adapter} holds no {SAFETENSORS_WEIGHTS_NAME}")  # PEFT would look for it on the hub
-    try:
-        return frozenset(load_peft_weights(str(adapter), device="cpu"))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"the adapter {adapter} can't be read: {describe_error(error)}") from None
 
 
 def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
@@ -75,14 +64,16 @@ def is_made_for(model: PreTrainedModel, tensors: Collection[str]) -> bool:
     return {name.partition(".lora_")[0] for name in tensors} <= modules
 
 
-def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]) -> tuple[PeftModel, dict[str, Patch]]:
+def load_adapter(
+    model: PreTrainedModel, adapter: Path, config: PeftConfig, tensors: Mapping[str, Tensor]
+) -> tuple[PeftModel, dict[str, Patch]]:
     """Put the adapter on ``model``; return it with a patch for each changed parameter, by its name in ``model``.
 
     Raises ``ModelError``, with the names, if the adapter has unexpected tensors or lacks some, if it can't be merged
     exactly, or if it changes a parameter that is tied to another.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    adapted = _put_on(model, adapter, tensors)
+    adapted = _put_on(model, adapter, config, tensors)
     patches = {
         f"{names[id(base)]}.{parameter}": patch
         for module in adapted.modules()
@@ -99,28 +90,19 @@ def load_adapter(model: PreTrainedModel, adapter: Path, tensors: Collection[str]
     return adapted, patches
 
 
-def _put_on(model: PreTrainedModel, folder: Path, tensors: Collection[str]) -> PeftModel:
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-        check_mergeable(config)
-        if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in KEEPING_THE_BASE:
+def _put_on(model: PreTrainedModel, folder: Path, config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftModel:
+    subject = f"the adapter {folder}"
+    with reading_files(f"{subject} does not fit the base", "give the base that it was trained on", error=ModelError):
+        initialized = check_mergeable(config).init_lora_weights
+        if isinstance(initialized, str) and initialized not in KEEPING_THE_BASE:
             raise ValueError(
-                f"init_lora_weights={config.init_lora_weights} changed the base as well; save the adapter with PEFT's "
+                f"init_lora_weights={initialized} changed the base as well; save the adapter with PEFT's "
                 "path_initial_model_for_weight_conversion"
             )
-        config.init_lora_weights = False
-        adapted = PeftModel(model, config, ADAPTER)
+        adapted = PeftModel(model, replace(check_mergeable(config), init_lora_weights=False), ADAPTER)
         _make_room(adapted, tensors)
-        result = adapted.load_adapter(str(folder), ADAPTER, torch_device="cpu")
-    except (OSError, ValueError, LookupError, RuntimeError, TypeError) as error:
-        raise ModelError(f"the adapter {folder} does not fit the base: {describe_error(error)}") from None
-    for what, found in (
-        ("the base has no place for these tensors", result.unexpected_keys),
-        ("these tensors are missing", result.missing_keys),
-    ):
-        if found:
-            raise ModelError(f"the adapter {folder} does not fit the base: {what}: {', '.join(sorted(found))}")
-    return adapted
+        put_tensors(adapted, tensors, subject)
+    return adapted.eval()
 
 
 def check_mergeable(config: PeftConfig) -> LoraConfig:

@@ -170,6 +170,9 @@ def _read(path: Path) -> dict[str, Any]:
     for name, kind in FORM.items():
         if not isinstance(record.get(name), kind):
             raise ValueError(f"{name} is missing")
+    digests = record.get(DIGESTS, {})
+    if not isinstance(digests, dict) or not digests.keys() <= record["files"].keys():
+        raise ValueError(f"{DIGESTS} names other files")
     return record
 
 

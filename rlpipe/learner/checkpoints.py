@@ -19,11 +19,15 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlpipe.common.atomic_io import begin_folder, check_room, whole_folder, writing_path
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.options import model_of
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import rescales_weights
+from rlpipe.configs.value_checks import find_out_of_range
 from rlpipe.data.render.processor import export_processor
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import ConfigError, ModelError, RunError
@@ -41,7 +45,8 @@ from rlpipe.learner.policy import Policy, load_policy, outline_policy
 from rlpipe.learner.publish import named_weights
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strategies.sharding import Reduce, Sharding
-from rlpipe.models.adapter import TrainingRecord
+from rlpipe.models.adapter import WEIGHTS_FILE, TrainingRecord
+from rlpipe.models.loading import COMPLETE
 from rlpipe.weights.dcp import StoredTensors, weight_key, write_tensors
 
 POLICY, REFERENCE = weight_key(""), "reference."
@@ -86,7 +91,7 @@ def read_state(learner: Learner, folder: Path) -> None:
 def read_policy(policy: Policy, folder: Path) -> None:
     """Load only the trained parameters, for a policy that is not trained further.
 
-    Raises ``ModelError`` if the checkpoint's trained parameters are not those of the policy.
+    Raises ``ModelError`` if the checkpoint's trained parameters are not those of the policy, or not finite.
     """
     parameters = policy.trainable_parameters()
     shapes = {weight_key(name): policy.sharding.shape(parameter) for name, parameter in parameters.items()}
@@ -99,6 +104,9 @@ def read_policy(policy: Policy, folder: Path) -> None:
             f"{different[0]}): use the model that was trained"
         )
     policy.sharding.load_state(parameters, partial(tensors.read, prefix=POLICY))
+    for name, parameter in parameters.items():
+        if not policy.sharding.local(parameter).isfinite().all():
+            raise ModelError(f"{folder}: {name} has values that are not finite; use an earlier checkpoint")
 
 
 def _moving(learner: Learner) -> dict[str, nn.Parameter]:
@@ -131,9 +139,6 @@ def _set_random_states(states: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-ADAPTER_FILE = "adapter_model.safetensors"
-
-
 def export_policy(policy: Policy, folder: Path) -> None:
     """Write the adapter or the whole model, and the tokenizer, in the format of ``from_pretrained`` and vLLM.
 
@@ -147,16 +152,8 @@ def export_policy(policy: Policy, folder: Path) -> None:
         if writes:
             tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
     if writes:
-        try:
-            with whole_folder(folder) as temporary:
-                _write(policy, tensors, temporary)
-                if policy.has_vision:
-                    export_processor(policy.config, temporary)
-                load_tokenizer(policy.config).save_pretrained(temporary)
-        except (OSError, SafetensorError) as error:
-            raise RunError(
-                f"the policy can't be written to {folder}: {error}; the same command writes it once there is space"
-            ) from error
+        with reading_files(f"{policy.config.path} can't be exported", COMPLETE, error=ModelError):
+            _write_whole(policy, tensors, folder)
     policy.sharding.barrier()
 
 
@@ -168,7 +165,12 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
     """
     if folder.exists():
         raise ModelError(f"{folder} exists: choose another folder for the policy, or delete it")
-    model = model_of(read_extra(checkpoint, contents=True).extra["model"])
+    with reading_files(
+        f"{checkpoint} has no usable config of a model", "give another step_... folder", error=ConfigError
+    ):
+        model = model_of(read_extra(checkpoint, contents=True).extra["model"])
+        for problem in find_out_of_range(model, "model."):
+            raise ValueError(problem)
     if model.trust_remote_code and not trusted:
         raise ModelError(
             f"the config in {checkpoint} has the model's own code executed (model.trust_remote_code); add "
@@ -183,6 +185,19 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, base: str | None = None
     export_policy(policy, folder)
 
 
+def _write_whole(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+    try:
+        with whole_folder(folder) as temporary:
+            _write(policy, tensors, temporary)
+            if policy.has_vision:
+                export_processor(policy.config, temporary)
+            load_tokenizer(policy.config).save_pretrained(temporary)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"the policy can't be written to {folder}: {error}; the same command writes it once there is space"
+        ) from error
+
+
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     if isinstance(policy.model, PeftModel):
         adapter = replace(policy.model.peft_config["default"], inference_mode=True)
@@ -191,11 +206,16 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
             base_precision="nf4" if policy.config.adapter.kind == "qlora" else "full",
             weight_scales={drift.name: drift.factor for drift in policy.scorer.drifts if drift.factor != 1},
         )
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / WEIGHTS_FILE, metadata=record.metadata)
         record.write(folder)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
         return
     model = policy.scorer.causal_model
+    generation, model.generation_config = model.generation_config, GenerationConfig()
     model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
+    if generation is not None:  # save_pretrained would refuse those of some published models
+        generation.to_json_file(folder / GENERATION_CONFIG_NAME)
+        model.generation_config = generation
     # transformers records the dtype of the parameters it sees, which is that of training.
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": policy.config.dtype}

@@ -6,6 +6,7 @@ Shapes: B texts, T tokens of the longest.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import xxhash
 from huggingface_hub import snapshot_download
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,28 +26,31 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlpipe.common.atomic_io import begin_folder, complete_folder, write_whole, writing_path
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.errors import DataError, ModelError, RunError
 from rlpipe.kernels.primitives import IGNORED
 from rlpipe.learner.adapter_patches import (
+    UNQUANTIZED,
     Patch,
     hollow_base,
     is_made_for,
     load_adapter,
     over_nf4,
     over_scaled,
-    tensor_names,
 )
 from rlpipe.learner.forward import Head
 from rlpipe.learner.policy import find_source
-from rlpipe.models.adapter import read_record
+from rlpipe.models.adapter import read_adapter, read_peft_config, read_record
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units
+from rlpipe.models.loading import COMPLETE, refuse_missing
 from rlpipe.models.nf4 import nf4_parameters
 
 METADATA = {"format": "pt"}
 """Metadata without which transformers refuses a file."""
+UNROUNDED = {"F64", "F32", "F16", "BF16"}
+"""Types of tensors that a merge can change; others stand for values with scales that are stored elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,15 @@ class ModelFiles:
                     found |= {name: tensors.get_tensor(name) for name in here}
         return found
 
+    def dtypes(self, names: Iterable[str]) -> dict[str, str]:
+        """Return safetensors' names of the types that the named tensors are stored in."""
+        wanted, found = frozenset(names), dict[str, str]()
+        for file, inside in self.by_file.items():
+            if here := wanted.intersection(inside):
+                with safe_open(self.folder / file, "pt") as tensors:
+                    found |= {name: tensors.get_slice(name).get_dtype() for name in here}
+        return found
+
     def outlines(self) -> dict[str, Tensor]:
         """Return all tensors as float32 meta tensors: shapes without values."""
         found = {}
@@ -79,11 +92,13 @@ class ModelFiles:
 def open_files(folder: Path) -> ModelFiles:
     """Open a model's files by the index, or the single file; raise ``ModelError`` if one is missing or broken."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    try:
+    with reading_files(f"{folder} can't be read as a model's files", COMPLETE, error=ModelError):
         if index.exists():
             files: dict[str, list[str]] = {}
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 files.setdefault(file, []).append(name)
+            if outside := [file for file in files if Path(file).name != file]:
+                raise ModelError(f"{index} names a file in another folder, {outside[0]}: {COMPLETE}")
         elif (folder / SAFE_WEIGHTS_NAME).exists():
             files = {SAFE_WEIGHTS_NAME: []}
         else:
@@ -94,10 +109,6 @@ def open_files(folder: Path) -> ModelFiles:
             if missing := set(names) - set(inside):
                 raise ModelError(f"{folder / file} lacks {min(missing)}, which {index} lists")
             files[file] = list(inside)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{folder} can't be read as a model's files: {error}") from None
     return ModelFiles(folder, {file: tuple(names) for file, names in sorted(files.items())})
 
 
@@ -127,6 +138,13 @@ class Streamed:
             for parameter in unit.to_parameters({name: outlines[name] for name in unit.sources})
         }
         self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys or {})
+
+    def check_complete(self, model: PreTrainedModel) -> None:
+        """Raise ``ModelError`` for parameters of the model that the files lack."""
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        missing = {name for name in names if name not in self._units and self._tied.get(name) not in self._units}
+        may_miss = "|".join(model._keys_to_ignore_on_load_missing or ())
+        refuse_missing(self._files.folder, {name for name in missing if not (may_miss and re.search(may_miss, name))})
 
     @contextmanager
     def running(self, patches: Mapping[str, Patch]) -> Iterator[None]:
@@ -285,13 +303,15 @@ def merge(request: MergeRequest) -> Iterator[str]:
         raise ModelError(f"{request.output} exists: choose another folder for the merged model, or delete it")
     adapter = _find_folder(request.adapter, "adapter")
     base = _find_folder(request.base or named_base(adapter), "--base")
-    files, model, tensors = open_files(base), hollow_base(base), tensor_names(adapter)
+    config, tensors = read_adapter(str(adapter), f"the adapter {adapter}")
+    files, model = open_files(base), hollow_base(base)
     if not is_made_for(model, tensors) and is_made_for(other := hollow_base(base, as_named=True), tensors):
         model = other
     units = plan_units(model, [name for names in files.by_file.values() for name in names])
     quantized, weights = nf4_parameters(model), Streamed(model, files, units)
     record = read_record(adapter)
-    adapted, patches = load_adapter(model, adapter, tensors)
+    weights.check_complete(model)
+    adapted, patches = load_adapter(model, adapter, config, tensors)
     patches = over_scaled(patches, record.weight_scales)
     merges = {"full": patches, "nf4": over_nf4(patches, quantized)}
     trained_on = request.trained_on or record.base_precision
@@ -318,11 +338,8 @@ def _find_folder(path: str, what: str) -> Path:
 
 
 def named_base(adapter: Path) -> str:
-    try:
-        base = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{adapter} holds no PEFT adapter: {describe_error(error)}") from None
-    if base is None:
+    base = read_peft_config(str(adapter), str(adapter)).base_model_name_or_path
+    if not isinstance(base, str):
         raise ModelError(f"the adapter {adapter} does not name its base: give it with --base")
     return base
 
@@ -372,13 +389,16 @@ def write_merged(
 
 def _changed_units(units: Sequence[WeightGroup], files: ModelFiles, patches: Mapping[str, Patch]) -> list[WeightGroup]:
     """Return the units that have a patch, after checking on shapes alone that their conversion can be reverted."""
-    outlines, left, changed = files.outlines(), set(patches), []
+    outlines, left, changed = files.outlines(), set(patches), list[WeightGroup]()
     for unit in units:
         sources = {name: outlines[name] for name in unit.sources}
         parameters = unit.to_parameters(sources)
         if left.isdisjoint(parameters):
             continue
         left -= parameters.keys()
+        for name, dtype in files.dtypes(unit.sources).items():
+            if dtype not in UNROUNDED:
+                raise ModelError(f"{files.folder} is quantized ({name} is stored as {dtype}): {UNQUANTIZED}")
         changed.append(unit)
         try:
             back = unit.to_sources(parameters)
@@ -430,9 +450,9 @@ def _begin(output: Path, plan: str) -> Path:
 
 def _write_rest(files: ModelFiles, adapter: Path, folder: Path) -> None:
     """Copy the tokenizer, config and other files unchanged, and write a new index."""
-    rest = [path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)]
-    trained_with = [path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)]
-    for path in rest + trained_with:
+    own = {path.name: path for path in adapter.iterdir() if any(path.match(pattern) for pattern in TOKENIZER)}
+    rest = {path.name: path for path in files.folder.iterdir() if not any(path.match(pattern) for pattern in WEIGHTS)}
+    for path in (rest | own).values():
         if path.is_dir():
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         else:

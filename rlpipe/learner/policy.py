@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.learner_config import LearnerConfig, reentrant_checkpointing
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serves_adapter
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
@@ -34,8 +34,9 @@ from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.workload import Workload
+from rlpipe.models.adapter import put_tensors, read_adapter
 from rlpipe.models.gguf import model_folder
-from rlpipe.models.loading import describe_model, has_vision, hollow_model, open_model, with_dtype
+from rlpipe.models.loading import COMPLETE, describe_model, has_vision, hollow_model, open_model, with_dtype
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.types import Images, MicroBatch, WeightsKind
 
@@ -163,12 +164,10 @@ def outline_policy(model: ModelConfig) -> Policy:
     """Make a policy on the CPU to read a checkpoint's adapter into; its base is hollow and can't be run."""
     source = find_source(model.path, "model.path", revision=model.revision)
     model = with_dtype(model, torch.device("cpu"))
-    try:
+    with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
         base = hollow_model(
             describe_model(source, model), images=model.images, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
-        raise ModelError(f"model.path={model.path} can't be loaded: {describe_error(error)}") from None
     scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
     scorer.model = _add_adapter(base, model.adapter, seed=0)
     return Policy(scorer, model, torch.device("cpu"))
@@ -215,10 +214,8 @@ def _load_model(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     quantization: dict[str, Any] = {}
     if config.adapter.kind == "qlora":
         quantization = {"quantization_config": nf4_config(dtype), "device_map": {"": "cpu"}}
-    try:
+    with reading_files(f"model.path={config.path} can't be loaded", COMPLETE, error=ModelError):
         model = open_model(source, config, dtype, **quantization)
-    except (OSError, ValueError, LookupError, TypeError, ImportError) as error:
-        raise ModelError(f"model.path={config.path} can't be loaded: {describe_error(error)}") from None
     if model.base_model is model or model.get_output_embeddings() is None:
         raise ModelError(f"model.path={config.path}: {type(model).__name__} has no lm_head of its own")
     return model
@@ -252,20 +249,19 @@ def _enable_checkpointing(model: PreTrainedModel, *, reentrant: bool) -> None:
 
 
 def _add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
-    try:
+    name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
+    where = "; adapters go on the language model, unless target_modules is a regex" if has_vision(model) else ""
+    with reading_files(f"{name} can't be loaded", f"give one that fits the model{where}", error=ModelError):
         if config.path is not None:
             source = find_source(config.path, "model.adapter.path")
-            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
+            settings, tensors = read_adapter(source)
+            settings.inference_mode = False
+            adapted = PeftModel(model, settings)
+            put_tensors(adapted, tensors, name)
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 adapted = get_peft_model(model, lora_config(config, model))
-    except ModelError:
-        raise
-    except (OSError, ValueError) as error:
-        name = "model.adapter" if config.path is None else f"model.adapter.path={config.path}"
-        where = " (adapters go on the language model, unless target_modules is a regex)" if has_vision(model) else ""
-        raise ModelError(f"{name} can't be loaded: {describe_error(error)}{where}") from None
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # modules_to_save are created in the base's dtype
             parameter.data = parameter.data.float()

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from rlpipe.common.digests import DIGESTS, file_digest, seal, unseal
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, rescales_weights
 from rlpipe.errors import ConfigError, ModelError
 
-FILE = "rlpipe.json"
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig, PeftModel
+    from torch import Tensor
+
+ADAPTER = "default"
+"""Name that PEFT gives a model's only adapter."""
+FILE, WEIGHTS_FILE = "rlpipe.json", "adapter_model.safetensors"
+PRECISIONS = ("full", "nf4")
+RECORDED = {"record": FILE}
+"""Metadata of the weights of an adapter that is wrong without its record."""
+MAX_NUMBER = 2**31
+AGAIN = "export or download the adapter again"
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -22,20 +35,115 @@ class TrainingRecord:
     weight_scales: Mapping[str, float] = field(default_factory=dict)
     """Factors that parameters were multiplied with, by name (``model.normalize_weight_scales``)."""
 
+    def __post_init__(self) -> None:
+        if self.base_precision not in PRECISIONS:
+            raise ValueError(f"base_precision is {self.base_precision!r}, not one of {', '.join(PRECISIONS)}")
+        if not all(isfinite(factor) for factor in self.weight_scales.values()):
+            raise ValueError("weight_scales are not finite")
+
+    @property
+    def metadata(self) -> dict[str, str] | None:
+        """Metadata for the file of the adapter's weights."""
+        return None if self == TrainingRecord() else RECORDED
+
     def write(self, adapter: Path) -> None:
-        (adapter / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Write the record with the digests of the adapter's files, which must be complete."""
+        (adapter / FILE).write_text(seal({**asdict(self), DIGESTS: _digests(adapter)}))
 
 
 def read_record(adapter: Path) -> TrainingRecord:
-    """Read an adapter's record; raise ``ModelError`` if it is broken.
+    """Read an adapter's record; raise ``ModelError`` if it is broken, or if a file has changed since it was written.
 
     An adapter that rlpipe did not train has none, and counts as trained on the unchanged base model.
     """
     path = adapter / FILE
-    try:
-        return TrainingRecord(**json.loads(path.read_text())) if path.exists() else TrainingRecord()
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path} is not in the format of this version of rlpipe: {describe_error(error)}") from None
+    with reading_files(f"{path} can't be read", AGAIN, error=ModelError):
+        record = unseal(path.read_text()) if path.exists() else {}
+        if DIGESTS not in record and _needs_record(adapter):
+            raise ValueError("the adapter's weights say that it has digests")
+        written = record.pop(DIGESTS, {})
+        found = _digests(adapter) if written else {}
+        for name, digest in written.items():
+            if found.get(name) != digest:
+                fix = f"{AGAIN}, or delete {FILE}'s digest and digests if you changed it yourself"
+                raise ModelError(f"{adapter / name} has changed since it was written: {fix}")
+        return TrainingRecord(**record)
+
+
+def _digests(adapter: Path) -> dict[str, str]:
+    return {path.name: file_digest(path) for path in sorted(adapter.glob("adapter_*")) if path.is_file()}
+
+
+def _needs_record(adapter: Path) -> bool:
+    from safetensors import safe_open
+
+    if not (adapter / WEIGHTS_FILE).is_file():
+        return False
+    with safe_open(adapter / WEIGHTS_FILE, "numpy") as weights:
+        return weights.metadata() == RECORDED
+
+
+def read_adapter(path: str, subject: str | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """Read the config and the tensors of a PEFT adapter in a folder or on the hub.
+
+    Raises ``ModelError``, which begins with the ``subject``, if a file is missing, damaged or changed.
+    """
+    from peft.utils import WEIGHTS_NAME, load_peft_weights
+
+    subject = subject or f"model.adapter.path={path}"
+    read_record(Path(path))
+    config, folder = read_peft_config(path, subject), Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_NAME)):
+        raise ModelError(f"{subject} holds no {WEIGHTS_FILE}: {AGAIN}")  # PEFT would look for it on the hub
+    with reading_files(f"{subject} can't be read", AGAIN, error=ModelError):
+        tensors: dict[str, Tensor] = load_peft_weights(path, device="cpu")
+        for name, tensor in tensors.items():
+            if ("lora_" in name and not tensor.is_floating_point()) or not tensor.isfinite().all():
+                raise ValueError(f"{name} holds values that are not finite numbers")
+        largest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
+        for rank in (getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values()):
+            if rank > largest:  # PEFT would allocate memory for it
+                raise ValueError(f"its config asks for rank {rank}, which no tensor has")
+    return config, tensors
+
+
+def read_peft_config(path: str, subject: str) -> PeftConfig:
+    """Read the config of a PEFT adapter; raise ``ModelError``, which begins with the ``subject``, if that fails."""
+    from peft import LoraConfig, PeftConfig  # imported here because it takes a second
+
+    if Path(path).is_dir():
+        path = str(Path(path).absolute())  # else PEFT would look for a missing file on the hub
+    with reading_files(f"{subject} holds no PEFT adapter", AGAIN, error=ModelError):
+        config = PeftConfig.from_pretrained(path)
+        if isinstance(config, LoraConfig):
+            _check_types(config)
+    return config
+
+
+def _check_types(config: LoraConfig) -> None:
+    """Raise for values that PEFT takes from the file as they are, and that others calculate with."""
+    patterns: list[Mapping[str, Any]] = [config.rank_pattern or {}, config.alpha_pattern or {}]
+    for number in (config.r, config.lora_alpha, *(value for pattern in patterns for value in pattern.values())):
+        if not isinstance(number, int | float) or not abs(number) < MAX_NUMBER:
+            raise ValueError(f"it has {number!r} for r, lora_alpha, or a pattern of them")
+    modules = config.target_modules
+    if not isinstance(modules, str) and not all(isinstance(module, str) for module in modules or ()):
+        raise ValueError(f"it has target_modules={modules!r}")
+
+
+def put_tensors(adapted: PeftModel, tensors: Mapping[str, Tensor], subject: str) -> None:
+    """Give an adapter its tensors; raise ``ModelError`` for those that it lacks and those that the model lacks."""
+    from peft import set_peft_model_state_dict
+
+    with reading_files(f"{subject} does not fit the base", "give the model that it was trained on", error=ModelError):
+        result: Any = set_peft_model_state_dict(adapted, dict(tensors), ADAPTER)
+        missing = [name for name in result.missing_keys if "lora_" in name and f".{ADAPTER}" in name]
+        for what, names in (
+            ("the base has no place for these tensors", result.unexpected_keys),
+            ("these tensors are missing", missing),
+        ):
+            if names:
+                raise ValueError(f"{what}: {', '.join(sorted(names))}")
 
 
 def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
@@ -55,14 +163,11 @@ def without_learner(model: ModelConfig, adapter: str | None) -> ModelConfig:
 
 def read_adapter_config(path: str) -> AdapterConfig:
     """Read the config of a PEFT adapter; raise ``ModelError`` if it can't be read or served."""
-    from peft import LoraConfig, PeftConfig  # imported here because it takes a second
+    from peft import LoraConfig  # imported here because it takes a second
 
     if not Path(path).is_dir() and not hub_has(path, kind="model", option="--adapter", error=ModelError):
         raise ModelError(f"--adapter: there is no folder {Path(path).absolute()}, and the hub can't be reached")
-    try:
-        settings = PeftConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"--adapter: {path} holds no PEFT adapter ({describe_error(error)})") from error
+    settings = read_peft_config(path, f"--adapter: {path}")
     if not isinstance(settings, LoraConfig):
         raise ModelError(f"--adapter: {path} is a {settings.peft_type} adapter; only LoRA can be served")
     record = read_record(Path(path))

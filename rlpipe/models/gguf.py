@@ -14,7 +14,7 @@ from unittest.mock import patch
 import xxhash
 
 from rlpipe.common.atomic_io import check_room, held, user_cache, whole_folder
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.errors import ModelError
 
 SUFFIX = ".gguf"
@@ -109,8 +109,14 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar
 
+    from rlpipe.models.loading import load_complete
+
     disable_progress_bar()
-    try:
+    damaged = partial(
+        reading_files, f"model.path={file}: transformers can't dequantise it", "give another", error=ModelError
+    )
+    unwritten = partial(reading_files, f"model.path={file}: the model can't be written", "make room", error=ModelError)
+    with damaged():
         reader = gguf.GGUFReader(file)
         # transformers would read the file three times and build the name table for every module: half a minute.
         once: dict[str, Any] = {
@@ -118,22 +124,22 @@ def _convert(file: Path, folder: Path) -> None:
             "get_tensor_name_map": cache(gguf.get_tensor_name_map),
         }
         num_elements = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    with unwritten():
         check_room(folder, FLOAT32_BYTES * num_elements)
-        given = {"gguf_file": file.name}
-        with (
-            patch.multiple(gguf, **once),
-            patch.object(modeling_gguf_pytorch_utils, "tqdm", partial(tqdm, disable=True)),
-        ):
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, **given, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-            )
+    given = {"gguf_file": file.name}
+    with (
+        damaged(),
+        patch.multiple(gguf, **once),
+        patch.object(modeling_gguf_pytorch_utils, "tqdm", partial(tqdm, disable=True)),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+        dequantized = GgufConfig(dequantize=True)
+        model = load_complete(
+            AutoModelForCausalLM, str(file.parent), **given, dtype=torch.float32, quantization_config=dequantized
+        )
+    with unwritten():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except OSError as error:
-        raise ModelError(f"model.path={file}: the model can't be written ({describe_error(error)})") from None
-    except Exception as error:  # noqa: BLE001 - reading a damaged file may raise anything
-        raise ModelError(f"model.path={file}: transformers can't dequantise it ({describe_error(error)})") from None
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
     origin = {
         "source": str(file.absolute()),

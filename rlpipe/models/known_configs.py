@@ -19,13 +19,13 @@ TOKENIZER_CLASSES = {
 }
 """Tokenizer classes that ``AutoTokenizer`` takes as named in the files, by the ``model_type`` of text-only models."""
 
-DEFAULT_WIDTH = 1024
+DEFAULT_WIDTH, MAX_WIDTH = 1024, 2**20
 
 
 def read_known_config(folder: str | Path) -> dict[str, Any] | None:
     """Read the ``config.json`` of a common language model in a local folder; return None for any other model."""
     config = _read_json(Path(folder).expanduser() / "config.json")
-    return config if config.get("model_type") in TOKENIZER_CLASSES and "auto_map" not in config else None
+    return config if str(config.get("model_type")) in TOKENIZER_CLASSES and "auto_map" not in config else None
 
 
 def read_widths(path: str | Path) -> tuple[int, int]:
@@ -41,13 +41,15 @@ def read_widths(path: str | Path) -> tuple[int, int]:
 
         cached = try_to_load_from_cache(str(path), "config.json") if str(path).count("/") == 1 else None
         config = _read_json(Path(cached)) if isinstance(cached, str) else {}
-    config = {**config, **(config.get("text_config") or {})}
+    inner = config.get("text_config")
+    config = {**config, **(inner if isinstance(inner, dict) else {})}
     hidden = _first_number(config, "hidden_size", "n_embd", "d_model") or DEFAULT_WIDTH
     return hidden, _first_number(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
 
 
 def _first_number(config: dict[str, Any], *names: str) -> int | None:
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), None)
+    numbers = (config.get(name) for name in names)
+    return next((number for number in numbers if isinstance(number, int) and 0 < number <= MAX_WIDTH), None)
 
 
 def known_tokenizer_class(folder: Path) -> str | None:
@@ -66,7 +68,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file; return an empty one if that fails, which code that needs the file reports."""
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

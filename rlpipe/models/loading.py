@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,15 +24,40 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.errors import ModelError
 from rlpipe.hardware.dtype_speed import device_types
 from rlpipe.hardware.dtypes import AUTO
 from rlpipe.models.known_configs import model_products
 
+COMPLETE = "give a complete and undamaged copy of the model"
+"""Fix for a model that can't be loaded."""
+COUNT = re.compile(r"(?:num|n)_.*(?:layer|head|expert|block)s?|depth|.*_(?:layers|depth)")
+SIZE = re.compile(r".*(?:size|dim|embd|inner|positions|embeddings|labels)")
+MAX_COUNT, MAX_SIZE = 10_000, 2**28
+"""Limits on sizes in a model's config, above which transformers would build objects until memory is full."""
 
-def describe_model(path: str, config: ModelConfig) -> PreTrainedConfig:
-    """Load transformers' config of the model."""
-    return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+
+def describe_model(path: str, config: ModelConfig, name: str | None = None) -> PreTrainedConfig:
+    """Load transformers' config of the model; raise ``ModelError``, which names the model, if it is broken."""
+    with reading_files(f"{name or f'model.path={config.path}'} can't be read", COMPLETE, error=ModelError):
+        found, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
+        for size, value in _numbers(found):
+            if value > (MAX_COUNT if COUNT.fullmatch(size) else MAX_SIZE if SIZE.fullmatch(size) else value):
+                raise ValueError(f"its config has {size}={value:.3g}")
+        described: PreTrainedConfig = AutoConfig.from_pretrained(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    return described
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int | float):
+            yield name, value
 
 
 def with_dtype(config: ModelConfig, device: torch.device) -> ModelConfig:
@@ -48,9 +76,13 @@ def own_device() -> torch.device:
 
 
 def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Load a model with its weights; ``options`` are passed on to ``from_pretrained``, whose errors are raised."""
+    """Load a model with its weights; ``options`` are passed on to ``from_pretrained``, whose errors are raised.
+
+    Raises ``ModelError`` for parameters that the files lack.
+    """
     described = describe_model(path, config)
-    model: PreTrainedModel = find_class(described, images=config.images).from_pretrained(
+    return load_complete(
+        find_class(described, images=config.images),
         path,
         config=described,
         revision=config.revision,
@@ -59,7 +91,26 @@ def open_model(path: str, config: ModelConfig, dtype: torch.dtype, **options: An
         attn_implementation=config.attention,
         **options,
     )
-    return model
+
+
+def load_complete(auto_class: Any, path: str, **options: Any) -> PreTrainedModel:
+    """Load a model with ``from_pretrained``; raise ``ModelError`` for missing parameters, instead of drawing them."""
+    model, found = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    name = Path(path, options.get("gguf_file", ""))
+    refuse_missing(name, found["missing_keys"] & parameters.keys())
+    if found["mismatched_keys"]:
+        parameter, in_files, in_model = min(found["mismatched_keys"])
+        shapes = f"shape {list(in_files)} in the files, and {list(in_model)} by the config"
+        raise ModelError(f"{name}: {parameter} has {shapes}: {COMPLETE}")
+    return model  # type: ignore[no-any-return]
+
+
+def refuse_missing(path: object, missing: Collection[str]) -> None:
+    """Raise ``ModelError`` if names of parameters are ``missing`` in a model's files."""
+    if missing:
+        more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
+        raise ModelError(f"{path} lacks {min(missing)}{more}, which its config asks for: {COMPLETE}")
 
 
 def outline_model(

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.learner_config import OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.configs.schema.root_config import Config
@@ -27,7 +27,7 @@ from rlpipe.learner.row_plan import AttentionLayout
 from rlpipe.learner.strategies.chunked import GIB
 from rlpipe.learner.strategies.fsdp2 import find_fsdp_units
 from rlpipe.learner.strategies.optimizer import BLOCK as MOMENT_BLOCK
-from rlpipe.models.loading import outline_model
+from rlpipe.models.adapter import read_peft_config
 from rlpipe.models.nf4 import BLOCK as NF4_BLOCK
 from rlpipe.models.nf4 import nf4_parameters
 from rlpipe.offload.api import SHARE_USED
@@ -35,6 +35,7 @@ from rlpipe.offload.planner.cost import Capacity, Mode, StageProfile, activation
 from rlpipe.offload.planner.profiler import DEVICES_PER_MACHINE
 from rlpipe.offload.units import Unit, find_units
 from rlpipe.plan.engine_memory import EngineSetup
+from rlpipe.plan.model_shape import outline_described
 
 BESIDE_TORCH_BYTES = 2**30
 """Bytes on a GPU outside torch's memory: CUDA's context, library workspaces, NCCL's buffers; an assumption."""
@@ -191,12 +192,7 @@ def nf4_bytes(num_elements: int) -> int:
 
 
 def _outline(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
-    try:
-        causal = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(
-            f"model.path={model.path}: its config does not describe a model ({describe_error(error)})"
-        ) from None
+    causal = outline_described(described, model)
     if causal.base_model is causal or causal.get_output_embeddings() is None:
         raise ModelError(f"model.path={model.path}: {type(causal).__name__} has no lm_head of its own")
     return causal
@@ -213,12 +209,13 @@ def _set_attention(causal: PreTrainedModel, implementation: str) -> AttentionLay
 
 
 def _add_adapter(causal: PreTrainedModel, config: AdapterConfig) -> PeftModel:
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the run itself logs it
-            adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config, causal)))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.adapter can't be created: {describe_error(error)}") from None
+    with (
+        reading_files("model.adapter can't be created", "give one that fits the model", error=ModelError),
+        torch.device("meta"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # the run itself logs it
+        adapted = cast(PeftModel, get_peft_model(causal, _lora_config(config, causal)))
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # as the learner trains it
             parameter.data = parameter.data.float()
@@ -231,7 +228,7 @@ def _lora_config(config: AdapterConfig, causal: PreTrainedModel) -> LoraConfig:
     folder = Path(config.path).expanduser() if config.path is not None else None
     if folder is None or not folder.exists():
         return lora_config(config, causal)
-    found = LoraConfig.from_pretrained(str(folder))
+    found = read_peft_config(str(folder), f"model.adapter.path={config.path}")
     if not isinstance(found, LoraConfig):
         raise ConfigError(f"model.adapter.path={config.path} holds no LoRA adapter; give another folder, or null")
     found.inference_mode = False

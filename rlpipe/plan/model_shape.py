@@ -10,16 +10,16 @@ from typing import Any
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.root_config import ModelConfig
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf import model_folder
-from rlpipe.models.loading import describe_model, outline_model
+from rlpipe.models.loading import COMPLETE, describe_model, outline_model
 from rlpipe.models.nf4 import nf4_parameters
 
 HUB_TIMEOUT_S = 2.0
@@ -33,14 +33,14 @@ def describe_offline(path: str, config: ModelConfig, option: str = "model.path")
     """
     folder = Path(model_folder(path)).expanduser()
     if folder.exists():
-        return _describe(str(folder), path, config, option)
+        return describe_model(str(folder), config, f"{option}={path}")
     cached = _cached_folder(path, config, option)
     if cached is not None:
-        return _describe(cached, path, config, option)
+        return describe_model(cached, config, f"{option}={path}")
     if config.revision is None and path in known_models():
         return _make_config(known_models()[path])
     if hub_has(path, kind="model", option=option, error=ModelError, revision=config.revision, timeout_s=HUB_TIMEOUT_S):
-        return _describe(path, path, config, option)
+        return describe_model(path, config, f"{option}={path}")
     raise ModelError(
         f"{option}={path}: there is no such folder, the hub can't be reached, and the model is not among those "
         f"built into rlpipe: {_fix(option)}"
@@ -76,13 +76,6 @@ def _remedy(config: ModelConfig, option: str) -> str:
 
 def _fix(option: str) -> str:
     return f"set {option} to a folder with a config.json"
-
-
-def _describe(source: str, path: str, config: ModelConfig, option: str) -> PreTrainedConfig:
-    try:
-        return describe_model(source, config)
-    except (OSError, ValueError, LookupError, TypeError, ImportError, StrictDataclassError) as error:
-        raise ModelError(f"{option}={path} can't be read: {describe_error(error)}") from None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -121,12 +114,7 @@ class ModelShape:
 
 def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
     """Read the shape from the model's outline, without weights; raise ``ModelError`` if it can't be built."""
-    try:
-        outline = outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(
-            f"model.path={model.path}: its config does not describe a model ({describe_error(error)})"
-        ) from None
+    outline = outline_described(described, model)
     text: Any = described.get_text_config()
     experts = {name: entry.numel() for name, entry in outline.named_parameters() if ".experts." in name}
     num_experts, per_token = _num_experts(text) if experts else (1, 1)
@@ -149,6 +137,12 @@ def read_shape(described: PreTrainedConfig, model: ModelConfig) -> ModelShape:
         intermediate_size=width,
         vocab_size=text.vocab_size,
     )
+
+
+def outline_described(described: PreTrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    """Create the model without weights; raise ``ModelError`` if its config does not describe one."""
+    with reading_files(f"model.path={model.path}: its config does not describe a model", COMPLETE, error=ModelError):
+        return outline_model(described, images=model.images, trust_remote_code=model.trust_remote_code)
 
 
 def _num_experts(text: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RolloutConfig, SamplingConfig
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
+from rlpipe.data.render.tokenizer import check_ids
 from rlpipe.errors import ConfigError, ModelError, WeightsMismatch
+from rlpipe.models.adapter import AGAIN, read_adapter
 from rlpipe.models.hf_weight_map import WeightGroup, plan_units, to_files, untied_state
-from rlpipe.models.loading import open_model
+from rlpipe.models.loading import COMPLETE, open_model
 from rlpipe.models.nf4 import to_nf4_and_back
 from rlpipe.rollout.engine import (
     DEFAULT_SEQUENCES,
@@ -123,9 +127,10 @@ class HfEngine:
         ]
         self._policy: Any = self._base
         if self._kind is WeightsKind.LORA and model.adapter.path is not None:
-            manifest, buckets = pack_adapter(model.adapter.path, self._base.dtype)
-            if self.load(manifest, buckets) != manifest.digest:
-                raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
+            with reading_files(f"model.adapter.path={model.adapter.path} can't be served", AGAIN, error=ModelError):
+                manifest, buckets = pack_adapter(*read_adapter(model.adapter.path), self._base.dtype)
+                if self.load(manifest, buckets) != manifest.digest:
+                    raise WeightsMismatch(f"engine {name} does not serve the adapter that it started from")
 
     @property
     def has_work(self) -> bool:
@@ -333,11 +338,10 @@ def _served_pairs(layers: Mapping[str, Any]) -> LoraPairs:
 def _open_model(model: ModelConfig) -> tuple[PreTrainedModel, Any]:
     """Open the base model, ready to serve, and its tokenizer."""
     source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    try:
+    with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
+        check_ids(Path(model.tokenizer or model.path))
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer or model.path, **source)
         policy: Any = open_model(model.path, model, getattr(torch, model.dtype))
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"model.path={model.path} can't be loaded: {str(error).splitlines()[0]}") from error
     if model.adapter.kind == "qlora" and serves_adapter(model):
         to_nf4_and_back(policy)
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False), tokenizer

@@ -14,14 +14,14 @@ import ray
 from rlpipe.actors.node import ask_nodes, node_types
 from rlpipe.actors.remote import get_remote
 from rlpipe.common.atomic_io import held, why_not_writable, write_whole
-from rlpipe.common.imports import import_object
+from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.data.sources.row_source import Cursor
-from rlpipe.errors import ConfigError, DataError
+from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.hardware.dtype_speed import Products, kept_rates
 from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.learner.checkpoint_files import damaged, read_extra, resolve_checkpoint, set_damaged_aside, set_newer_aside
@@ -243,21 +243,20 @@ def check_context(run: Run) -> None:
 
 def _num_positions(model: ModelConfig) -> int | None:
     """Return the maximum number of positions in the model's config, or None if it has none."""
-    known = read_known_config(model.path)
-    if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
-        config: Any = SimpleNamespace(**known)
-    else:
-        from transformers import AutoConfig
+    try:
+        with reading_files(f"model.path={model.path} can't be read", "", error=ModelError):
+            known = read_known_config(model.path)
+            if known is not None and "max_position_embeddings" in known and not known.get("rope_scaling"):
+                config: Any = SimpleNamespace(**known)
+            else:
+                from rlpipe.models.loading import describe_model
 
-        try:
-            config = AutoConfig.from_pretrained(
-                model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-            ).get_text_config()
-        except (OSError, ValueError):
-            return None  # the engine and the learner report what is wrong with it
-    positions = getattr(config, "max_position_embeddings", None)
-    scaling = getattr(config, "rope_parameters", None) or {}
-    return None if positions is None else int(positions * scaling.get("factor", 1))
+                config = describe_model(model.path, model).get_text_config()
+            positions = getattr(config, "max_position_embeddings", None)
+            scaling = getattr(config, "rope_parameters", None) or {}
+            return None if positions is None else int(positions * scaling.get("factor", 1))
+    except ModelError:
+        return None  # the engine and the learner report what is wrong with it
 
 
 def find_resume_point(config: Config) -> ResumePoint:

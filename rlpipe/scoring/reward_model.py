@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from rlpipe.common.imports import reading_files
 from rlpipe.data.packing import padded_parts
+from rlpipe.data.render.tokenizer import check_ids
+from rlpipe.errors import ModelError
 from rlpipe.hardware.dtypes import AUTO
-from rlpipe.models.loading import own_device, own_dtype
+from rlpipe.models.loading import COMPLETE, load_complete, own_device, own_dtype
 from rlpipe.scoring.rewards import RewardActor
 from rlpipe.types import ChatMessages, RolloutGroup
 
@@ -61,11 +64,13 @@ class ClassifierReward(RewardActor):
 
     def setup(self) -> None:
         self._device = own_device()
-        self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
-        if self._own.pad_token_id is None:
-            self._own.pad_token = self._own.eos_token
         dtype = getattr(torch, own_dtype(self._device, self.source) if self.dtype == AUTO else self.dtype)
-        loaded: PreTrainedModel = self.auto_class.from_pretrained(self.source, dtype=dtype, **self.options)
+        with reading_files(f"the reward model {self.source} can't be loaded", COMPLETE, error=ModelError):
+            check_ids(Path(self.source))
+            self._own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, **self.options)
+            if self._own.pad_token_id is None:
+                self._own.pad_token = self._own.eos_token
+            loaded = load_complete(self.auto_class, self.source, dtype=dtype, **self.options)
         loaded.config.pad_token_id = self._own.pad_token_id
         loaded.config.use_cache = False  # else keys and values of all layers are kept, though nothing reads them
         self._model = loaded.to(self._device).eval()  # type: ignore[arg-type]

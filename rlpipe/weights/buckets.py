@@ -25,8 +25,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +35,9 @@ from torch import Tensor
 
 from rlpipe.errors import ModelError
 from rlpipe.types import Buckets, ByteArray, Transfer, WeightsKind, WeightsManifest
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 MERGEABLE = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
 """Adapter features that engines can't serve, but that merging the adapter supports."""
@@ -213,16 +215,10 @@ def adapter_bucket(manifest: WeightsManifest, buckets: Buckets) -> ByteArray:
     return buckets[0]
 
 
-def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[ByteArray]]:
-    """Pack version 0 from a PEFT adapter in a folder or on the hub; raise ``ModelError`` if it can't be read."""
-    from peft import PeftConfig
-    from peft.utils import load_peft_weights
-
-    try:
-        config, tensors = PeftConfig.from_pretrained(path).to_dict(), load_peft_weights(path, device="cpu")
-    except (OSError, ValueError) as error:
-        hint = "" if Path(path).is_dir() else " (no such folder)"
-        raise ModelError(f"model.adapter.path={path} can't be read as a PEFT adapter{hint}: {error}") from error
+def pack_adapter(
+    config: PeftConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[WeightsManifest, list[ByteArray]]:
+    """Pack a PEFT adapter as version 0."""
     buckets: list[ByteArray] = []
     manifest = pack_weights(
         version=0,
@@ -230,7 +226,7 @@ def pack_adapter(path: str, dtype: torch.dtype) -> tuple[WeightsManifest, list[B
         named_tensors=tensors.items(),
         bucket_bytes=0,
         emit=buckets.append,
-        adapter_config=config,
+        adapter_config=config.to_dict(),
         dtype=dtype,
     )
     return manifest, buckets

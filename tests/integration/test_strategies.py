@@ -19,8 +19,9 @@ from rank_cases import Ranks
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
-from rlpipe.learner.checkpoints import ADAPTER_FILE, CheckpointStore
+from rlpipe.learner.checkpoints import CheckpointStore
 from rlpipe.learner.step import Learner
+from rlpipe.models.adapter import WEIGHTS_FILE
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.offload.runtime.chunk_adam import FlatPart
 
@@ -189,4 +190,4 @@ def test_ranks_that_torchrun_starts_train_as_plain_pytorch(tiny: Path, tmp_path:
         found, parameters = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
         assert found == pytest.approx(losses, abs=1e-5)
         assert_close(expected, parameters, 1e-5)
-    assert (tmp_path / "policy" / ADAPTER_FILE).exists()
+    assert (tmp_path / "policy" / WEIGHTS_FILE).exists()

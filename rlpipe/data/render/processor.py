@@ -15,7 +15,7 @@ import numpy as np
 
 from rlpipe.common.atomic_io import python_files
 from rlpipe.common.hub import hub_has
-from rlpipe.common.imports import describe_error
+from rlpipe.common.imports import describe_error, reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.images import as_png, open_image
 from rlpipe.data.render.tokenizer import load_tokenizer
@@ -102,8 +102,9 @@ class ImageProcessor:
         """Id of the token that takes image features; -1 if the model takes no images, or its config can't be read."""
         known = read_known_config(self._path)
         try:
-            found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
-        except (OSError, ValueError):  # code that needs the model reports it; looking at rows does not need it
+            with reading_files(f"model.path={self._model.path} can't be read", "give another", error=ModelError):
+                found = feature_token_id(self._described if known is None else SimpleNamespace(**known))
+        except ModelError:  # code that needs the model reports it; looking at rows does not need it
             return -1
         return -1 if found is None else found
 
@@ -193,13 +194,10 @@ class ImageProcessor:
         from transformers import ProcessorMixin
 
         options = self._model.processor_kwargs
-        try:
+        given = " with model.processor_kwargs" if options else ", but rows with images need it"
+        subject = f"model.path={self._model.path}: its processor can't be loaded{given}"
+        with reading_files(subject, "give a folder with an undamaged one", error=ModelError):
             processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-            given = " with model.processor_kwargs" if options else ", but rows with images need it"
-            raise ModelError(
-                f"model.path={self._model.path}: its processor can't be loaded{given} ({describe_error(error)})"
-            ) from None
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
             raise ModelError(f"model.path={self._model.path} has no image processor, but rows have images")
         processor.tokenizer = load_tokenizer(self._model)

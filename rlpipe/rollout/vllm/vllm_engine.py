@@ -17,6 +17,7 @@ from rlpipe.configs.schema.root_config import WeightsConfig
 from rlpipe.data.render.images import open_image
 from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ConfigError, EngineFailed, ModelError, WeightsMismatch
+from rlpipe.models.adapter import read_adapter
 from rlpipe.rollout.engine import Sample, build_group, failed_group, num_threads, sample_seed, too_long, without_image
 from rlpipe.rollout.vllm.vllm_options import describe_refusal, engine_args, sampling_args
 from rlpipe.rollout.vllm.vllm_transfer import rendezvous_arguments
@@ -96,7 +97,7 @@ class VllmEngine:
         self._llm.set_weight_version(str(self._version))
         self._llm.collective_rpc("prepare_serving")
         if self._kind is WeightsKind.LORA and model.adapter.path is not None:
-            self._load_first(*pack_adapter(model.adapter.path, getattr(torch, model.dtype)))
+            self._load_first(*pack_adapter(*read_adapter(model.adapter.path), getattr(torch, model.dtype)))
 
     @property
     def has_work(self) -> bool:

@@ -166,7 +166,7 @@ def test_without_its_tokenizer_a_group_is_shown_as_token_ids(
     (tmp_path / "empty").mkdir()
     trained_group(tmp_path, tmp_path / "empty")
     text = "\n".join(printed([str(tmp_path), "--group", "5"], capsys))
-    assert f"its completions are shown as token ids: model.path: no tokenizer in '{tmp_path / 'empty'}'" in text
+    assert f"its completions are shown as token ids: model.path: the tokenizer of '{tmp_path / 'empty'}'" in text
     assert "completed (stop)\n[2, 3, 4]" in text
     (line,) = printed([str(tmp_path), "--group", "5", "--json"], capsys)
     assert [(r["completion"], r["completion_ids"]) for r in json.loads(line)["rollouts"]] == [

@@ -228,7 +228,7 @@ def test_a_model_of_texts_alone_takes_no_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [({}, r"can't be loaded, but rows with images need it \("), ({"a": 1}, r"loaded with model\.processor_kwargs \(")],
+    [({}, r"can't be loaded, but rows with images need it: "), ({"a": 1}, r"loaded with model\.processor_kwargs: ")],
 )
 def test_a_folder_with_a_tokenizer_alone_takes_no_images(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)

@@ -65,12 +65,15 @@ def test_missing_folder_is_a_model_error(path: str) -> None:
 
 def test_offline_hub_id_fails_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"model.tokenizer: tokenizer 'nobody/nothing' can't be loaded"):
+    with pytest.raises(
+        ModelError,
+        match=r"model.tokenizer: the tokenizer of 'nobody/nothing' .*cache holds no copy",
+    ):
         load_tokenizer(ModelConfig(path="x", tokenizer="nobody/nothing"))
 
 
 def test_folder_without_tokenizer_is_a_one_line_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model.path: no tokenizer in") as caught:
+    with pytest.raises(ModelError, match=r"model.path: the tokenizer of .* can't be loaded") as caught:
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     assert "\n" not in str(caught.value)
 

@@ -22,8 +22,8 @@ from transformers import (
 
 from rlpipe.errors import ModelError, RunError
 from rlpipe.learner import merging
-from rlpipe.learner.checkpoints import ADAPTER_FILE
 from rlpipe.learner.merging import MergeRequest, merge, write_file
+from rlpipe.models.adapter import WEIGHTS_FILE
 from rlpipe.models.tiny import make_tiny_policy
 
 LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -156,7 +156,7 @@ def test_embeddings_that_are_saved_with_the_adapter_are_merged(tmp_path: Path) -
     base = make_biased(tmp_path)
     adapted = make_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head", "q_proj"])
     assert any(
-        name.endswith("embed_tokens.base_layer.weight") for name in load_file(tmp_path / "adapter" / ADAPTER_FILE)
+        name.endswith("embed_tokens.base_layer.weight") for name in load_file(tmp_path / "adapter" / WEIGHTS_FILE)
     )
     merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert_same(tmp_path / "merged", adapted)
@@ -199,7 +199,7 @@ def test_what_cannot_be_merged_exactly_is_refused(
 def test_tensors_that_are_left_over_or_missing_are_named(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     make_adapter(base, tmp_path / "adapter")
-    file = tmp_path / "adapter" / ADAPTER_FILE
+    file = tmp_path / "adapter" / WEIGHTS_FILE
     tensors = load_file(file)
     first = min(tensors)
     tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = tensors.pop(first)
@@ -215,7 +215,7 @@ def test_tensors_that_are_left_over_or_missing_are_named(tmp_path: Path) -> None
 def test_an_adapter_without_its_tensors_or_with_half_of_them_is_refused_at_once(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     make_adapter(base, tmp_path / "adapter")
-    file = tmp_path / "adapter" / ADAPTER_FILE
+    file = tmp_path / "adapter" / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ModelError, match="can't be read: SafetensorError"):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")

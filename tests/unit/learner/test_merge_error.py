@@ -139,7 +139,7 @@ def test_the_command_draws_texts_and_finds_the_base_by_itself(
             ["ADAPTER", "OUT", "--trained-on", "full", "--text", "none.txt"],
             "--text: nothing is measured for an adapter that was trained on the unchanged base",
         ),
-        (["BROKEN", "OUT"], "is not in the format of this version of rlpipe: "),
+        (["BROKEN", "OUT"], "rlpipe.json can't be read: ValueError: the adapter's weights say that it has digests"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

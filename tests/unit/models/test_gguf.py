@@ -30,7 +30,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def write_gguf(file: Path, *, architecture: str = "llama", seed: int = 0) -> dict[str, np.ndarray]:
+def write_gguf(file: Path, *, architecture: str = "llama", seed: int = 0, without: str = "") -> dict[str, np.ndarray]:
     """Write a random Llama with grouped heads, tied embeddings and one matrix in Q4_1, and return its values."""
     tokens = ["<s>", "</s>", *(chr(code) for code in range(33, 127)), "ab"]
     writer = gguf.GGUFWriter(file, architecture)
@@ -57,6 +57,7 @@ def write_gguf(file: Path, *, architecture: str = "llama", seed: int = 0) -> dic
     sizes |= {"ffn_down": (WIDTH, INNER), "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}
     shapes = {"token_embd": (len(tokens), WIDTH), "output_norm": (WIDTH,)}
     shapes |= {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in sizes.items()}
+    shapes.pop(without, None)
     values = {}
     for name, shape in shapes.items():
         value = random.standard_normal(shape).astype(np.float32)
@@ -148,6 +149,13 @@ def test_what_can_not_be_read_is_refused_in_one_line(tmp_path: Path, name: str, 
         model_folder(str(file))
     assert "\n" not in str(refusal.value)
     assert not converted_folder(file).exists()
+
+
+def test_a_file_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "small.gguf"
+    write_gguf(file, without="blk.1.ffn_down")
+    with pytest.raises(ModelError, match=r"small\.gguf lacks model\.layers\.1\.mlp\.down_proj\.weight, which"):
+        model_folder(str(file))
 
 
 def test_a_file_that_was_cut_off_leaves_nothing_behind(made: tuple[Path, dict[str, np.ndarray]]) -> None:

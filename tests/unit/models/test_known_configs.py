@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.models.known_configs import known_tokenizer_class, read_known_config
+from rlpipe.models.known_configs import DEFAULT_WIDTH, known_tokenizer_class, read_known_config, read_widths
 from rlpipe.models.tiny import make_tiny_policy
 
 
@@ -49,3 +49,12 @@ def test_files_in_doubt_are_left_to_transformers(policy: Path, tmp_path: Path) -
     assert known_tokenizer_class(tmp_path / "missing") is None
     (tmp_path / "config.json").write_text("no json")
     assert read_known_config(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model_type": [], "hidden_size": 1000000000}', '{"text_config": [1], "hidden_size": -1}', "[" * 100_000]
+)
+def test_a_damaged_config_has_the_widths_of_a_small_model(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert read_known_config(tmp_path) is None
+    assert read_widths(tmp_path) == (DEFAULT_WIDTH, 4 * DEFAULT_WIDTH)

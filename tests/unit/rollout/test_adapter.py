@@ -1,5 +1,6 @@
 """The facts that an engine reads from an adapter's folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def test_room_is_made_for_the_largest_rank(tmp_path: Path) -> None:
 
 def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--adapter: .* holds no PEFT adapter"):
+        read_adapter_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "odd", [{"r": None}, {"lora_alpha": "8"}, {"rank_pattern": {"q": []}}, {"target_modules": [1, "q"]}]
+)
+def test_values_of_other_types_are_named(tmp_path: Path, odd: dict[str, object]) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    with pytest.raises(ModelError, match=r"holds no PEFT adapter: ValueError: it has .*; export or download"):
         read_adapter_config(str(tmp_path))
 
 

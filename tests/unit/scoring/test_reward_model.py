@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3ForTokenClassification,
     set_seed,
 )
 
+from rlpipe.errors import ModelError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.scoring.reward_model import ClassifierReward, SequenceReward, StepReward
 from rlpipe.types import Prompt, Rollout, RolloutGroup
@@ -46,6 +49,13 @@ def make_model(kind: str, folder: Path) -> Path:
     made(config).save_pretrained(folder / kind)
     TOKENIZER.save_pretrained(folder / kind)
     return folder / kind
+
+
+def test_a_reward_model_without_its_head_is_refused(any_model: Path, tmp_path: Path) -> None:
+    Qwen3ForCausalLM(AutoConfig.from_pretrained(any_model)).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"lacks score\.(bias|weight)"):
+        SequenceReward(model=str(tmp_path)).setup()
 
 
 def make_group(*texts: str, chat: bool = True) -> RolloutGroup:

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from rlpipe.errors import ModelError
+from rlpipe.models.adapter import read_adapter
 from rlpipe.types import ByteArray, WeightsKind, WeightsManifest
 from rlpipe.weights.buckets import (
     BucketMemory,
@@ -318,9 +319,9 @@ def test_parameters_must_be_published_once_and_all() -> None:
 def test_a_peft_folder_becomes_version_0(tmp_path: Path) -> None:
     model = get_peft_model(nn.Sequential(nn.Linear(6, 5)), LoraConfig(r=4, target_modules=["0"]))
     model.save_pretrained(tmp_path)
-    manifest, buckets = pack_adapter(str(tmp_path), torch.float32)
+    manifest, buckets = pack_adapter(*read_adapter(str(tmp_path), "it"), torch.float32)
     assert (manifest.version, manifest.kind) == (0, WeightsKind.LORA)
     config = model.peft_config["default"].to_dict()
     assert manifest.digest == lora_digest(pair_adapter(unpack(buckets[0])), lambda module: lora_scaling(config, module))
-    with pytest.raises(ModelError, match=r"model.adapter.path=\S*nowhere can't be read .*no such folder"):
-        pack_adapter(str(tmp_path / "nowhere"), torch.float32)
+    with pytest.raises(ModelError, match=r"^it holds no PEFT adapter: ValueError: Can't find .*nowhere"):
+        read_adapter(str(tmp_path / "nowhere"), "it")
