@@ -69,9 +69,6 @@ class RolloutActor:
     def health(self) -> EngineHealth:
         return self._engine.health()
 
-    def stop(self) -> None:
-        self._engine.stop()
-
     @property
     def _engine(self) -> EngineThread:
         if self._thread is None:

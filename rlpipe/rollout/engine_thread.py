@@ -13,6 +13,7 @@ from rlpipe.errors import EngineFailed, InputError, WaitTimeout
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, WeightsManifest
 
+STOP_TIMEOUT_S = 60.0
 FIRST_ASKED_ID = 2**50
 """First group id for ``EngineThread.ask``; no other group's id is in this range."""
 
@@ -48,7 +49,7 @@ class EngineThread:
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(open_engine, opened), name=name, daemon=True)
         self._thread.start()
-        opened.result()
+        opened.result()  # the process that asked for the engine limits this wait, which may be a download's
 
     @property
     def outstanding_tokens(self) -> int:
@@ -109,12 +110,17 @@ class EngineThread:
             assert self._health is not None
             return self._health
 
-    def stop(self) -> None:
-        """End the thread after its current step, and free the engine; requests in flight are dropped."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End the thread after its current step, and free the engine; requests in flight are dropped.
+
+        Raises ``WaitTimeout`` if the step takes longer than ``timeout_s``; the thread ends with its process, then.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise WaitTimeout(f"engine {self.name} has not ended its current step within {timeout_s:g} s")
 
     def _add(self, requests: Sequence[GroupRequest]) -> None:
         self._submitted.extend(requests)

@@ -222,3 +222,22 @@ def test_an_engine_that_ends_says_so_to_those_who_asked(engine: FakeEngine, thre
             thread.submit([request(7)])
         reason = {"stop": "was stopped", "failure": "out of memory"}[end]
         assert reason in str(asked.result(timeout=5))
+
+
+def test_the_end_of_a_step_that_hangs_is_not_awaited_for_ever(engine: FakeEngine, thread: EngineThread) -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def hang() -> list[RolloutGroup]:
+        entered.set()
+        released.wait()
+        engine.waiting.clear()
+        return []
+
+    engine.step = hang  # type: ignore[method-assign]
+    thread.submit([request(1)])
+    entered.wait()
+    with pytest.raises(WaitTimeout, match=r"engine engine-3 has not ended its current step within 0\.1 s"):
+        thread.stop(0.1)
+    released.set()
+    thread.stop()
+    assert engine.stopped
