@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator, SeedSequence, default_rng
@@ -214,7 +217,10 @@ class Measured:
 
 
 def read_measured(run: Path) -> Measured:
-    """Read the ledger of ``run``, even during the run; raise ``DataError`` if there is none, or it can't be read."""
+    """Read the ledger and the metrics of ``run``, even during the run.
+
+    Raises ``DataError`` if there is no ledger, or it can't be read.
+    """
     try:
         path = find_ledger(run)
     except DataError as error:
@@ -233,8 +239,17 @@ def read_measured(run: Path) -> Measured:
         on_engines=[np.array(spans, np.float64) for spans in by_engine.values()],
         score=score,
         train=_column(steps, "time/train"),
-        sync=_column(steps, "time/sync"),
+        sync=_column(_logged(run if run.is_dir() else run.parent), "time/sync"),
     )
+
+
+def _logged(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of the run's ``metrics.jsonl``, which has what is known only after a step; skip damaged ones."""
+    path, rows = folder / "metrics.jsonl", []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def read_run_config(run: Path) -> Config | None:
@@ -267,7 +282,8 @@ def _without_wait(spans: Spans, groups_at_once: int) -> Spans:
 
 
 def _column(steps: Sequence[Mapping[str, float | None]], metric: str) -> list[float]:
-    return [value for step in steps if (value := step.get(metric)) is not None and value >= 0]
+    found = (step.get(metric) for step in steps)
+    return [value for value in found if isinstance(value, int | float) and 0 <= value < math.inf]
 
 
 NOTHING = "constant:0"

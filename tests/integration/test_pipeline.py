@@ -20,6 +20,7 @@ import rlpipe
 from rlpipe.data.prompts import open_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.learner.merging import MergeRequest, merge
+from rlpipe.simulation.setup import read_measured
 
 pytestmark = pytest.mark.ray
 
@@ -100,6 +101,10 @@ def test_synchronous_lora_run_on_vllm(local_ray: None, tiny_policy: Path, prompt
     summary = rlpipe.train(config)
 
     steps = assert_steps_agree(tmp_path, 3)
+    measured = read_measured(tmp_path)
+    assert len(measured.sync) >= 2, "rlpipe simulate --from needs the times of a real run"
+    assert measured.score
+    assert measured.train
     for row in steps:
         assert row.keys() >= STEP_METRICS
     assert summary == json.loads((tmp_path / "summary.json").read_text())

@@ -42,10 +42,14 @@ def run(tmp_path: Path) -> Path:
         ledger.execute(insert, (3, "DISCARDED", None, None, None, None))
         ledger.execute(insert, (4, "ADMITTED", None, None, None, None))
         for step, (train_s, sync_s) in enumerate(zip(TRAIN, SYNC, strict=True)):
-            metrics = json.dumps({"time/train": train_s, "time/sync": sync_s, "loss": 0.5})
+            metrics = json.dumps({"time/train": train_s, "loss": 0.5})
+            with (tmp_path / "metrics.jsonl").open("a") as log:
+                log.write(json.dumps({"step": step, "time/train": train_s, "time/sync": sync_s}) + "\n")
             ledger.execute("INSERT INTO steps VALUES (?, ?, ?, 1, 0)", (step, metrics, START + step))
         ledger.execute("INSERT INTO steps VALUES (2, '{\"loss\": 0.5}', ?, 1, 0)", (START + 9,))
     ledger.close()
+    with (tmp_path / "metrics.jsonl").open("a") as log:
+        log.write('{"time/sync": "soon"}\n{"time/sync": NaN}\n[1]\n{"time/sy')  # the last line is being written
     return tmp_path
 
 
