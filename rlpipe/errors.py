@@ -11,7 +11,7 @@ RlpipeError
     ├── WeightsMismatch        an engine does not serve the weights that were published
     ├── EngineFailed           a rollout engine died or raised
     │   └── EngineNotStarted   its process has replaced a dead one, and has no model yet
-    ├── RewardFailed           a reward with ``fail: raise`` failed
+    ├── RewardFailed           a reward with ``fail: raise`` failed, or rewards of a whole step
     ├── LearnerFailed          the learner group died, or too many steps were not finite
     ├── HeadLost               Ray's head died or was cut off
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
@@ -71,7 +71,7 @@ class EngineNotStarted(EngineFailed):
 
 
 class RewardFailed(RunError):
-    """A reward with ``fail: raise`` in its config failed."""
+    """A reward failed: one with ``fail: raise`` in its config, or any for a step's worth of groups in a row."""
 
 
 class LearnerFailed(RunError):

@@ -29,6 +29,35 @@ class Outcome:
     zero_reward: list[GroupTicket] = field(default_factory=list)
     """Groups that earned nothing, whose prompts may be put back."""
 
+    @property
+    def failures(self) -> list[str]:
+        """Reasons of the discarded groups that could not be sampled or scored."""
+        return [reason for reason in self.discarded.values() if not reason.startswith(NO_VARIANCE)]
+
+
+MIN_FAILURES = 8
+"""Groups in a row whose failure stops a run whose steps have fewer."""
+
+
+class FailuresInARow:
+    """Count of the groups that failed since the last one with scores, for a run in which none succeeds any more."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._limit, self._count = max(groups_per_step, MIN_FAILURES), 0
+
+    def sampled(self, failures: Sequence[str]) -> str | None:
+        """Add groups that could not be sampled; return the problem once a step's worth in a row has failed."""
+        self._count += len(failures)
+        if not failures or self._count < self._limit:
+            return None
+        return f"{self._count} groups in a row failed, the last one with: {failures[-1]}"
+
+    def scored(self, failures: Sequence[str], num_groups: int) -> str | None:
+        """Add those of ``num_groups`` that could not be scored; return the problem as ``sampled`` does."""
+        if len(failures) < num_groups:
+            self._count = 0
+        return self.sampled(failures)
+
 
 @dataclass(kw_only=True, slots=True)
 class ResumeState:

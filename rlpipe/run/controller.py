@@ -40,11 +40,11 @@ from rlpipe.actors.weights import NotLoaded, Served
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import PromptSource
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
-from rlpipe.errors import EngineFailed, RunError
+from rlpipe.errors import EngineFailed, RewardFailed, RunError
 from rlpipe.replay.buffer import Admission, GroupTicket, Rerolls
 from rlpipe.replay.ledger.run_ledger import GroupState
 from rlpipe.replay.step_queue import StepReport
-from rlpipe.replay.store import Outcome, ResumeState
+from rlpipe.replay.store import FailuresInARow, Outcome, ResumeState
 from rlpipe.run.cluster import shares_gpus
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
@@ -85,7 +85,7 @@ class Controller:
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
         self._first_step, self._num_steps = first_step, config.algorithm.num_steps
         self._resume_state, self._next_group_id = resume_state, resume_state.next_group_id
-        self._attempts = deque(resume_state.attempts)
+        self._attempts, self._failures = deque(resume_state.attempts), FailuresInARow(self._algorithm.groups_per_step)
         self._admission = make_admission(config, resume_state, first_step)
         self._rerolls = make_rerolls(config, resume_state)
         self._scoring = ScoringDispatch(
@@ -281,7 +281,10 @@ class Controller:
         await asyncio.gather(*{self._admitting[i] for i in group_ids.values() if i in self._admitting})
         if training:
             call: Any = self._replay.generated.remote(groups, training)
-            await self._settle(await self._ask(call, f"a receipt for the tokens of {len(training)} groups"))
+            outcome = await self._ask(call, f"a receipt for the tokens of {len(training)} groups")
+            if (problem := self._failures.sampled(outcome.failures)) is not None:
+                await self.stop(EngineFailed(problem))
+            await self._settle(outcome)
 
     async def _scored(self, groups: ObjectRef, group_ids: GroupIds, scores: Sequence[Sequence[GroupScores]]) -> None:
         """Pass evaluation groups to their evaluation, and the scores of the other groups to the replay actor."""
@@ -291,7 +294,10 @@ class Controller:
         training = [group_id for group_id in group_ids.values() if group_id not in evaluated]
         if training:
             call: Any = self._replay.scored.remote(training, *scores)
-            await self._settle(await self._ask(call, f"a receipt for the scores of {len(training)} groups"))
+            outcome = await self._ask(call, f"a receipt for the scores of {len(training)} groups")
+            if (problem := self._failures.scored(outcome.failures, len(training))) is not None:
+                await self.stop(RewardFailed(problem))
+            await self._settle(outcome)
 
     async def _settle(self, outcome: Outcome) -> None:
         """Replace discarded groups by new ones, and queue prompts that earned nothing for a reroll."""

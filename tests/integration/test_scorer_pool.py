@@ -10,6 +10,8 @@ import pytest
 from run_cases import REWARDS_FILE, make_config, read_jsonl, trained_steps
 
 import rlpipe
+from rlpipe.replay.ledger.query import find_ledger, reading
+from rlpipe.replay.ledger.run_ledger import GroupState
 
 pytestmark = pytest.mark.ray
 
@@ -94,3 +96,18 @@ def test_a_failing_reward_can_stop_the_run(
     )
     with pytest.raises(rlpipe.RewardFailed, match=r"^group \d+ \(row \d+\): reward 'strict' failed: ValueError: never"):
         rlpipe.train(config)
+
+
+def test_a_reward_that_fails_for_every_group_stops_the_run(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        tiny_policy, prompts_file, tmp_path, f"+scoring.rewards.broken={{path: '{REWARDS_FILE}:always_raises'}}"
+    )
+    with pytest.raises(
+        rlpipe.RewardFailed,
+        match=r"^\d+ groups in a row failed, the last one with: reward 'broken' .*ValueError: never",
+    ):
+        rlpipe.train(config)
+    with reading(find_ledger(tmp_path)) as ledger:
+        assert ledger.counts()[GroupState.DISCARDED] < 40

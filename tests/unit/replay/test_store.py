@@ -11,8 +11,8 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.root_config import ReplayConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.replay.assemble import assemble_step
-from rlpipe.replay.ledger.run_ledger import GroupState
-from rlpipe.replay.store import ReplayStore
+from rlpipe.replay.ledger.run_ledger import NO_VARIANCE, GroupState
+from rlpipe.replay.store import FailuresInARow, Outcome, ReplayStore
 from rlpipe.scoring.scorer import GroupScores
 from rlpipe.types import RolloutGroup, TrainBatch
 
@@ -311,3 +311,23 @@ def test_repeated_scores_name_prompts_that_earned_nothing_again(tmp_path: Path) 
     assert [g.group_id for g in outcome.zero_reward] == [0]
     store = open_store(tmp_path, replay=replay)
     assert score(store, 0, [0.0, -1.0]) == outcome
+
+
+# Failures in a row ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_which_no_group_succeeds_any_more_is_noticed() -> None:
+    failures = FailuresInARow(4)
+    assert failures.scored(["no judge"] * 7, 7) is None
+    assert failures.scored(["no judge"] * 7, 8) is None, "one group was scored"
+    assert failures.scored([], 1) is None
+    assert failures.scored(["no judge"] * 6, 6) is None
+    assert failures.sampled([]) is None, "groups that were sampled are not scored yet"
+    assert failures.sampled(["too long"]) is None
+    assert failures.scored(["no judge"], 1) == "8 groups in a row failed, the last one with: no judge"
+    assert failures.sampled(["too long"]) == "9 groups in a row failed, the last one with: too long"
+
+
+def test_groups_without_reward_variance_are_no_failures() -> None:
+    outcome = Outcome(discarded={1: f"{NO_VARIANCE} (attempt 1)", 2: "no judge"})
+    assert outcome.failures == ["no judge"]
