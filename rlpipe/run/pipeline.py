@@ -50,6 +50,7 @@ from rlpipe.run.prepare import (
     ask_cluster,
     check_context,
     check_reward_columns,
+    ended_summary,
     find_resume_point,
     open_output,
     prepare_run,
@@ -81,7 +82,8 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
     """Train according to the config, and return the content of ``summary.json``.
 
     ``rewards`` are reward functions or ``RewardActor`` classes in addition to those of the config, each with weight 1
-    under its ``__name__``. Raises ``InputError`` if the input is wrong, ``RunError`` if the run fails.
+    under its ``__name__``. A run that has ended is left as it is. Raises ``InputError`` if the input is wrong,
+    ``RunError`` if the run fails.
     """
     with PHASES.run() as phases:
         return _train(config, rewards, phases)
@@ -90,6 +92,13 @@ def train(config: Config, rewards: Sequence[RewardLike] = ()) -> dict[str, Any]:
 def _train(config: Config, rewards: Sequence[RewardLike], phases: Start) -> dict[str, Any]:
     started = time.monotonic()
     start = find_resume_point(config)
+    if (ended := ended_summary(config, start)) is not None:
+        print(
+            f"this run has ended after {start.step} steps, and nothing is left to do; to train further, increase "
+            f"algorithm.num_steps, and for a new run choose another output than {config.output}"
+        )
+        print_summary({**ended, "files": {"policy": f"{config.output}/policy"}})
+        return ended
     run = prepare_run(config, rewards)
     with open_output(run):
         try:

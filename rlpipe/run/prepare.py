@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -313,6 +314,19 @@ def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
         run_id=extra.get("run_id"),
         dtype=extra["config"]["model"]["dtype"],
     )
+
+
+def ended_summary(config: Config, start: ResumePoint) -> dict[str, Any] | None:
+    """Return the summary of the run if it has done all that the config asks for, or None."""
+    output = Path(config.output)
+    if not start.step or not (output / "policy").is_dir():
+        return None
+    try:
+        summary = json.loads((output / "summary.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_last = start.step == config.algorithm.num_steps or config.algorithm.stop_loss is not None
+    return summary if isinstance(summary, dict) and is_last and summary.get("steps") == start.step else None
 
 
 def run_start(config: Config, start: ResumePoint) -> RunStart:

@@ -268,3 +268,17 @@ def test_an_older_checkpoint_begins_a_branch(
     assert f"resuming from {checkpoints}/step_000006, after step 6" in printed
     assert "now is" not in printed, "the branch is the run"
     assert_accounts(finished, 7)
+
+
+def test_the_same_command_on_a_run_that_has_ended_changes_nothing(
+    options: Options, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = hashes(finished)
+    assert cli.main(["train", *options(finished)]) == 0
+    assert "this run has ended after 6 steps, and nothing is left to do" in capsys.readouterr().out
+    assert hashes(finished) == before
+
+    shutil.rmtree(finished / "policy")  # then the policy is written again
+    assert cli.main(["train", *options(finished)]) == 0
+    assert "has ended" not in capsys.readouterr().out
+    assert (finished / "policy").is_dir()
