@@ -116,18 +116,27 @@ def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
         )
 
 
-def load_config(overrides: Sequence[str] = (), *, file: str | Path | None = None, need_files: bool = True) -> Config:
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    file: str | Path | None = None,
+    options: Sequence[Mapping[str, Any]] = (),
+    need_files: bool = True,
+) -> Config:
     """Compose, validate and freeze the config of a run.
 
     ``overrides`` are Hydra's: ``algorithm=dapo`` chooses a group's file, ``algorithm.loss.clip_high=0.28`` sets an
     option, ``~scoring.rewards.length`` removes an entry. ``file`` is a YAML file with options, and optionally a
-    ``defaults`` list of group choices; the overrides take precedence over it. Raises ``InputError`` if anything in them
+    ``defaults`` list of group choices; ``options`` are trees like that of a file, each with
+    precedence over those before it, and the overrides over all. Raises ``InputError`` if anything in them
     is unknown, of the wrong type, missing or contradictory, or, with ``need_files``, names a file that does not exist.
     """
-    return build_config(compose_tree(overrides, file=file), need_files=need_files)
+    return build_config(compose_tree(overrides, file=file, options=options), need_files=need_files)
 
 
-def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = None) -> DictConfig:
+def compose_tree(
+    overrides: Sequence[str] = (), *, file: str | Path | None = None, options: Sequence[Mapping[str, Any]] = ()
+) -> DictConfig:
     """Merge the tree of ``load_config``, typed by the schema; required options may still be missing in it."""
     groups = list_groups()
     parsed = [parse_override(text) for text in overrides]
@@ -140,6 +149,8 @@ def compose_tree(overrides: Sequence[str] = (), *, file: str | Path | None = Non
     for layer in group_layers(list(choices.values())):
         merge(tree, layer)
     merge(tree, Layer(content=file_tree, source=str(file)))
+    for content in options:
+        merge(tree, Layer(content=content))
     raise_all(
         problem
         for override in parsed

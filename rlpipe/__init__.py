@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rlpipe.errors import WaitTimeout as WaitTimeout
     from rlpipe.errors import WeightsMismatch as WeightsMismatch
     from rlpipe.run.pipeline import evaluate as evaluate
-    from rlpipe.run.pipeline import train as train
+    from rlpipe.run.python_api import Summary as Summary
+    from rlpipe.run.python_api import train as train
     from rlpipe.scoring.rewards import RewardActor as RewardActor
     from rlpipe.types import Rollout as Rollout
     from rlpipe.types import RolloutGroup as RolloutGroup
@@ -41,7 +42,8 @@ ERRORS = (
     "LearnerFailed",
 )
 HOMES = {
-    "train": "rlpipe.run.pipeline",
+    "train": "rlpipe.run.python_api",
+    "Summary": "rlpipe.run.python_api",
     "evaluate": "rlpipe.run.pipeline",
     "load_config": "rlpipe.configs.compose",
     "Config": "rlpipe.configs.schema.root_config",

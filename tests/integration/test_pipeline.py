@@ -314,3 +314,26 @@ def test_full_finetuning_on_two_ranks_reaches_vllm(
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
+
+
+def test_a_run_from_python_with_rows_and_a_reward_in_memory(local_ray: None, tiny_policy: Path, tmp_path: Path) -> None:
+    def short(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(len(text) < len(gold)) for text, gold in zip(completions, answer, strict=True)]
+
+    given: dict[str, Any] = {
+        "model": str(tiny_policy),
+        "output": str(tmp_path / "run"),
+        "rewards": short,
+        "rollout": {"engine": "hf", "sampling": {"max_tokens": 8}},
+        "algorithm.groups_per_step": 4,
+        "algorithm.group_size": 2,
+        "tracking.ray_metrics": False,
+        "model.dtype": "float32",
+        "cluster.preload": False,
+    }
+    rows = [{"prompt": f"{number}+1=", "answer": "1234"} for number in range(8)]
+    assert rlpipe.train(**given, dataset=rows, num_epochs=1)["steps"] == 2
+    assert "rewards/short/mean" in trained_steps(tmp_path / "run")[-1]
+    assert rlpipe.train(**given, dataset=iter(rows), num_epochs=2)["steps"] == 4
+    with pytest.raises(rlpipe.ConfigError, match=r"^dataset: the run in .* began with other rows"):
+        rlpipe.train(**given, dataset=rows[1:], num_epochs=2)

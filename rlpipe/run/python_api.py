@@ -1,0 +1,165 @@
+"""``rlpipe.train`` for Python: a run from keywords, with rows and rewards that are in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, cast, runtime_checkable
+
+from rlpipe.common.atomic_io import writing_path
+from rlpipe.configs.compose import list_groups, load_config
+from rlpipe.configs.data_sources import SUFFIXES
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.run import pipeline
+
+RewardLike = Callable[..., Any]
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Rows that can write themselves to a file, as ``datasets.Dataset`` and ``pandas.DataFrame`` can."""
+
+    def __len__(self) -> int: ...
+
+    def to_parquet(self, path: str) -> object: ...
+
+
+class Summary(TypedDict, total=False):
+    """Figures of a whole run, as in ``summary.json``; those that a run does not have are missing."""
+
+    steps: int
+    seconds: float
+    engine: str
+    adapter: str
+    reward_start: float
+    """Mean reward of the first ten steps; ``reward_end`` is that of the last ten."""
+    reward_end: float
+    eval_accuracy_start: float
+    eval_accuracy_end: float
+    eval_loss_start: float
+    eval_loss_end: float
+    mean_length: float
+    tokens_per_second: float
+    staleness_mean: float
+    staleness_max: float
+    max_logprob_difference: float
+    time: dict[str, float]
+    """Seconds of each phase, over all steps."""
+
+
+def train(
+    config: Config | Mapping[str, Any] | None = None,
+    rewards: RewardLike | Sequence[RewardLike] = (),
+    *,
+    model: str | Mapping[str, Any] | None = None,
+    dataset: Iterable[Mapping[str, Any]] | Table | str | None = None,
+    num_epochs: float | None = None,
+    **options: Any,
+) -> Summary:
+    """Train, and return the summary of the run.
+
+    ``config`` is a finished ``Config``, or options by section or name, ``{"learner": {"optimizer": {"lr": 1e-5}}}`` or
+    ``{"learner.optimizer.lr": 1e-5}``; further ``options`` are added to it. A section may also be the name of one of
+    its files (``algorithm="dapo"``, ``learner="single_gpu"``, ``experiment="gsm8k"``). ``model`` is a folder, a hub id,
+    or one of ``lora``, ``qlora`` and ``full``. ``dataset`` is a file, a folder, a hub id, or rows: dictionaries with
+    the columns that prompts and rewards need, a ``datasets.Dataset`` or a ``DataFrame``, which are stored in the run's
+    output. ``num_epochs`` sets ``algorithm.num_steps`` by their number. ``rewards`` are reward functions or
+    ``RewardActor`` classes in addition to those of the config, each with weight 1 under its ``__name__``.
+
+    A run that has ended is left as it is. Raises ``InputError`` if the input is wrong, ``RunError`` if the run fails.
+    """
+    if not isinstance(config, Config):
+        given = {**(config or {}), **options, **({} if model is None else {"model": model})}
+        config = make_config(given, dataset, num_epochs)
+    elif others := [*options, *(["model"] if model else []), *(["dataset"] if dataset is not None else [])]:
+        raise ConfigError(f"{others[0]}: a finished Config takes no further options; pass its options as a dictionary")
+    several = [rewards] if callable(rewards) else list(rewards)
+    return cast(Summary, pipeline.train(config, several))
+
+
+def make_config(given: Mapping[str, Any], dataset: Any, num_epochs: float | None) -> Config:
+    """Return the config of a run, whose rows, if they are in memory, are stored in its output."""
+    groups, choices = list_groups(), list[str]()
+    options = [] if dataset is None else [{"data": _describe_rows(dataset)}]
+    for name, value in given.items():
+        if name == "model" and isinstance(value, str) and value not in groups["model"]:
+            options.append({name: {"path": value}})
+        elif name in groups and isinstance(value, str):
+            choices.append(f"{name}={value}")
+        else:
+            options.append(_nested(name, value))
+    rows = None if dataset is None or isinstance(dataset, str) else _in_memory(dataset)
+    config = load_config(choices, options=options, need_files=False)
+    if rows is not None:
+        _store_rows(rows, Path(str(config.data.path)), Path(config.output))
+    if num_epochs is not None:
+        if rows is None:
+            raise ConfigError("num_epochs: only rows in memory have a known number; set algorithm.num_steps instead")
+        num_steps = math.ceil(num_epochs * (len(rows) - config.data.held_out.size) / config.algorithm.groups_per_step)
+        choices.append(f"algorithm.num_steps={max(num_steps, 1)}")
+    return load_config(choices, options=options)
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """Return the tree in which the option with the dotted name has the value."""
+    first, *others = name.split(".")
+    for part in reversed(others):
+        value = {part: value}
+    return {first: value}
+
+
+def _describe_rows(dataset: Any) -> dict[str, Any]:
+    """Return the options of ``data`` that read a data set."""
+    if isinstance(dataset, str):
+        found = (source for source, endings in SUFFIXES.items() if dataset.endswith(endings))
+        return {"source": next(found, "datasets"), "path": dataset}
+    source = "parquet" if isinstance(dataset, Table) else "jsonl"
+    return {"source": source, "path": f"${{output}}/dataset.{source}"}
+
+
+def _in_memory(dataset: Any) -> Table | list[str]:
+    """Return a table, or the lines of JSON of other rows; raise ``DataError`` for rows that can't be stored."""
+    if isinstance(dataset, Table):
+        rows: Table | list[str] = dataset
+    else:
+        rows = [_json_line(row, index) for index, row in enumerate(dataset)]
+    if not len(rows):
+        raise DataError("dataset: there are no rows in it")
+    return rows
+
+
+def _json_line(row: Any, index: int) -> str:
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"dataset[{index}] is a {type(row).__name__}; a row is a dictionary, such as {{'prompt': '1+1='}}"
+        )
+    try:
+        return json.dumps(dict(row), default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"dataset[{index}] can't be stored as JSON ({error}); pass plain values, or a datasets.Dataset for images"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or scalar of NumPy or torch as plain values."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__} is no plain value")
+    return value.tolist()
+
+
+def _store_rows(rows: Table | list[str], path: Path, output: Path) -> None:
+    """Write the rows; raise ``ConfigError`` if the run in ``output`` was begun with others."""
+    output.mkdir(parents=True, exist_ok=True)
+    temporary = writing_path(path)
+    if isinstance(rows, list):
+        temporary.write_text("".join(f"{line}\n" for line in rows))
+    else:
+        rows.to_parquet(str(temporary))
+    if path.is_file() and path.read_bytes() != temporary.read_bytes() and any(output.glob("checkpoints/step_*")):
+        temporary.unlink()
+        raise ConfigError(f"dataset: the run in {output} began with other rows; pass those, or choose another output")
+    temporary.replace(path)

@@ -1,0 +1,133 @@
+"""Runs from Python keywords: their configs, and rows that are in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+
+import rlpipe
+from rlpipe.configs.compose import load_config
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import ConfigError, DataError
+from rlpipe.run import pipeline
+from rlpipe.run.python_api import make_config
+
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(20)]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> dict[str, Any]:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    return {"model": str(folder), "output": str(tmp_path / "run")}
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def test_keywords_are_options_sections_and_files_of_groups(base: dict[str, Any], tmp_path: Path) -> None:
+    given = {
+        **base,
+        "algorithm": "dapo",
+        "learner": {"optimizer": {"lr": 1e-5}},
+        "learner.max_grad_norm": 0.5,
+        "seed": 7,
+    }
+    config = make_config(given, ROWS, 2)
+    assert config.model.path == base["model"]
+    assert (
+        config.algorithm
+        == load_config(
+            ["model.path=x", "algorithm=dapo", "data=jsonl", "data.path=x", "algorithm.num_steps=5"], need_files=False
+        ).algorithm
+    )
+    assert (config.learner.optimizer.lr, config.learner.max_grad_norm, config.seed) == (1e-5, 0.5, 7)
+    assert make_config({**base, "model": "full", "model.path": base["model"]}, ROWS, 1).model.adapter.kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "file"),
+    [
+        (ROWS, "dataset.jsonl"),
+        (iter(ROWS), "dataset.jsonl"),
+        ((row for row in ROWS), "dataset.jsonl"),
+        (datasets.Dataset.from_list(ROWS), "dataset.parquet"),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "dataset.jsonl"),
+        (pandas.DataFrame(ROWS), "dataset.parquet"),
+    ],
+)
+def test_rows_in_memory_are_stored_in_the_output(
+    base: dict[str, Any], dataset: Iterable[Any], file: str, tmp_path: Path
+) -> None:
+    config = make_config({**base, "data.held_out.size": 4}, dataset, 3)
+    assert config.data.path == f"{tmp_path}/run/{file}"
+    stored = datasets.load_dataset(config.data.source.replace("jsonl", "json"), data_files=config.data.path)["train"]
+    assert stored.to_list() == ROWS
+    assert config.algorithm.num_steps == 6, "3 epochs of 16 rows, of which a step takes 8"
+
+
+def test_a_resumed_run_has_the_same_rows(base: dict[str, Any], tmp_path: Path) -> None:
+    make_config(base, ROWS, 1)
+    make_config(base, ROWS[1:], 1)  # nothing is trained yet
+    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+    make_config(base, ROWS[1:], 1)
+    with pytest.raises(ConfigError, match=r"^dataset: the run in .*/run began with other rows; pass those, or choose"):
+        make_config(base, ROWS, 1)
+    assert (tmp_path / "run" / "dataset.jsonl").read_text().count("\n") == 19
+
+
+def test_arrays_in_rows_are_plain_values(base: dict[str, Any], tmp_path: Path) -> None:
+    make_config(base, [{"prompt": "a", "grid": np.arange(3), "size": np.float32(0.5)}] * 2, 1)
+    row = json.loads((tmp_path / "run" / "dataset.jsonl").read_text().splitlines()[0])
+    assert row == {"prompt": "a", "grid": [0, 1, 2], "size": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "problem"),
+    [
+        ([], r"^dataset: there are no rows in it$"),
+        (["a"], r"^dataset\[0\] is a str; a row is a dictionary, such as {'prompt': '1\+1='}$"),
+        (
+            [ROWS[0], {"prompt": object()}],
+            r"^dataset\[1\] can't be stored as JSON \(a object is no plain value\)",
+        ),
+    ],
+)
+def test_rows_that_can_not_be_stored_are_named(base: dict[str, Any], dataset: list[Any], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        make_config(base, dataset, 1)
+
+
+def test_files_and_names_of_the_hub_are_read_where_they_are(base: dict[str, Any], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROWS[0]) + "\n")
+    config = make_config(base, str(rows), None)
+    assert (config.data.source, config.data.path) == ("jsonl", str(rows))
+    hub = make_config({**base, "data": {"split": "test"}}, "openai/gsm8k", None)
+    assert (hub.data.source, hub.data.path, hub.data.split) == ("datasets", "openai/gsm8k", "test")
+    with pytest.raises(ConfigError, match=r"^num_epochs: only rows in memory have a known number; set algorithm\.num_"):
+        make_config(base, str(rows), 1)
+
+
+def test_names_of_other_libraries_get_their_hint(base: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^learning_rate: no such option; did you mean learner\.optimizer\.lr\?$"):
+        make_config({**base, "learning_rate": 1e-5}, ROWS, 1)
+
+
+def test_one_reward_or_several(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Config, Any]] = []
+    monkeypatch.setattr(pipeline, "train", lambda config, rewards: calls.append((config, rewards)) or {"steps": 3})
+    assert rlpipe.train(**base, dataset=ROWS, rewards=length, num_epochs=1)["steps"] == 3
+    rlpipe.train({"seed": 3}, [length, length], **base, dataset=ROWS)
+    rlpipe.train(calls[0][0])
+    assert [(config.seed, rewards) for config, rewards in calls] == [(0, [length]), (3, [length] * 2), (0, [])]
+    with pytest.raises(ConfigError, match=r"^seed: a finished Config takes no further options"):
+        rlpipe.train(calls[0][0], seed=2)
