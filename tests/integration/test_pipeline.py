@@ -329,6 +329,7 @@ def test_a_run_from_python_with_rows_and_a_reward_in_memory(local_ray: None, tin
         "algorithm.group_size": 2,
         "tracking.ray_metrics": False,
         "model.dtype": "float32",
+        "data.max_prompt_tokens": 64,
         "cluster.preload": False,
     }
     rows = [{"prompt": f"{number}+1=", "answer": "1234"} for number in range(8)]
