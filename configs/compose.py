@@ -30,6 +30,7 @@ from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_source
 from rlpipe.configs.foreign_names import foreign_name
 from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options, plain
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SFT_FACTOR
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.configs.secrets import keep_references
 from rlpipe.configs.value_checks import find_out_of_range
@@ -176,10 +177,20 @@ def build_config(tree: DictConfig, *, need_files: bool = True) -> Config:
     except OmegaConfBaseException as error:
         raise interpolation_error(error) from error
     assert isinstance(config, Config)
+    if config.learner.optimizer.lr is None:
+        config.learner.optimizer.lr = default_lr(config)
     keep_references(config, OmegaConf.to_container(tree, resolve=False))
     validate(config, need_files=need_files)
     config.freeze()
     return config
+
+
+def default_lr(config: Config) -> float:
+    """Return a learning rate that is common for what the run trains, and how."""
+    factor = (ADAPTER_FACTOR if config.model.adapter.kind != "none" else 1) * (
+        SFT_FACTOR if config.algorithm.kind == "sft" else 1
+    )
+    return round(FULL_LR * factor, 9)
 
 
 def show_tree(tree: DictConfig) -> str:

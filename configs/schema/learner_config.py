@@ -17,6 +17,10 @@ from rlpipe.configs.schema.option import (
     option,
 )
 
+FULL_LR = 1e-6
+"""Peak learning rate of reinforcement learning that trains all weights."""
+ADAPTER_FACTOR, SFT_FACTOR = 10, 10
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Freezable):
@@ -25,10 +29,20 @@ class OptimizerConfig(Freezable):
         "AdamW with moments in float32, in 8 bit, or in 8 bit and paged out to the CPU where a GPU is full.",
         choices=("adamw", "adamw_8bit", "paged_adamw_8bit"),
     )
-    lr: float = option(1e-6, "Peak learning rate.", minimum=0, maximum=10)
+    lr: float | None = option(
+        None,
+        "Peak learning rate; null: 1e-6 to train all weights and 1e-5 for an adapter, ten times that in SFT.",
+        minimum=0,
+        maximum=10,
+    )
     betas: list[float] = option([0.9, 0.999], "Decay of the moments.")
     eps: float = option(1e-8, "Added to the denominator.", above=0, maximum=1)
     weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0, maximum=10)
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate; ``load_config`` has replaced null by the one that fits the run."""
+        return FULL_LR if self.lr is None else self.lr
 
 
 @dataclass(kw_only=True)

@@ -177,7 +177,7 @@ class Learner:
 
     def _set_learning_rate(self) -> float:
         factor = learning_rate_factor(self._config.schedule, self.num_steps_done, self._algorithm.num_steps)
-        learning_rate = self._config.optimizer.lr * factor
+        learning_rate = self._config.optimizer.peak_lr * factor
         self.updates.set_learning_rate(learning_rate)
         return learning_rate
 

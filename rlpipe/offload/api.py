@@ -339,7 +339,7 @@ class OffloadedAdamW:
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}],
-            lr=config.lr,
+            lr=config.peak_lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             fused=True,
@@ -352,7 +352,7 @@ class OffloadedAdamW:
         """
         self._offloaded.check_open()
         self._compare()
-        chunks, rate = self._offloaded.optimizer, self._config.lr if learning_rate is None else learning_rate
+        chunks, rate = self._offloaded.optimizer, self._config.peak_lr if learning_rate is None else learning_rate
         squared = chunks.squared_norm() + self._offloaded.resident_squared_norm()
         norm = math.sqrt(float(self._offloaded.ranks.sum(squared)))
         if not math.isfinite(norm):

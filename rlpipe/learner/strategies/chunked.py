@@ -100,7 +100,7 @@ class ChunkedUpdates:
         """Name of each parameter in chunks, by its chunk and its name there."""
         resident = {name: parameters[name] for name, place in places.items() if place is None}
         self._resident = TorchUpdates(resident, config, local=lambda tensor: tensor) if resident else None
-        self._learning_rate = config.lr
+        self._learning_rate = config.peak_lr
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self._learning_rate = learning_rate

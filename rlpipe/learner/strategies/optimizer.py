@@ -27,7 +27,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    options: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    options: dict[str, Any] = {"lr": config.peak_lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     filled = [group for group in groups if group["params"]]
     if config.name == "adamw":
         return torch.optim.AdamW(filled, **options, fused=True)

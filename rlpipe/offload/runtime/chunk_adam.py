@@ -80,7 +80,7 @@ class ChunkAdam:
         self._steps = {name: torch.zeros((), device=master.device) for name in self.pieces}
         self._optimizer = torch.optim.AdamW(
             self._updated.values(),
-            lr=config.lr,
+            lr=config.peak_lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             weight_decay=config.weight_decay,

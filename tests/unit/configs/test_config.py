@@ -329,3 +329,23 @@ def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:
         load_config([*BASE, "lr=3", "~nothing"])
     with pytest.raises(ConfigError, match=r"^10 problems: .*\(8\) option7: .*; and 2 more$"):
         load_config([*BASE, *(f"option{number}=1" for number in range(10))])
+
+
+@pytest.mark.parametrize(
+    ("choices", "rate"),
+    [
+        (["model=full"], 1e-6),
+        (["model=lora"], 1e-5),
+        (["model=qlora"], 1e-5),
+        (["model=full", "algorithm=sft"], 1e-5),
+        (["model=lora", "algorithm=sft"], 1e-4),
+        (["model=lora", "learner.optimizer.lr=1e-6"], 1e-6),
+        (["model=full", "learner.optimizer.lr=0"], 0.0),
+    ],
+)
+def test_the_learning_rate_fits_what_is_trained(choices: list[str], rate: float) -> None:
+    rewards = [] if "algorithm=sft" in choices else ["scoring.rewards.right.path=m:f"]
+    source = ["model.path=org/policy", "data=jsonl", "data.path=rows.jsonl", *rewards]
+    config = load_config([*source, *choices], need_files=False)
+    assert config.learner.optimizer.lr == config.learner.optimizer.peak_lr == rate
+    assert to_tree(config)["learner"]["optimizer"]["lr"] == rate
