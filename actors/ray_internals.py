@@ -60,20 +60,24 @@ def hide_token_warning() -> None:
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
-    """Have a local cluster that is started within the block listen at loopback addresses alone.
+def private_services() -> Iterator[None]:
+    """Have a local cluster that is started within the block serve this process alone.
 
-    On Linux Ray prepares each cluster for other hosts: its services and `/metrics` listen at all addresses. It has this
-    switch, which other platforms have on, and which the environment turns off again.
+    Its processes are in sessions of their own, so that they outlive a signal to the driver's process group, as
+    ``timeout`` and Slurm send it, until the driver has written its checkpoint; when the driver dies, Ray ends them.
+    They listen at loopback addresses: on Linux Ray prepares each cluster for other hosts, unless this switch of its,
+    which other platforms have on, says otherwise. The environment turns it off again.
     """
-    from ray._private import ray_constants
+    from ray._private import ray_constants, services
 
-    if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
-        yield
-        return
-    switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
-        yield
+    started: Any = partial(services.ConsolePopen, start_new_session=True)
+    with patch.object(services, "ConsolePopen", started):
+        if os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR) is not None:
+            yield
+            return
+        switch = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), patch.dict(os.environ, switch):
+            yield
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, on_loopback, own_node
+from rlpipe.actors.ray_internals import hide_lines, hide_token_warning, own_node, private_services
 from rlpipe.actors.remote import describe_failure, root_cause
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.errors import ConfigError, RunError, WaitTimeout
@@ -83,7 +83,7 @@ def connect(cluster: ClusterConfig, needs: Sequence[Need]) -> bool:
             options["num_cpus"] = cluster.num_cpus or max(os.cpu_count() or 1, int(wanted + 0.999))
             os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, a browser would starve the run
         try:
-            with preloading.used_by_ray(), on_loopback() if address is None else nullcontext():
+            with preloading.used_by_ray(), private_services() if address is None else nullcontext():
                 ray.init(address or "local", **options)
         except ConnectionError as error:
             raise ConfigError(

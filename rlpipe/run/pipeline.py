@@ -414,19 +414,29 @@ def _reporter(run: Run, start: ResumePoint) -> Iterator[Reporter]:
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
+ONE_SIGNAL_S = 0.3
+"""Seconds within which several signals count as one; people press Ctrl-C twice more slowly."""
+
+
 @contextmanager
 def stop_on_signals(stop: Callable[[RunError], Awaitable[None]]) -> Iterator[None]:
     """Call ``stop`` at the first signal within the block, and end the process at the second.
 
-    Needs a running event loop. In threads other than the main one, which can't receive signals, it does nothing.
+    ``timeout`` and batch systems signal both the process and its group, which is one signal here. Needs a running
+    event loop. In threads other than the main one, which can't receive signals, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Future[None]] = []
+    received_at: float | None = None
 
     def receive(number: signal.Signals) -> None:
+        nonlocal received_at
+        before, received_at = received_at, time.monotonic()
+        if before is not None and received_at - before < ONE_SIGNAL_S:
+            return
         if stopping:
             # Skip Python's shutdown, in which a thread that waits in Ray may crash; Ray ends the driver's processes.
             print("rlpipe: interrupted", file=sys.stderr, flush=True)

@@ -141,13 +141,14 @@ def test_a_full_disk(options: Options, tmp_path: Path, capsys: pytest.CaptureFix
 
         filler.unlink()
         filling = once(seventh, lambda: leave_room(disk, 0))
-        error = refusal(options(output, "algorithm.num_steps=100"), capsys, code=1)
+        further = options(output, "algorithm.num_steps=100")
+        error = refusal(further, capsys, code=1)
         filling.join()
         assert f"the ledger {output / NAME} can't be used: database or disk is full" in error
 
         # No room at all: nothing is started or changed.
         before = hashes(output)
-        assert f"output={output} can't be written ([Errno 28] No space left" in refusal(options(output), capsys)
+        assert f"output={output} can't be written ([Errno 28] No space left" in refusal(further, capsys)
         assert hashes(output) == before
 
         filler.unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -52,6 +54,15 @@ NUM_DRAWN = 1250
 Record = Callable[[str, object], None]
 
 require_real_model()
+
+
+@pytest.fixture(autouse=True)
+def _memory_given_back() -> Iterator[None]:
+    """Give memory back after each test: what stays with the process would be missing for the tests beside it."""
+    yield
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +215,7 @@ def scores(policy: Policy) -> Tensor:
         return policy.logprobs(micro_batch, temperature=1.0)[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ranks() -> Iterator[Ranks]:
     started = Ranks(2)
     yield started

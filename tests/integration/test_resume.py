@@ -95,7 +95,10 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert json.loads((output / "summary.json").read_text())["steps"] == 6
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "is_local"),
+    [pytest.param(signal.SIGINT, True, marks=pytest.mark.slow), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+)
 def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     cluster_environment: dict[str, str],
     undisturbed_run: Path,
@@ -103,14 +106,16 @@ def test_a_run_that_is_told_to_end_writes_a_checkpoint_and_goes_on(
     prompts_file: Path,
     tmp_path: Path,
     number: signal.Signals,
+    is_local: bool,
 ) -> None:
     environment = cluster_environment
-    if number is signal.SIGINT:  # Ctrl-C goes to the whole group, which includes a local cluster's processes
+    if is_local:  # its processes are children of the driver, whose whole group gets the signal
         environment = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
     output, log = tmp_path / "run", tmp_path / "log.txt"
     options = run_options(tiny_policy, prompts_file, output, *SIX_STEPS, "checkpoint.every_steps=0")
     driver = start_driver(options, environment, log)
     wait_for_step(driver, output / "metrics.jsonl", 2)
+    os.kill(driver.pid, number)  # `timeout` signals the process, and then its group
     os.killpg(driver.pid, number)
     assert driver.wait(timeout=120) == 130
     said = log.read_text()
