@@ -319,7 +319,7 @@ def test_all_problems_of_a_config_are_named_at_once(tmp_path: Path) -> None:
         load_config(BASE, file=file)
     assert str(caught.value) == (
         f"4 problems: (1) {file}: bogus: no such option; see rlpipe config --docs; "
-        f"(2) {file}: learner.optimizer.lr: 'abc' is not a number; "
+        f"(2) {file}: learner.optimizer.lr: 'abc' is not a number, or null; "
         f"(3) {file}: learner.optimizer.eps: 'q' is not a number; "
         f"(4) {file}: learner.learning_rate: no such option; did you mean learner.optimizer.lr?"
     )

@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = Run(folder / name)
         run.ledger.set(config=CONFIG)
         for step in range(4):
-            run.train(step, **{"time/train": 2.0, "time/sync": 0.5})
+            run.train(step, **{"time/train": 2.0})
             if step + 1 == num_checkpointed:
                 (folder / name / "checkpoint").mkdir()
                 run.ledger.back_up(folder / name / "checkpoint" / NAME)
@@ -50,6 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.admit(2, 4)
         run.ledger.note("death", "learner", "killed")
         run.ledger.close()
+        (folder / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/sync": 0.5}) + "\n")
     return folder
 
 
