@@ -1,5 +1,6 @@
 """Whatever is damaged in a ledger, every command that reads it ends with a result or with one line and exit code 2."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
