@@ -311,7 +311,7 @@ def first_leaf(name: str, value: Any) -> str:
 def unknown_option(name: str) -> str:
     nearest = foreign_name(name) or nearest_name(name)
     hint = "see rlpipe config --docs" if not nearest else nearest if " " in nearest else f"did you mean {nearest}?"
-    return f"{name or repr(name)}: no such option; {hint}"
+    return f"{name or repr(name):.200}: no such option; {hint}"
 
 
 def group_layers(choices: list[str]) -> Iterator[Layer]:
