@@ -282,7 +282,7 @@ def as_section(value: Any, name: str, layer: Layer) -> Mapping[str, Any]:
     example = next(inside, f"{name}.<name>")
     message = f"{name}: must be a section with options such as {example}, not {value!r:.200}"
     if name in list_groups():
-        message += f"; to choose a file of the group, write `defaults: [{name}: {value}]`"
+        message += f"; to choose a file of the group, write `defaults: [{name}: {value!s:.80}]`"
     raise layer.error(message)
 
 
