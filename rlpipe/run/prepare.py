@@ -52,6 +52,8 @@ class ResumePoint:
     """Id of the run that wrote the checkpoint."""
     dtype: str | None = None
     """Type that the run computed in."""
+    num_steps: int | None = None
+    """Steps that the run was asked for when it wrote the checkpoint."""
     messages: Sequence[str] = ()
     """Lines about the resume point for the user."""
 
@@ -313,6 +315,7 @@ def _read_resume_point(config: Config, folder: Path) -> ResumePoint:
         cursor=Cursor(**extra["resume"]),
         run_id=extra.get("run_id"),
         dtype=extra["config"]["model"]["dtype"],
+        num_steps=extra["config"]["algorithm"]["num_steps"],
     )
 
 
@@ -325,7 +328,8 @@ def ended_summary(config: Config, start: ResumePoint) -> dict[str, Any] | None:
         summary = json.loads((output / "summary.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    is_last = start.step == config.algorithm.num_steps or config.algorithm.stop_loss is not None
+    stopped = config.algorithm.stop_loss is not None and start.num_steps == config.algorithm.num_steps
+    is_last = stopped or start.step == config.algorithm.num_steps
     return summary if isinstance(summary, dict) and is_last and summary.get("steps") == start.step else None
 
 

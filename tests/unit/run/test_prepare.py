@@ -18,6 +18,7 @@ from rlpipe.run.prepare import (
     ResumePoint,
     check_context,
     check_reward_columns,
+    ended_summary,
     find_resume_point,
     open_output,
     prepare_run,
@@ -132,6 +133,21 @@ def test_a_second_run_moves_no_checkpoints_of_the_first(options: list[str], monk
     assert sorted(path.name for path in checkpoints.iterdir()) == before
     find_resume_point(config)
     assert sorted(path.name for path in checkpoints.iterdir()) != before
+
+
+@pytest.mark.parametrize(
+    ("asked", "stop_loss", "asked_before", "ended"),
+    [(4, "null", 4, True), (8, "null", 4, False), (8, "0.5", 8, True), (8, "0.5", 4, False)],
+)
+def test_a_run_has_ended_if_it_has_done_what_is_asked_now(
+    options: list[str], asked: int, stop_loss: str, asked_before: int, ended: bool
+) -> None:
+    sft = ["algorithm=sft", f"algorithm.num_steps={asked}", f"algorithm.stop_loss={stop_loss}"]
+    config = load_config([*options, *sft])
+    (Path(config.output) / "policy").mkdir(parents=True)
+    (Path(config.output) / "summary.json").write_text('{"steps": 4}')
+    found = ended_summary(config, ResumePoint(step=4, num_steps=asked_before))
+    assert (found == {"steps": 4}) == ended
 
 
 def used_folder(config: Config) -> None:
