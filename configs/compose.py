@@ -28,7 +28,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from rlpipe.configs.constraints import find_contradictions
 from rlpipe.configs.data_sources import OPTION, find_missing_files, mixed_sources
 from rlpipe.configs.foreign_names import foreign_name
-from rlpipe.configs.options import describe_type, element_section, is_section, nearest_name, options, plain
+from rlpipe.configs.options import describe_type, element_section, first_line, is_section, nearest_name, options, plain
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.learner_config import ADAPTER_FACTOR, FULL_LR, SFT_FACTOR
 from rlpipe.configs.schema.root_config import Config
@@ -437,7 +437,3 @@ def delete_entry(tree: DictConfig, key: str) -> None:
     if is_section(OmegaConf.get_type(node)):
         raise ConfigError(f"~{key}: an option can't be removed; set it instead")
     del node[entry]
-
-
-def first_line(error: Exception) -> str:
-    return f"{str(error).strip().split(chr(10))[0]:.300}"

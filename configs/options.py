@@ -220,8 +220,13 @@ def model_of(tree: Mapping[str, Any]) -> ModelConfig:
     try:
         return cast(ModelConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), tree)))
     except InterpolationResolutionError as error:
-        problem = str(error).strip().split("\n")[0]
-        raise ConfigError(f"model.{error.full_key}, as the run stored it: {problem}; set the variable") from error
+        raise ConfigError(
+            f"model.{error.full_key}, as the run stored it: {first_line(error)}; set the variable"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    return f"{str(error).strip().split(chr(10))[0]:.300}"
 
 
 class FromEnvironment(str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
@@ -14,8 +14,7 @@ from rlpipe.configs.data_sources import SUFFIXES
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, DataError
 from rlpipe.run import pipeline
-
-RewardLike = Callable[..., Any]
+from rlpipe.run.prepare import RewardLike
 
 
 @runtime_checkable

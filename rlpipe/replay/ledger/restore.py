@@ -71,7 +71,8 @@ def open_ledger(path: Path, start: RunStart, *, keep_steps: int) -> tuple[Ledger
     if reason is not None:
         ledger.set(owner=owner)
     ledger.set_missing(run_id=uuid4().hex, config=start.config, owner=owner)
-    changed = _check_run(ledger, start)  # two runs may have created it at the same time
+    _check_owner(ledger, start)  # two runs may have created it at the same time
+    changed = _check_run(ledger, start)
     ledger.take_over()
     with ledger.decoding("config"):
         released = _why_released(ledger.get("config"), start.config)
@@ -184,9 +185,8 @@ def _check_owner(ledger: Ledger, start: RunStart) -> None:
 def _check_run(ledger: Ledger, start: RunStart) -> bool:
     """Return whether options that matter for training have changed.
 
-    Raises ``ConfigError`` if they may not change, or if the ledger belongs to another output or run.
+    Raises ``ConfigError`` if they may not change, or if the ledger belongs to another run.
     """
-    _check_owner(ledger, start)
     run_id = ledger.get("run_id")
     if start.run_id is not None and run_id != start.run_id:
         raise ConfigError(
