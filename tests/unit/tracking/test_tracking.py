@@ -184,8 +184,9 @@ def test_tensorboard_has_the_same_names_and_steps(tmp_path: Path) -> None:
     tracker = open_trackers(FILES_ONLY, output=tmp_path, run_name="run", first_step=0, resolved_config={})
     tracker.log(1, {"reward": 0.5, "completions/mean_length": 6.0})
     tracker.log(2, {"reward": 0.75, "completions/mean_length": 7.0})
+    # While the run is still going on: TensorBoard is opened on a thread of its own, and its reader needs a file.
+    wait_until(lambda: list(tmp_path.glob("tensorboard/events*")) != [])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
-    # While the run is still going on.
     wait_until(lambda: events.Reload().Tags()["scalars"] != [] and len(events.Scalars("reward")) == 2)
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [event.value for event in events.Scalars("completions/mean_length")] == [6.0, 7.0]
