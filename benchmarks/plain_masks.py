@@ -18,6 +18,7 @@ def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:
         boundary, start = _longest_start(rules.boundaries, token_ids, place), place
         if boundary is not None:
             start += len(boundary.start)
+            boundary = _earliest_end(boundary, interrupted, rules.boundaries, token_ids, start)
         elif interrupted is not None:
             boundary, interrupted = interrupted, None
         else:
@@ -35,7 +36,7 @@ def plain_mask(rules: LossMask, token_ids: Sequence[int]) -> list[bool]:
         if boundary.include_end and (rules.ends is TrainedEnds.ALL or (rules.ends is TrainedEnds.TURN and counts)):
             for index in range(end, stop):
                 mask[index] = True
-        place = stop if boundary.include_end and why != "interrupted" else end
+        place = stop if boundary.include_end and not boundary.shares_end and why != "interrupted" else end
         interrupted = {"interrupted": boundary, "own end": outer}.get(why)
     if rules.ends is TrainedEnds.LAST and last_end is not None:
         for index in last_end:
@@ -56,6 +57,25 @@ def _longest_start(boundaries: Sequence[RoleBoundary], token_ids: Sequence[int],
         if matches and (found is None or len(boundary.start) >= len(found.start)):
             found = boundary
     return found
+
+
+def _earliest_end(
+    found: RoleBoundary,
+    interrupted: RoleBoundary | None,
+    boundaries: Sequence[RoleBoundary],
+    token_ids: Sequence[int],
+    start: int,
+) -> RoleBoundary:
+    """Return the boundary with the role and the start of the found one whose turn ends first, ends markers included."""
+    alike = [own for own in boundaries if (own.role, own.start) == (found.role, found.start)]
+
+    def own_end(boundary: RoleBoundary) -> tuple[int, int]:
+        for place in range(start, len(token_ids)):
+            if boundary.end is not None and _stands(boundary.end, token_ids, place):
+                return place, -len(boundary.end)
+        return len(token_ids), 0
+
+    return min(alike, key=own_end)
 
 
 def _end(

@@ -79,6 +79,8 @@ class RoleMarkers:
     """True if the end marker belongs to the turn; if False, it may also be the start marker of the next turn."""
     interrupts: bool = False
     """True if the turn may also stand within a turn of another role, which continues after it."""
+    shares_end: bool = False
+    """True if the end marker belongs to the turn, and may also be the start marker of the next turn."""
 
 
 def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
@@ -87,8 +89,9 @@ def read_role_boundaries(entries: Sequence[Any]) -> list[RoleMarkers]:
     places: dict[str, int] = {}
     for index, marker in enumerate(markers):
         first = places.setdefault(marker.start, index)
-        if first != index:
-            role = markers[first].role
+        role = markers[first].role
+        ends = [other.end for other in markers[:index] if other.start == marker.start]
+        if first != index and (role != marker.role or None in ends or marker.end in (None, *ends)):
             raise ConfigError(
                 f"{ROLE_OPTION}[{index}].start: {marker.start!r:.200} starts turns of {role} already, in [{first}]"
             )

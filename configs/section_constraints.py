@@ -210,14 +210,37 @@ def check_masks(config: Config) -> Iterator[str]:
                 yield problem.replace("data.", f"data.sources.{source.name}.")
 
 
+MASK_OPTIONS: tuple[str, ...] = ("loss_mask", "train_on_inputs", "roles_to_train", "train_on_eos", "role_boundaries")
+
+
+def _counts_all(data: DataConfig) -> bool:
+    return data.loss_mask == "all" or data.train_on_inputs or data.text_column is not None
+
+
+def _check_effect(data: DataConfig, trains_rows: bool) -> Iterator[str]:
+    """Yield the options of the loss mask that would be ignored."""
+    if not trains_rows:
+        names, reason = MASK_OPTIONS, "algorithm.kind=rl trains the completions, not the rows"
+    elif data.text_column is not None:
+        names, reason = MASK_OPTIONS[2:], "all tokens of data.text_column are trained"
+    elif _counts_all(data):
+        names, reason = MASK_OPTIONS[2:], "data.loss_mask=all or data.train_on_inputs=true trains all tokens"
+    else:
+        return
+    default = DataConfig(source=data.source)
+    for name in names:
+        if getattr(data, name) != getattr(default, name):
+            yield f"data.{name} has no effect: {reason}; remove it"
+
+
 def _check_masks(data: DataConfig, trains_rows: bool) -> Iterator[str]:
     try:
         markers = read_role_boundaries(data.role_boundaries or ())
     except ConfigError as error:
         yield str(error)
         return
-    counts_all = data.loss_mask == "all" or data.train_on_inputs or data.text_column is not None
-    if not trains_rows or counts_all:
+    yield from _check_effect(data, trains_rows)
+    if not trains_rows or _counts_all(data):
         return
     if data.role_boundaries is not None and not markers:
         yield f"{ROLE_OPTION}: empty, so that no token of a conversation is trained; add entries, or set null"

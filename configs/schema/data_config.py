@@ -73,7 +73,7 @@ class DataConfig(Freezable):
     )
     role_boundaries: list[Any] | None = option(
         None,
-        "Markers of turns: {role, start, end, include_start, include_end, interrupts}; null: known, or the template's.",
+        "Markers of turns: {role, start, end, include_start, include_end, interrupts, shares_end}; null: known ones.",
     )
     max_prompt_tokens: int = option(1024, "Longer prompts are skipped and counted.", minimum=1, maximum=MAX_TOKENS)
     cache: str | None = option(None, "Folder of the rows that rlpipe data prepare writes; null: in the user's cache.")

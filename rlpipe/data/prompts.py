@@ -16,6 +16,7 @@ from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.sources.row_source import RowSource
+from rlpipe.errors import ConfigError
 from rlpipe.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -156,9 +157,19 @@ def open_run_sequences(
 
 
 def processor_of(algorithm: AlgorithmConfig, model: ModelConfig) -> ImageProcessor | None:
-    """Return the processor for rows with images, or None if the algorithm takes no images."""
-    takes_images = algorithm.kind != "ebft_strided" and compared(algorithm) is None
-    return ImageProcessor(model) if takes_images else None
+    """Return the processor for rows with images, or None if the algorithm takes no images.
+
+    Raises ``ModelError`` if ``model.processor_kwargs`` are not options of the model's processor, and ``ConfigError`` if
+    nothing would read them.
+    """
+    if algorithm.kind == "ebft_strided" or compared(algorithm) is not None:
+        if model.processor_kwargs:
+            raise ConfigError("model.processor_kwargs has no effect: EBFT takes no images; remove it")
+        return None
+    processor = ImageProcessor(model)
+    if model.processor_kwargs:
+        _ = processor.hf_processor  # which checks their names, whether or not rows have images
+    return processor
 
 
 def longest_row(algorithm: AlgorithmConfig, learner: LearnerConfig) -> int:

@@ -19,7 +19,6 @@ from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.packing import pack_step
 from rlpipe.data.render.template import ChatTemplate
-from rlpipe.data.row import UnusableRow
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.row_plan import plan_row
 from rlpipe.types import MicroBatch, Rollout
@@ -73,12 +72,12 @@ def test_markers_in_a_question_open_no_answer() -> None:
     assert_marks(real_tokenizer(), turns(asked, "no"), HELLO + user(asked) + answer("no"))
 
 
-@pytest.mark.parametrize("text", ["\n\nIndeed.", "  Indeed."])
-def test_an_answer_whose_beginning_merges_with_its_marker_is_no_row(text: str) -> None:
+@pytest.mark.parametrize(("text", "counted"), [("\n\nIndeed.", "\n\n\nIndeed."), ("  Indeed.", "\n  Indeed.")])
+def test_an_answer_whose_beginning_merges_with_its_marker_counts_with_the_merged_token(text: str, counted: str) -> None:
     data = DataConfig(source="jsonl")
-    mask = ConversationMask(ChatTemplate(real_tokenizer(), data), data)
-    with pytest.raises(UnusableRow, match="their markers merge with adjacent text"):
-        mask.tokens(turns("Is it?", text))
+    tokenizer = real_tokenizer()
+    encoded, mask = ConversationMask(ChatTemplate(tokenizer, data), data).tokens(turns("Is it?", text))
+    assert tokenizer.decode(encoded.token_ids[mask]) == f"{counted}<|im_end|>"
 
 
 def packed(rollouts: list[Rollout]) -> MicroBatch:

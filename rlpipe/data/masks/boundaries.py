@@ -1,14 +1,12 @@
 """Turns of a conversation, found by the tokens that start and end them, and the loss mask they give.
 
 Shapes: T tokens of a sequence, B sequences of equal length.
-
-Shapes: T tokens of one sequence.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +19,9 @@ from rlpipe.types import BoolArray, IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+WORD = "Kestrel"
 
 
 class TrainedEnds(StrEnum):
@@ -118,6 +119,10 @@ class RoleBoundary:
     """Whether the end marker belongs to the turn. If not, it may also be the start of the next turn."""
     interrupts: bool = False
     """Whether turns of the role can also be within other turns, which continue after them."""
+    shares_end: bool = False
+    """Whether an end marker that belongs to the turn may also be the start of the next one."""
+    other_starts: tuple[tuple[int, ...], ...] = ()
+    """Other tokens that the start marker can have, as where its line break merges with the text after it."""
 
     def __post_init__(self) -> None:
         if not self.role or not self.start or self.end == ():
@@ -140,16 +145,17 @@ class Turn(NamedTuple):
     @property
     def free(self) -> int:
         """First token that can start another turn."""
-        return self.stop if self.boundary.include_end else self.end
+        return self.stop if self.boundary.include_end and not self.boundary.shares_end else self.end
 
 
 def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[Turn]:
     """Return the turns of ``token_ids`` ``[T]``, from left to right.
 
-    If several start markers match, the longest counts; of boundaries with the same start marker, the last counts. A
-    turn goes to the first end marker after its start. Between its markers no other turn starts, except one that
-    interrupts it. The interrupting turn goes to its own end marker, or at most to that of the interrupted turn. If no
-    other turn starts right after it, the interrupted turn continues there, as a ``Turn`` of its own.
+    If several start markers match, the longest counts; of roles with the same start marker, the last counts. A turn
+    goes to the first end marker after its start, of all boundaries of its role with that start marker. Between its
+    markers no other turn starts, except one that interrupts it. The interrupting turn goes to its own end marker, or at
+    most to that of the interrupted turn. If no other turn starts right after it, the interrupted turn continues there,
+    as a ``Turn`` of its own.
     """
     markers = _Markers(token_ids, boundaries)
     turns: list[Turn] = []
@@ -170,21 +176,33 @@ class _Markers:
     """The places of boundaries' markers in a sequence."""
 
     def __init__(self, token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> None:
-        boundaries = sorted(boundaries, key=lambda boundary: len(boundary.start))
-        self.starts: dict[int, RoleBoundary] = {}
-        for boundary in boundaries:  # longer ones take the place of shorter ones
-            self.starts.update(dict.fromkeys(_places_of(boundary.start, token_ids), boundary))
+        boundaries = [*boundaries]
+        by_start: dict[tuple[int, ...], list[RoleBoundary]] = {}
+        for boundary in boundaries:
+            for start in (boundary.start, *boundary.other_starts):
+                alike = by_start.setdefault(start, [])
+                by_start[start] = [other for other in alike if other.role == boundary.role] + [boundary]
+        self.starts: dict[int, tuple[int, list[RoleBoundary]]] = {}
+        """Length of the start marker at each place, and the boundaries that it belongs to."""
+        for start in sorted(by_start, key=len):  # longer ones take the place of shorter ones
+            self.starts.update(dict.fromkeys(_places_of(start, token_ids), (len(start), by_start[start])))
         self.interruptions: list[int] = []
         if any(boundary.interrupts for boundary in boundaries):
-            self.interruptions = sorted(place for place, boundary in self.starts.items() if boundary.interrupts)
+            self.interruptions = sorted(place for place in self.starts if self._interrupts(place))
         markers = {boundary.end for boundary in boundaries if boundary.end is not None}
         self._ends = {marker: _places_of(marker, token_ids) for marker in markers}
         self._length = len(token_ids)
 
     def turn(self, place: int) -> Turn:
         """Return the turn whose start marker is at a place."""
-        boundary = self.starts[place]
-        return self._turn(boundary, place, place + len(boundary.start))
+        length, boundaries = self.starts[place]
+        return min(
+            (self._turn(boundary, place, place + length) for boundary in boundaries),
+            key=lambda turn: (turn.end, -turn.stop),
+        )
+
+    def _interrupts(self, place: int) -> bool:
+        return any(boundary.interrupts for boundary in self.starts[place][1])
 
     def parts(self, turn: Turn) -> list[Turn]:
         """Return the turns that interrupt a turn, and its own parts before, between and after them, in order."""
@@ -197,8 +215,7 @@ class _Markers:
             if inner.end > latest:
                 return [*found, inner._replace(end=latest, stop=latest)]
             found.append(inner)
-            following = self.starts.get(inner.free)
-            if inner.free == self._length or (following is not None and not following.interrupts):
+            if inner.free == self._length or (inner.free in self.starts and not self._interrupts(inner.free)):
                 return found
             part = self._rest(part, inner.free)
         return [*found, part]
@@ -248,14 +265,33 @@ def encode_markers(
 
 
 def _encode(markers: RoleMarkers, tokenizer: PreTrainedTokenizerBase, name: str) -> RoleBoundary:
+    start = _ids(markers.start, tokenizer, f"{name}.start")
     return RoleBoundary(
         role=markers.role,
-        start=_ids(markers.start, tokenizer, f"{name}.start"),
+        start=start,
         end=None if markers.end is None else _ids(markers.end, tokenizer, f"{name}.end"),
         include_start=markers.include_start,
         include_end=markers.include_end,
         interrupts=markers.interrupts,
+        shares_end=markers.shares_end,
+        other_starts=tuple(other for other in _other_starts(markers.start, tokenizer) if other != start),
     )
+
+
+def _other_starts(marker: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of a start marker before a word, and where its line breaks merge with those of the text."""
+    shown = marker.rstrip("\n")
+    if not shown.strip() or shown == marker:
+        return
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for end in range(len(shown), len(marker)):
+        yield encode(marker[:end])
+    word, both = encode(WORD), encode(marker + WORD)
+    if both[-len(word) :] == word:
+        yield both[: -len(word)]
 
 
 def _ids(marker: str, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[int, ...]:

@@ -29,6 +29,10 @@ def _alike(names: Mapping[str, str], start: str, end: str) -> list[RoleMarkers]:
     return [RoleMarkers(role=role, start=start.format(name), end=end) for role, name in names.items()]
 
 
+def _only(role: str, start: str, end: str) -> RoleMarkers:
+    return RoleMarkers(role=role, start=start, end=end)
+
+
 MISTRAL = [
     # The end of a user turn is the start of the assistant's, as is the end of a tool result unless another one follows.
     RoleMarkers(role="user", start="[INST]", end="[/INST]", include_end=False),
@@ -36,6 +40,26 @@ MISTRAL = [
     RoleMarkers(role="tool", start="[TOOL_RESULTS]", end="[/TOOL_RESULTS]", include_end=False),
     RoleMarkers(role="tool", start="[/TOOL_RESULTS][TOOL_RESULTS]", end="[/TOOL_RESULTS]", include_end=False),
     RoleMarkers(role="assistant", start="[/TOOL_RESULTS]", end="</s>"),
+]
+HARMONY = [
+    *(_only("assistant", "<|start|>assistant", end) for end in ("<|end|>", "<|return|>", "<|call|>")),
+    _only("user", "<|start|>user<|message|>", "<|end|>"),
+    _only("system", "<|start|>system<|message|>", "<|end|>"),
+    _only("system", "<|start|>developer<|message|>", "<|end|>"),
+    _only("tool", "<|start|>functions.", "<|end|>"),
+]
+GLM_STARTS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "tool": "<|observation|>"}
+GLM = [
+    # A turn ends where another starts. The model asks for the user's turn, or for a result, by writing its start.
+    RoleMarkers(
+        role=role,
+        start=start,
+        end=end,
+        include_end=role == "assistant" and other in ("user", "tool"),
+        shares_end=role == "assistant" and other in ("user", "tool"),
+    )
+    for role, start in GLM_STARTS.items()
+    for other, end in GLM_STARTS.items()
 ]
 SAME = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -55,6 +79,8 @@ FAMILIES: Mapping[str, Sequence[RoleMarkers]] = {
         *MISTRAL,
     ],
     "Pixtral, Mistral V3": MISTRAL,
+    "Harmony (gpt-oss)": HARMONY,
+    "GLM 4.5 and later": GLM,
 }
 """Families by name; the first one is used whose markers the tokenizer has and the rendered template contains."""
 
@@ -91,6 +117,13 @@ class Probe:
         Raises as ``gaps`` does.
         """
         return _split(self._results(num_results), num_results + 2)
+
+    def shows(self, markers: Sequence[RoleMarkers]) -> bool:
+        """Return whether the template writes a start marker of the user, and one of the assistant."""
+        with suppress(UnusableRow):
+            text = self._text(DIALOGUE, False)
+            return all(any(own.role == role and own.start in text for own in markers) for role in (USER, ASSISTANT))
+        return False
 
     def turns(self, boundaries: Sequence[RoleBoundary], *roles: str) -> list[tuple[str, str]]:
         """Return role and text of each turn that the boundaries find; raise ``UnusableRow`` as ``gaps`` does."""
@@ -239,8 +272,10 @@ def _system(probe: Probe, user: RoleMarkers, assistant: RoleMarkers) -> list[Rol
         before, between, _, _ = probe.gaps(SYSTEM, USER, ASSISTANT)
     except (UnexpectedText, UnusableRow):
         return []
-    start = _like(user.start, USER, _Cutter(probe.template.tokenizer).start(before))
+    cut = _Cutter(probe.template.tokenizer)
+    start = _like(user.start, USER, cut.start(before))
     end = between.partition(user.start)[0].strip()
+    end = cut.special(end, from_right=True) or end  # the text before it may be the template's own
     if not start or start == assistant.start or user.start in before or user.start not in between:
         return []
     return [_turn(SYSTEM, start, end, following=user.start)]

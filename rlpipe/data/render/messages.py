@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,7 +20,8 @@ SHAREGPT_ROLES = {
 }
 """Role for each value of ShareGPT's key ``from``."""
 CALLS = ("tool_calls", "function_call")
-INSTEAD = (*CALLS, "reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+INSTEAD = (*CALLS, *REASONING_KEYS)
 """Keys that a message may have in place of content."""
 
 
@@ -169,14 +170,62 @@ def _parse(text: str) -> Any:
 
 
 def _schema(tool: Any, name: str) -> dict[str, Any]:
+    """Return a tool's schema, with what is the JSON of a dictionary parsed, as in tables with texts only."""
+    tool = _parsed(tool)
     if not isinstance(tool, dict):
         raise UnusableRow(f"{name}: expected a JSON schema with a name, found {tool!r:.80}")
+    if "function" in tool:
+        tool = {**tool, "function": _parsed(tool["function"])}
     function = tool.get("function", tool)
     if not isinstance(function, dict):
         raise UnusableRow(f"{name}: its key 'function' is {function!r:.80}, not a schema")
     if not isinstance(function.get("name"), str):
         raise UnusableRow(f"{name}: its key 'name' is {function.get('name')!r:.80}, not a text")
-    return tool
+    if "parameters" not in function:
+        return tool
+    function = {**function, "parameters": _parsed(function["parameters"])}
+    if isinstance(function["parameters"], str):
+        raise UnusableRow(f"{name}: its key 'parameters' is {function['parameters']!r:.80}, not a schema")
+    return {**tool, "function": function} if "function" in tool else function
+
+
+def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its calls' arguments as dictionaries where they are the JSON of one."""
+    return with_arguments(message, _parsed)
+
+
+def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its calls' arguments as JSON."""
+    return with_arguments(
+        message, lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """Return the dictionary that a text is the JSON of, or else the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value) if value.strip() else {}
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, dict) else value
+
+
+def with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the message with the arguments of each of its calls converted."""
+    changed = {key: _call_with(message[key], convert) for key in CALLS if message.get(key)}
+    return {**message, **changed} if changed else message
+
+
+def _call_with(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(call, list | tuple):
+        return [_call_with(one, convert) for one in call]
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _call_with(call["function"], convert)}
+    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
 
 
 OPEN, CLOSE = "<think>", "</think>"

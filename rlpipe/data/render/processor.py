@@ -199,7 +199,8 @@ class ImageProcessor:
         with reading_files(subject, "give a folder with an undamaged one", error=ModelError):
             processor = _find_class(self._described).from_pretrained(self._path, **self._source, **options)
         if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
-            raise ModelError(f"model.path={self._model.path} has no image processor, but rows have images")
+            needing = "model.processor_kwargs are set" if options else "rows have images"
+            raise ModelError(f"model.path={self._model.path} has no image processor, but {needing}")
         processor.tokenizer = load_tokenizer(self._model)
         _check_names(processor, options)
         _check_class(self._model, self._described)

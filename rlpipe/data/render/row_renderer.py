@@ -360,6 +360,11 @@ class SequenceRenderer:
         completion_ids = token_ids_of(self._tokenizer, completion, add_special_tokens=False)
         token_ids = np.array([*prompt_ids, *completion_ids, self._tokenizer.eos_token_id], np.int32)
         counts_all = self._data.train_on_inputs or self._data.loss_mask == "all"
+        if not counts_all and (list(self._data.roles_to_train) != ["assistant"] or self._data.role_boundaries):
+            raise DataError(
+                "data.roles_to_train and data.role_boundaries have no effect on a prompt and a completion without a "
+                "chat template; remove them, or set data.chat=true"
+            )
         first = 1 if counts_all else max(len(prompt_ids), 1)  # the first token has no predecessor
         loss_mask = np.arange(len(token_ids)) >= first
         if self._data.train_on_eos == "none" and not counts_all:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,13 @@ from jinja2 import TemplateError
 
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.render.messages import INSTEAD, check_tools
+from rlpipe.data.render.messages import (
+    CALLS,
+    INSTEAD,
+    check_tools,
+    with_arguments_as_text,
+    with_parsed_arguments,
+)
 from rlpipe.data.render.processor import Encoded, ImageProcessor
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError
@@ -23,7 +31,11 @@ from rlpipe.types import ChatMessages, IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_TAG = re.compile(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})")
+GENERATION_END = re.compile(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})")
+BLOCK_START, BLOCK_END = "\U000ffff1", "\U000ffff2"
+"""Private characters that stand in a rendered text where a generation block starts and ends."""
+BLOCK_MACRO = f"{{% macro rlpipe_generation() %}}{BLOCK_START}{{{{ caller() }}}}{BLOCK_END}{{% endmacro %}}{{{{ '' }}}}"
 
 RENDER_ERRORS = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
 """Exceptions of a template, or of the tokenizer around it, for messages that it can't render."""
@@ -48,6 +60,10 @@ def _check_characters(text: str) -> None:
         raise UnusableRow(f"its text has an unpaired surrogate, {text[error.start]!r}") from None
 
 
+def _holds_instead(message: dict[str, Any]) -> bool:
+    return any(message.get(key) for key in INSTEAD)
+
+
 class ChatTemplate:
     """A tokenizer's chat template together with ``data.chat_template_kwargs``, ``tools`` and ``system_prompt``.
 
@@ -67,7 +83,7 @@ class ChatTemplate:
         """Return the template with a row's own tools in place of the config's, or itself for None."""
         if tools is None:
             return self
-        _ = self.takes_texts  # cached here, so that it is not computed again for each row
+        _ = self.takes_texts, self.takes_arguments_as_text  # cached here, not computed again for each row
         template = copy(self)
         template._tools = list(tools) or None
         return template
@@ -87,11 +103,10 @@ class ChatTemplate:
 
     def text(self, messages: ChatMessages, *, add_generation_prompt: bool = False, resume: bool = False) -> str:
         """Render the conversation, with ``resume`` leaving its last turn open; raise ``UnusableRow`` if that fails."""
-        self.require()
         if resume and messages[-1].get("content") is None:
             raise UnusableRow("its last turn, which the completion would continue, has no content")
-        return self._render(
-            self._taken(messages),
+        return self.render(
+            self.as_taken(messages),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=resume,
         )
@@ -100,59 +115,90 @@ class ChatTemplate:
     def takes_texts(self) -> bool:
         """Whether a message's content may be a string; if not, it has to be a list of parts."""
         try:
-            return PROBE_WORD in self._render([{"role": "user", "content": PROBE_WORD}])
+            return PROBE_WORD in self.render([{"role": "user", "content": PROBE_WORD}])
         except UnusableRow:
             return True
 
-    def _as_taken(self, message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
-        """Return the message with content in the form that the template renders: one string, or a list of parts.
+    @cached_property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether the arguments of calls have to be JSON; most templates write dictionaries as JSON themselves.
+
+        A dictionary is right unless the template fails on it, or writes Python's form of it.
+        """
+        arguments = {"at": PROBE_WORD, "far": True}
+        is_right = {}
+        for form, shown in ((arguments, str(arguments)), (json.dumps(arguments), json.dumps(json.dumps(arguments)))):
+            call = {"id": "q8Zk3Lw7P", "type": "function", "function": {"name": "look", "arguments": form}}
+            caller = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "content": PROBE_WORD, "tool_call_id": call["id"], "name": "look"}
+            asked = {"role": "user", "content": PROBE_WORD}
+            texts = []
+            for content, rest in product(("", None), ([result], [])):
+                with suppress(UnusableRow):
+                    texts.append(self.render([asked, {**caller, "content": content}, *rest]))
+            is_right[type(form)] = bool(texts) and not any(shown in text for text in texts)
+        return is_right[str] and not is_right[dict]
+
+    def _message_as_taken(self, message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
+        """Return the message with its content in the form that the template renders: one string, or a list of parts.
 
         ``nothing`` replaces missing content.
         """
-        content = message.get("content")
-        if content is None:
-            message = {**message, "content": (content := nothing)}
+        content = message.get("content") or nothing
+        message = {**message, "content": content}
         if isinstance(content, list) and self.takes_texts and all(part["type"] == "text" for part in content):
             return {**message, "content": "".join(part["text"] for part in content)}
         if isinstance(content, str) and not self.takes_texts:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
 
-    def _taken(self, messages: ChatMessages) -> ChatMessages:
-        """Return the messages in the form that the template renders.
+    def as_taken(self, messages: ChatMessages) -> ChatMessages:
+        """Return the messages in the form that the template renders, for ``render``.
 
-        Missing content becomes an empty string, since many templates write ``None`` for it, or raise; it stays None if
-        the template renders tool calls only then. Raises ``UnusableRow`` if the template leaves out what messages
-        without content hold.
+        What stands for missing or empty content beside calls or reasoning is None, unless the template then fails,
+        writes "None" or leaves out what the message holds; else an empty string. Raises ``UnusableRow`` if the template
+        leaves out calls, or what a message without content holds.
         """
-        taken = [self._as_taken(message, "") for message in messages]
-        try:
-            self._check_shown(taken, messages)
-        except UnusableRow:
-            beside_none = [self._as_taken(message, None) for message in messages]
-            with suppress(UnusableRow):
-                self._check_shown(beside_none, messages)
-                return beside_none
-            raise
-        return taken
+        self.require()
+        if not any(own.get(key) for own in messages for key in INSTEAD):
+            return [self._message_as_taken(own, "") for own in messages]
+        change = with_arguments_as_text if self.takes_arguments_as_text else with_parsed_arguments
+        messages = [change(own) for own in messages]
+        found: list[tuple[ChatMessages, str]] = []
+        problem = None
+        for nothing in (None, ""):
+            taken = [self._message_as_taken(own, nothing if _holds_instead(own) else "") for own in messages]
+            try:
+                found.append((taken, self._all_shown(taken)))
+            except UnusableRow as error:
+                problem = error
+        if not found:
+            assert problem is not None
+            raise problem
+        beside_none, text = found[0]
+        return found[-1][0] if text.count("None") > found[-1][1].count("None") else beside_none
 
-    def _check_shown(self, taken: ChatMessages, messages: ChatMessages) -> None:
-        held = {key for own in messages if own.get("content") is None for key in INSTEAD if own.get(key)}
-        if not held:
-            return
-        bare = [
-            {key: value for key, value in own.items() if key not in INSTEAD} if message.get("content") is None else own
-            for message, own in zip(messages, taken, strict=True)
-        ]
-        text = self._render(taken)
-        try:
-            is_shown = self._render(bare) != text
-        except UnusableRow:
-            is_shown = True
+    def _all_shown(self, taken: ChatMessages) -> str:
+        """Return the rendered text; raise ``UnusableRow`` if calls, or what stands for content, are left out of it."""
+        text = self.render(taken)
+        bare, held = [], set()
+        for own in taken:
+            keys = {key for key in (CALLS if own["content"] else INSTEAD) if own.get(key)}
+            held |= keys
+            bare.append({key: value for key, value in own.items() if key not in keys})
+        is_shown = not held
+        if held:
+            try:
+                is_shown = self.render(bare) != text
+            except UnusableRow:
+                is_shown = True
         if not is_shown:
-            raise UnusableRow(f"the chat template leaves out {' and '.join(sorted(held))} of a turn without content")
+            without = "" if all(own["content"] for own in taken) else " of a turn without content"
+            raise UnusableRow(f"the chat template leaves out {' and '.join(sorted(held))}{without}")
+        return text
 
-    def _render(self, messages: ChatMessages, **options: Any) -> str:
+    def render(self, messages: ChatMessages, **options: Any) -> str:
+        """Render messages from ``as_taken``; raise ``UnusableRow`` if that fails."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -177,22 +223,27 @@ class ChatTemplate:
         template = self.tokenizer.chat_template
         return self.tokenizer.is_fast and isinstance(template, str) and GENERATION_TAG.search(template) is not None
 
-    def generation_spans(self, messages: ChatMessages) -> tuple[str, list[Span]]:
-        """Return the rendered conversation and its ``{% generation %}`` spans; raise ``UnusableRow`` if that fails."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+    @cached_property
+    def _with_marked_blocks(self) -> str:
+        """The template with ``BLOCK_START`` and ``BLOCK_END`` around what its generation blocks render."""
+        called = GENERATION_TAG.sub(r"\1call rlpipe_generation()\2", str(self.tokenizer.chat_template))
+        return BLOCK_MACRO + GENERATION_END.sub(r"\1endcall\2", called)
 
-        try:
-            rendered: Any = render_jinja_template(
-                [self._taken(messages)],
-                tools=self._tools,
-                chat_template=self.tokenizer.get_chat_template(tools=self._tools),
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self._options},
-            )
-        except RENDER_ERRORS as error:
-            raise UnusableRow(f"the chat template raised {describe_error(error)}") from error
-        texts, spans = rendered
-        return texts[0], spans[0]
+    def generation_spans(self, taken: ChatMessages) -> tuple[str, list[Span]]:
+        """Return the text of messages from ``as_taken`` and its ``{% generation %}`` spans.
+
+        Raises ``UnusableRow`` if that fails.
+        """
+        pieces = re.split(f"([{BLOCK_START}{BLOCK_END}])", self.render(taken, chat_template=self._with_marked_blocks))
+        starts, spans, length = [], [], 0
+        for piece in pieces:
+            if piece == BLOCK_START:
+                starts.append(length)
+            elif piece == BLOCK_END:
+                spans.append((starts.pop(), length))
+            else:
+                length += len(piece)
+        return "".join(piece for piece in pieces if piece not in (BLOCK_START, BLOCK_END)), spans
 
     def encode(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
         """Encode rendered text and its images to tokens; raise ``UnusableRow`` or ``InputError`` if that fails."""
@@ -206,8 +257,8 @@ class ChatTemplate:
         return token_ids_of(self.tokenizer, text, add_special_tokens=False)
 
     def encode_with_offsets(self, text: str, images: Sequence[bytes] = ()) -> Encoded:
-        """Encode as ``encode`` does, with ``offsets``; needs a tokenizer for which ``marks_generation`` is true."""
-        if images:
+        """Encode as ``encode`` does, with ``offsets``, which only fast tokenizers have."""
+        if images or not self.tokenizer.is_fast:
             return self.encode(text, images)
         _check_characters(text)
         made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -11,7 +11,8 @@ from tokenizers import normalizers
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.conversation import ConversationMask, resolve_mask
+from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.masks.rules import resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import ConfigError, DataError
@@ -231,10 +232,7 @@ def test_what_can_not_be_is_refused_when_the_config_is_read(options: list[str], 
     [
         [f"data.role_boundaries=[{ENTRY}]"],
         ["data.role_boundaries=[{role: bot, start: a, end: null}]", "data.roles_to_train=[bot]"],
-        ["data.role_boundaries=[]", "data.loss_mask=all"],
         ["data.roles_to_train=[]", "data.train_on_eos=all"],
-        ["data.roles_to_train=[]", "data.train_on_inputs=true"],
-        ["data.roles_to_train=[]", "data.text_column=text"],
         ["data.roles_to_train=[]", "data.chat=false"],
         ["data.roles_to_train=[tool]"],
     ],
@@ -307,3 +305,44 @@ def test_the_options_of_a_mix_s_sources_are_checked_under_their_names(option: st
     sources = f"{{a: {{source: jsonl, path: a}}, b: {{source: jsonl, path: b, {option}: {value}}}}}"
     with pytest.raises(ConfigError, match=message):
         load_config(["algorithm=sft", "model.path=x", "data.source=mix", f"data.sources={sources}"], need_files=False)
+
+
+def test_answers_that_go_to_the_end_of_the_row_are_refused_where_more_follows() -> None:
+    endless = [{"role": "assistant", "start": "<|im_start|>assistant\n", "end": None}]
+    expected = PLAIN.replace("the cat<|im_end|>\n", "«the cat<|im_end|>\n»")
+    assert_marks(FAMILIES["chatml"].tokenizer(), turns("hi", "the cat"), expected, role_boundaries=endless)
+    with pytest.raises(UnusableRow, match=r"message 3 \(user\) would be trained: with end: null .* the end of the row"):
+        assert_marks(
+            FAMILIES["chatml"].tokenizer(), turns("hi", "the cat", "who", "a mat"), "", role_boundaries=endless
+        )
+
+
+MASK_OPTIONS = [
+    "data.loss_mask=all",
+    "data.train_on_inputs=true",
+    "data.roles_to_train=[user]",
+    "data.train_on_eos=none",
+    "data.role_boundaries=[{role: assistant, start: a, end: b}]",
+]
+
+
+@pytest.mark.parametrize("option", MASK_OPTIONS)
+def test_options_of_masks_are_refused_where_completions_are_trained(option: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{name} has no effect: algorithm.kind=rl trains the completions"):
+        load_config(["model.path=m", "data.source=jsonl", "data.path=x", option])
+
+
+@pytest.mark.parametrize("option", MASK_OPTIONS[2:])
+@pytest.mark.parametrize(
+    ("whole", "reason"),
+    [
+        ("data.text_column=text", "all tokens of data.text_column are trained"),
+        ("data.loss_mask=all", "data.loss_mask=all or data.train_on_inputs=true trains all tokens"),
+        ("data.train_on_inputs=true", "data.loss_mask=all or data.train_on_inputs=true trains all tokens"),
+    ],
+)
+def test_options_of_masks_are_refused_where_all_tokens_are_trained(option: str, whole: str, reason: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{name} has no effect: {reason}"):
+        load_config(["algorithm=sft", "model.path=m", "data.source=jsonl", "data.path=x", whole, option])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlpipe.data.masks.boundaries import RoleBoundary, find_turns
+from rlpipe.data.masks.boundaries import LossMask, RoleBoundary, find_turns
 
 USER = RoleBoundary(role="user", start=(1, 2), end=(9,))
 ASSISTANT = RoleBoundary(role="assistant", start=(1, 3), end=(9,))
@@ -153,3 +153,28 @@ def test_an_end_that_does_not_belong_to_an_interruption_is_the_next_parts() -> N
 def test_a_boundary_without_role_or_marker_is_refused(changed: dict) -> None:
     with pytest.raises(ValueError, match="needs a role and markers"):
         RoleBoundary(**{"role": "user", "start": (1,), "end": (2,)} | changed)
+
+
+def test_a_turn_with_several_ends_goes_to_the_first() -> None:
+    two = [RoleBoundary(role="a", start=(1,), end=(8,)), RoleBoundary(role="a", start=(1,), end=(9,))]
+    assert places([1, 5, 9, 1, 6, 8, 7, 1, 4], *two) == [("a", 0, 1, 2, 3), ("a", 3, 4, 5, 6), ("a", 7, 8, 9, 9)]
+
+
+def test_a_shared_end_belongs_to_its_turn_and_starts_the_next() -> None:
+    boundaries = [
+        RoleBoundary(role="user", start=(1,), end=(2,), include_end=False),
+        RoleBoundary(role="assistant", start=(2,), end=(1,), shares_end=True),
+    ]
+    token_ids = [1, 5, 2, 6, 1, 7, 2, 8]
+    assert places(token_ids, *boundaries) == [
+        ("user", 0, 1, 2, 3), ("assistant", 2, 3, 4, 5), ("user", 4, 5, 6, 7), ("assistant", 6, 7, 8, 8)
+    ]  # fmt: skip
+    mask = LossMask(boundaries=boundaries).mark(np.array(token_ids, np.int32))
+    assert np.flatnonzero(mask).tolist() == [3, 4, 7]
+
+
+def test_other_tokens_of_a_start_marker_start_a_turn_too() -> None:
+    boundary = RoleBoundary(role="a", start=(1, 3), end=(9,), other_starts=((1,), (1, 2, 2)))
+    assert places([1, 3, 5, 9, 1, 4, 9, 1, 2, 2, 5, 9], boundary) == [
+        ("a", 0, 2, 3, 4), ("a", 4, 5, 6, 7), ("a", 7, 10, 11, 12)
+    ]  # fmt: skip

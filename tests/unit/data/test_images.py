@@ -18,17 +18,17 @@ from image_cases import IMAGE_FAMILIES, picture, places, rows, text, turns
 from PIL import Image
 from transformers import AutoProcessor
 
-from rlpipe.configs.schema.algorithm_config import EbftConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.configs.schema.model_config import ModelConfig
-from rlpipe.data.prompts import open_prompts, open_sft_rows
+from rlpipe.data.prompts import open_prompts, open_sft_rows, processor_of
 from rlpipe.data.render.images import open_image, read_image, take_images
 from rlpipe.data.render.messages import chat_messages
 from rlpipe.data.render.processor import ImageProcessor, export_processor
 from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import UnusableRow
-from rlpipe.errors import DataError, ModelError
+from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.models.tiny import make_tiny_policy, make_tokenizer
 from rlpipe.rollout.engine import without_image
 from rlpipe.types import PlacedImage, Prompt
@@ -217,6 +217,17 @@ def test_an_unknown_processor_option_is_named(model: ModelConfig) -> None:
     config = ModelConfig(path=model.path, processor_kwargs={"do_image_spliting": False})
     with pytest.raises(ModelError, match=r"do_image_spliting is unknown .* did you mean do_image_splitting\?"):
         _ = ImageProcessor(config).hf_processor
+
+
+def test_processor_options_are_checked_for_rows_of_texts_too(model: ModelConfig, tmp_path: Path) -> None:
+    config = ModelConfig(path=model.path, processor_kwargs={"do_image_spliting": False})
+    with pytest.raises(ModelError, match="do_image_spliting is unknown"):
+        processor_of(AlgorithmConfig(), config)
+    text_model = str(make_tiny_policy(tmp_path, hidden_size=32, num_layers=1))
+    with pytest.raises(ModelError, match=r"model\.processor_kwargs"):
+        processor_of(AlgorithmConfig(), ModelConfig(path=text_model, processor_kwargs={"size": 1}))
+    with pytest.raises(ConfigError, match=r"model\.processor_kwargs has no effect: EBFT takes no images"):
+        processor_of(AlgorithmConfig(kind="ebft_strided"), config)
 
 
 def test_a_model_of_texts_alone_takes_no_images(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ BOUNDARIES = st.builds(
     include_start=st.booleans(),
     include_end=st.booleans(),
     interrupts=st.booleans(),
+    shares_end=st.booleans(),
 )
 RULES = st.builds(
     LossMask,

@@ -8,7 +8,8 @@ from chat_families import piece_tokenizer, word_tokenizer
 from mask_cases import assert_marks, turns, with_tool
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.conversation import ConversationMask, find_boundaries, resolve_mask
+from rlpipe.data.masks.conversation import ConversationMask
+from rlpipe.data.masks.rules import find_boundaries, resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.row import UnusableRow
 from rlpipe.errors import DataError
@@ -194,7 +195,7 @@ def test_rows_with_other_roles_are_skipped_where_the_template_writes_them_as_the
     tokenizer.chat_template = f"{{% for m in messages %}}{ELSE}{{% endfor %}}"
     assert_marks(tokenizer, turns("hi", "yo"), "<|user|>hi<|end|><|assistant|>«yo<|end|>»")
     first, second = turns("hi", "yo")
-    with pytest.raises(UnusableRow, match=f"its turns of {role} would count as the assistant's: the chat template"):
+    with pytest.raises(UnusableRow, match=rf"message 2 \({role}\) would be trained"):
         assert_marks(tokenizer, [first, {"role": role, "content": "no"}, second], "")
     data = DataConfig(source="jsonl")
     messages = [{"role": role, "content": "no"}, first, second]
@@ -218,7 +219,7 @@ def test_rows_with_results_are_skipped_where_nothing_shows_where_these_begin_and
         "{{ m.content }}{{ 'call' if m.tool_calls else '<|end|>' }}{% endif %}{% endfor %}"
     )
     assert_marks(tokenizer, turns("hi", "yo"), "<|user|>hi<|end|><|assistant|>«yo<|end|>»")
-    with pytest.raises(UnusableRow, match="its turns of tool would count as the assistant's"):
+    with pytest.raises(UnusableRow, match=r"message 3 \(tool\) would be trained"):
         assert_marks(tokenizer, with_tool(), "")
 
 

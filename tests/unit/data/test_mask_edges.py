@@ -11,7 +11,7 @@ from mask_cases import GEMMA_CALL, GEMMA_RESULT, TWO_TURNS, assert_marks, pieces
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import LossMask
-from rlpipe.data.masks.conversation import resolve_mask
+from rlpipe.data.masks.rules import resolve_mask
 from rlpipe.data.row import UnusableRow
 
 EVERY = pytest.mark.parametrize("family", FAMILIES)
@@ -106,9 +106,6 @@ IN_A_ROW = {
     "llama4": "<|begin_of_text|><|header_start|>user<|header_end|>\n\nhi<|eot|>"
     "<|header_start|>assistant<|header_end|>\n\n«the cat<|eot|>»"
     "<|header_start|>assistant<|header_end|>\n\n«a  mat<|eot|>»",
-    # Nothing prompts the model to write the second one, so there is nothing to learn from it.
-    "pixtral": "<s>[INST]hi[/INST]«the cat</s>»a  mat</s>",
-    "mistral_v7": "<s>[INST]hi[/INST]«the cat</s>»a  mat</s>",
 }
 IN_A_ROW["qwen2_vl"] = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + IN_A_ROW["chatml"]
 IN_A_ROW["qwen3"] = IN_A_ROW["chatml"].replace("«a  mat", "«<think>\n\n</think>\n\na  mat")
@@ -119,8 +116,14 @@ def test_turns_of_the_assistant_in_a_row_count_each(family: str) -> None:
     user, first = turns("hi", "the cat")
     messages = [user, first, {"role": "assistant", "content": "a  mat"}]
     tokenizer = FAMILIES[family].tokenizer()
-    if family == "gemma3":
-        with pytest.raises(UnusableRow, match="roles must alternate"):
+    refused = {
+        "gemma3": "roles must alternate",
+        # Nothing prompts the model to write the second one.
+        "pixtral": r"message 3 \(assistant\) would not be trained: .* writes none before it",
+        "mistral_v7": r"message 3 \(assistant\) would not be trained: .* writes none before it",
+    }
+    if family in refused:
+        with pytest.raises(UnusableRow, match=refused[family]):
             assert_marks(tokenizer, messages, "")
     else:
         assert_marks(tokenizer, messages, IN_A_ROW[family])

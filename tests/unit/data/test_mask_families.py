@@ -11,9 +11,10 @@ from mask_cases import GEMMA_CALL, GEMMA_RESULT, TWO_TURNS, assert_marks, templa
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import encode_markers
-from rlpipe.data.masks.conversation import ConversationMask, are_found, find_boundaries
+from rlpipe.data.masks.conversation import ConversationMask
 from rlpipe.data.masks.derivation import FAMILIES as BUILT_IN
 from rlpipe.data.masks.derivation import Probe, derive_markers
+from rlpipe.data.masks.rules import are_found, find_boundaries
 
 NAMES = {
     "chatml": "ChatML, Qwen",

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.masks.boundaries import LossMask, TrainedEnds
-from rlpipe.data.masks.conversation import resolve_mask
+from rlpipe.data.masks.rules import resolve_mask
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.models.tiny import make_tokenizer
 

@@ -120,3 +120,22 @@ def test_answer_that_merges_into_the_prompt_is_unusable() -> None:
     template = ChatTemplate(tokenizer, DATA)
     with pytest.raises(UnusableRow, match="merge"):
         ConversationMask(template, DATA).tokens([CONVERSATION[0], {"role": "assistant", "content": "e cat"}])
+
+
+def test_generation_blocks_keep_their_own_variables_and_blanks() -> None:
+    """Check that blocks are rendered as transformers renders them: variables that are set within stay within."""
+    jinja = (
+        "{% for m in messages %}{% set own = 'x' %}\n  <|{{ m.role }}|>\n"
+        "  {%- if m.role == 'assistant' -%} {% generation %}\n{% set own = 'y' %}{{ m.content }}{{ own }}<|end|>\n"
+        "{% endgeneration %}\n{% else %}{{ m.content }}{% endif %}{{ own }}{% endfor %}"
+    )
+    template = template_of(jinja)
+    text, spans = template.generation_spans(template.as_taken(CONVERSATION))
+    made = template.tokenizer.apply_chat_template(
+        CONVERSATION, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert text == template.text(CONVERSATION)
+    encoded, mask = ConversationMask(template, DATA).tokens(CONVERSATION)
+    assert encoded.token_ids.tolist() == made["input_ids"]
+    assert mask.astype(int).tolist() == made["assistant_masks"]
+    assert len(spans) == sum(message["role"] == "assistant" for message in CONVERSATION)

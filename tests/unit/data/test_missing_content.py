@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,65 @@ def test_a_prompt_does_not_go_on_from_a_turn_without_content() -> None:
     tokenizer.chat_template = PRINTS
     with pytest.raises(UnusableRow, match="its last turn, which the completion would continue, has no content"):
         PromptRenderer(tokenizer, DataConfig(source="jsonl")).render({"prompt": [ASKED, CALL]}, PLACE)
+
+
+JSON_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "x", "far": true}'}}],
+}
+WRITES_JSON = PRINTS.replace("call.function.name", "call.function.arguments | tojson")
+WRITES_TEXT = PRINTS.replace("call.function.name", "'=' + call.function.arguments")
+WRITES_ITEMS = PRINTS.replace(
+    "({{ call.function.name }})",
+    "{% for key, value in call.function.arguments.items() %}({{ key }}={{ value }}){% endfor %}",
+)
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (WRITES_JSON, '({"at": "x", "far": true})'),
+        (WRITES_TEXT, '(={"at": "x", "far": true})'),
+        (WRITES_ITEMS, "(at=x)(far=True)"),
+    ],
+)
+def test_arguments_are_given_in_the_form_that_the_template_takes(template: str, expected: str, is_text: bool) -> None:
+    call = JSON_CALL if is_text else json.loads(json.dumps(JSON_CALL))
+    if not is_text:
+        call["tool_calls"][0]["function"]["arguments"] = {"at": "x", "far": True}
+    assert trained(template, call)[1] == f"{expected}<|end|>ok<|end|>"
+
+
+def test_no_empty_turn_is_trained_beside_a_call_with_an_empty_content() -> None:
+    """Check a template that writes a turn for the content and another for the calls."""
+    body = (
+        "{% if message.content is string %}{{ message.content }}<|end|>{% endif %}"
+        "{% for call in message.tool_calls or [] %}({{ call.function.name }})<|end|>{% endfor %}"
+    )
+    text, counted = trained(LOOP.replace("BODY", body), CALL | {"content": ""})
+    assert text == "<|user|>hi<|end|><|assistant|>(look)<|end|><|tool|>a cat<|end|><|assistant|>ok<|end|>"
+    assert counted == "(look)<|end|>ok<|end|>"
+
+
+def test_a_call_beside_a_text_that_the_template_leaves_out_makes_a_row_unusable() -> None:
+    with pytest.raises(UnusableRow, match=r"the chat template leaves out tool_calls$"):
+        trained(CHAT_TEMPLATE, CALL | {"content": "I look."})
+
+
+def test_schemas_of_tools_may_be_json_in_parts() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}" + PRINTS
+    schema = {"name": "look", "parameters": {"type": "object"}}
+    renderer = PromptRenderer(tokenizer, DataConfig(source="jsonl"))
+    texts = set()
+    for tool in (
+        {"type": "function", "function": schema},
+        {"type": "function", "function": schema | {"parameters": json.dumps(schema["parameters"])}},
+        {"type": "function", "function": json.dumps(schema)},
+        json.dumps({"type": "function", "function": schema}),
+    ):
+        texts.add(tokenizer.decode(renderer.render({"prompt": [ASKED], "tools": [tool]}, PLACE).token_ids))
+    assert len(texts) == 1
+    with pytest.raises(UnusableRow, match=r"column 'tools', tool 1: its key 'parameters' is '{', not a schema"):
+        renderer.render({"prompt": [ASKED], "tools": [schema | {"parameters": "{"}]}, PLACE)

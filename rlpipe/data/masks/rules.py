@@ -1,0 +1,156 @@
+"""The rules of a run's loss mask: the roles that count, and the markers of turns, built in, derived or given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from rlpipe.configs.data_sources import ROLE_OPTION, RoleMarkers, read_role_boundaries
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.masks.boundaries import LossMask, RoleBoundary, TrainedEnds, encode_markers
+from rlpipe.data.masks.derivation import (
+    ASSISTANT,
+    DIALOGUE,
+    FAMILIES,
+    USER,
+    WORDS,
+    NotDerivable,
+    Probe,
+    derive_markers,
+)
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.row import UnusableRow
+from rlpipe.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+ATTRIBUTES = tuple(
+    f"{name}_token"
+    for name in (
+        *("image", "video", "audio", "image_break", "image_end", "vision_start", "vision_end", "fake_image"),
+        *("boi", "eoi", "boa", "eoa", "bov", "eov", "start_image", "end_image", "start_of_image", "end_of_image"),
+    )
+)
+"""Attributes under which tokenizers name media tokens; each may be missing."""
+KNOWN = (
+    *("<|image_pad|>", "<|video_pad|>", "<|audio_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image|>", "<|video|>", "<|audio|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+    *("<image>", "<video>", "<audio>", "<image_soft_token>", "<audio_soft_token>", "<start_of_image>"),
+    *("<end_of_image>", "<start_of_audio>", "<end_of_audio>", "<|image>", "<image|>", "<|audio>", "<audio|>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[AUDIO]", "[BEGIN_AUDIO]", "<fake_token_around_image>"),
+)
+"""Media tokens of tokenizers without such attributes: Qwen, Llama, Gemma, LLaVA, Pixtral, Voxtral, Idefics."""
+
+
+def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids of the media tokens that the tokenizer has."""
+    named = (getattr(tokenizer, name, None) for name in ATTRIBUTES)
+    vocabulary = tokenizer.get_vocab()
+    return tuple(sorted({vocabulary[str(token)] for token in (*named, *KNOWN) if str(token) in vocabulary}))
+
+
+def resolve_mask(template: ChatTemplate, data: DataConfig) -> LossMask:
+    """Choose the rules of the loss mask, and log them.
+
+    Raises ``ConfigError`` for impossible markers, and ``DataError`` if no markers of a trained role are found and
+    ``data.loss_mask`` does not ask for all tokens.
+    """
+    counts_all = data.train_on_inputs or data.loss_mask == "all"
+    source, boundaries = ("", []) if counts_all else find_boundaries(template, data)
+    roles = {boundary.role for boundary in boundaries}
+    for role in data.roles_to_train:
+        if not counts_all and role not in roles:
+            there = ", ".join(sorted(roles))
+            raise DataError(
+                f"data.roles_to_train: no turns of {role!r} can be recognized ({source}); the roles are {there}"
+            )
+    tokenizer = template.tokenizer
+    mask = LossMask(
+        boundaries=boundaries,
+        roles=frozenset(data.roles_to_train),
+        ends=TrainedEnds(data.train_on_eos),
+        counts_all=counts_all,
+        media_ids=media_token_ids(tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        end_id=tokenizer.eos_token_id,
+    )
+    everything = "all tokens count, except padding and those of images, audio and videos"
+    logger.info("loss mask: %s", everything if counts_all else _describe(mask, source))
+    return mask
+
+
+def find_boundaries(template: ChatTemplate, data: DataConfig) -> tuple[str, list[RoleBoundary]]:
+    """Return the origin of the boundaries, and the boundaries; raise as ``resolve_mask`` does."""
+    if data.role_boundaries is not None:
+        if not data.role_boundaries:
+            raise DataError(
+                f"{ROLE_OPTION}: empty, so that no token would count; add entries, or set data.loss_mask=all"
+            )
+        given = encode_markers(read_role_boundaries(data.role_boundaries), template.tokenizer)
+        roles: dict[tuple[int, ...], str] = {}
+        for index, boundary in enumerate(given):
+            if (role := roles.setdefault(boundary.start, boundary.role)) != boundary.role:
+                raise ConfigError(f"{ROLE_OPTION}[{index}].start: has the same tokens as the start of {role}")
+        return ROLE_OPTION, given
+    template.require()
+    probe = Probe(template)
+    for family, markers in FAMILIES.items():
+        with suppress(ConfigError):
+            if not _are_known(markers, template) or not probe.shows(markers):
+                continue
+            if are_found(own := encode_markers(markers, template.tokenizer), probe):
+                return f"built in for {family}", own
+    try:
+        derived = encode_markers(derive_markers(probe), template.tokenizer, "its markers")
+        if not are_found(derived, probe):
+            raise NotDerivable("its apparent markers do not enclose the messages")
+    except (NotDerivable, ConfigError) as problem:
+        raise DataError(
+            f"the chat template of {template.tokenizer.name_or_path!r} does not show where turns begin and end "
+            f"({problem}): set {ROLE_OPTION} to its markers, or data.loss_mask=all to train all tokens"
+        ) from None
+    return "derived from the chat template", derived
+
+
+def are_found(boundaries: Sequence[RoleBoundary], probe: Probe) -> bool:
+    """Return whether the boundaries find exactly the user and assistant turns of a conversation."""
+    try:
+        turns = [(role, text) for role, text in probe.turns(boundaries, *DIALOGUE) if role in (USER, ASSISTANT)]
+    except UnusableRow:
+        return False
+    expected = list(zip(DIALOGUE, WORDS, strict=False))
+    return len(turns) == len(expected) and all(
+        role == own and text.endswith(word) and sum(text.count(any_word) for any_word in WORDS) == 1
+        for (role, text), (own, word) in zip(turns, expected, strict=True)
+    )
+
+
+def _are_known(markers: Sequence[RoleMarkers], template: ChatTemplate) -> bool:
+    """Return whether every end marker is one token, a quicker test than rendering the template."""
+    vocabulary = template.tokenizer.get_vocab()
+    return all(marker.end in vocabulary for marker in markers)
+
+
+def _describe(mask: LossMask, source: str) -> str:
+    markers = [_describe_boundary(boundary) for boundary in mask.boundaries]
+    endless = mask.roles - {boundary.role for boundary in mask.boundaries if boundary.include_end and boundary.end}
+    if endless:
+        markers.append(
+            f"turns of {', '.join(sorted(endless))} have no end marker of their own, so their end is not learned"
+        )
+    roles = ", ".join(sorted(mask.roles)) or "none"
+    return f"{source}; trained roles {roles}, end markers {mask.ends.value}; {'; '.join(markers)}"
+
+
+def _describe_boundary(boundary: RoleBoundary) -> str:
+    flags = f"{', with start' * boundary.include_start}{', without end' * (not boundary.include_end)}"
+    flags += ", also within turns" * boundary.interrupts
+    end = "the end" if boundary.end is None else f"{list(boundary.end)}"
+    return f"{boundary.role} {list(boundary.start)} to {end}{flags}"
