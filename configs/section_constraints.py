@@ -217,6 +217,13 @@ def _counts_all(data: DataConfig) -> bool:
     return data.loss_mask == "all" or data.train_on_inputs or data.text_column is not None
 
 
+def _check_long_texts(data: DataConfig) -> Iterator[str]:
+    if data.long_texts == "chunks" and data.text_column is None:
+        yield "data.long_texts: only texts are cut into chunks; set data.text_column, or data.long_texts=window"
+    elif data.long_texts == "chunks" and data.streaming:
+        yield "data.long_texts: chunks are counted at the start, so they need data.streaming=false"
+
+
 def _check_effect(data: DataConfig, trains_rows: bool) -> Iterator[str]:
     """Yield the options of the loss mask that would be ignored."""
     if not trains_rows:
@@ -240,6 +247,7 @@ def _check_masks(data: DataConfig, trains_rows: bool) -> Iterator[str]:
         yield str(error)
         return
     yield from _check_effect(data, trains_rows)
+    yield from _check_long_texts(data)
     if not trains_rows or _counts_all(data):
         return
     if data.role_boundaries is not None and not markers:

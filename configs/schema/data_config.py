@@ -61,6 +61,11 @@ class DataConfig(Freezable):
         None, "Folder that relative image paths start from; null: the folder of data.path."
     )
     text_column: str | None = option(None, "Column with raw text; all of its tokens are trained (SFT, ebft_strided).")
+    long_texts: str = option(
+        "window",
+        "Texts of more tokens than a sequence may have: another window in each epoch, or chunks that are trained each.",
+        choices=("window", "chunks"),
+    )
     loss_mask: str = option(
         "roles", "Tokens of conversations that are trained (SFT): chosen by role, or all.", choices=("roles", "all")
     )

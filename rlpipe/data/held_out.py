@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -18,6 +18,7 @@ from rlpipe.configs.data_sources import MixedSource, all_sources
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.cached_rows import Rendering, find_prepared
 from rlpipe.data.row import AnyRows, CheckColumns, Row, RowLocation, Rows, SkipKind, UnusableRow
+from rlpipe.data.sources.chunks import ChunkedRows
 from rlpipe.data.sources.open_rows import (
     held_out_data,
     named_errors,
@@ -48,6 +49,8 @@ class Renderers(Generic[Item]):
     prompt: Render[Prompt]
     trained: Callable[[Row, RowLocation, KeepOut | None], Item]
     """Render a row for training, after passing its prompt to ``KeepOut`` if there is one."""
+    count_chunks: Callable[[Row], int] | None = None
+    """Count the chunks of a row's text, each of which is trained; None if rows are not cut into chunks."""
 
     def excluding(self, keep_out: KeepOut | None) -> Render[Item]:
         return lambda row, place: self.trained(row, place, keep_out)
@@ -87,7 +90,7 @@ class Split(Generic[Item]):
     def source(self) -> RowSource[Item]:
         """Return the source of training rows."""
         keep_out = self._keep_out if self.held_out else None
-        source = RowSource([one.part(one.renderers.excluding(keep_out), self._seed) for one in self._sources])
+        source = RowSource([one.training_part(keep_out, self._seed) for one in self._sources])
         if self._tried:
             source.examples()
         return source
@@ -223,6 +226,14 @@ class _Source(Generic[Item]):
             weight=self.weight,
             num_split_off=self.num_split_off,
         )
+
+    def training_part(self, keep_out: KeepOut | None, seed: int) -> Part[Item]:
+        part = self.part(self.renderers.excluding(keep_out), seed)
+        if self.renderers.count_chunks is None or not len(self.indices):
+            return part
+        rows = ChunkedRows(self.rows, self.indices.tolist(), self.renderers.count_chunks)
+        order = PermutedOrder(rows.name, np.arange(len(rows)), seeds=self.seeds(seed), shuffle=self.data.shuffle)
+        return replace(part, rows=rows, order=order, has=_reaches(rows))
 
     def _order(self, seed: int) -> Order:
         seeds, shuffle = self.seeds(seed), self.data.shuffle

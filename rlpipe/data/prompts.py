@@ -13,7 +13,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.cached_rows import PreparedRow, Rendering, prompt_settings, sequence_settings
 from rlpipe.data.held_out import KeepOut, Renderers, Split
 from rlpipe.data.render.processor import ImageProcessor
-from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer
+from rlpipe.data.render.row_renderer import PromptRenderer, SequenceRenderer, TruthRenderer, num_chunks
 from rlpipe.data.row import Row, RowLocation, UnusableRow
 from rlpipe.data.sources.row_source import RowSource
 from rlpipe.errors import ConfigError
@@ -99,7 +99,13 @@ def open_sft_rows(
             encoded, loss_mask, task = row.sequence() if isinstance(row, PreparedRow) else renderer.whole(row, place)
             return renderer.fit(encoded, loss_mask, task, place)
 
-        return Renderers(check=renderer.check, prompt=render, trained=render_trained)
+        def count_chunks(row: Row) -> int:
+            return num_chunks(
+                row.sequence()[0] if isinstance(row, PreparedRow) else renderer.encoded_text(row), max_tokens
+            )
+
+        chunks = count_chunks if data.long_texts == "chunks" else None
+        return Renderers(check=renderer.check, prompt=render, trained=render_trained, count_chunks=chunks)
 
     rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=sequence_settings(data))
     split = Split(data, rendering, renderers_of, seed, tried=tried)

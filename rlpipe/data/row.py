@@ -45,6 +45,8 @@ class RowLocation:
     """The row's number, from 0, which is the same in every epoch."""
     epoch: int
     location: str
+    chunk: int = 0
+    """The number of the chunk of a long text, if ``data.long_texts`` is chunks."""
 
 
 class SkipKind(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import has_magic
@@ -186,7 +187,7 @@ class SequenceRenderer:
     In a conversation, every assistant turn counts in the loss. Any other row has a prompt and a completion, and only
     the completion counts: with ``data.chat`` an assistant turn (or messages), else text and the end token.
     ``SupervisedForm`` decides which of the two a row is. With ``data.text_column`` a row is a text that counts as a
-    whole; a text that is too long is cut to a window, a different one in each epoch.
+    whole; of a text that is too long a sequence has a window, a different one in each epoch, or a chunk.
     """
 
     def __init__(
@@ -269,9 +270,9 @@ class SequenceRenderer:
         """
         token_ids, status = encoded.token_ids, RolloutStatus.COMPLETED
         if self._data.text_column is not None and len(token_ids) > self._max_tokens:
-            start = np.random.default_rng([place.row, place.epoch]).integers(len(token_ids) - self._max_tokens + 1)
+            start = self._first_token(len(token_ids), place)
             token_ids = token_ids[start : start + self._max_tokens]
-            loss_mask = loss_mask[: self._max_tokens]
+            loss_mask = loss_mask[: len(token_ids)]
             status = RolloutStatus.TRUNCATED
         if len(token_ids) > self._max_tokens:
             reason = f"{len(token_ids)} tokens, more than learner.max_tokens_per_microbatch={self._max_tokens}"
@@ -289,6 +290,16 @@ class SequenceRenderer:
             advantages=loss_mask.astype(np.float32),
             images=encoded.images,
         )
+
+    def _first_token(self, length: int, place: RowLocation) -> int:
+        """Return the first token of a sequence from a long text. The last token of a chunk begins the next one."""
+        if self._data.long_texts == "chunks":
+            return place.chunk * (self._max_tokens - 1)
+        return int(np.random.default_rng([place.row, place.epoch]).integers(length - self._max_tokens + 1))
+
+    def encoded_text(self, row: Row) -> Encoded:
+        """Return the T tokens of a row's text; raise ``UnusableRow`` if it has none."""
+        return Encoded(token_ids=self._text_tokens(self._text(row)))
 
     def encode(self, row: Row) -> tuple[Encoded, BoolArray]:
         """Return the T tokens of a row with a completion or a conversation, and its loss mask ``[T]``."""
@@ -350,8 +361,8 @@ class SequenceRenderer:
         return token_ids
 
     def _all_tokens(self, row: Row) -> tuple[Encoded, BoolArray]:
-        token_ids = self._text_tokens(self._text(row))
-        return Encoded(token_ids=token_ids), np.arange(len(token_ids)) > 0
+        encoded = self.encoded_text(row)
+        return encoded, np.arange(len(encoded.token_ids)) > 0
 
     def _plain_tokens(self, prompt: str, completion: str) -> tuple[Encoded, BoolArray]:
         if self._tokenizer.eos_token_id is None:
@@ -370,6 +381,11 @@ class SequenceRenderer:
         if self._data.train_on_eos == "none" and not counts_all:
             loss_mask[-1] = False
         return Encoded(token_ids=token_ids), loss_mask
+
+
+def num_chunks(encoded: Encoded, max_tokens: int) -> int:
+    """Return the number of chunks of ``max_tokens`` tokens in which all tokens but the first are predicted once."""
+    return max(math.ceil((len(encoded.token_ids) - 1) / max(max_tokens - 1, 1)), 1)
 
 
 def images_folder(data: DataConfig) -> Path:

@@ -6,13 +6,14 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlpipe.data.row import AnyRows, Row, RowLocation, SkipKind, SkippedRow, UnusableRow
+from rlpipe.data.sources.chunks import ChunkedRows
 from rlpipe.errors import DataError
 
 
@@ -147,6 +148,8 @@ class Part(Generic[Item]):
 
     def read(self, row: int, place: RowLocation) -> Item:
         """Read and render a row; raise ``UnusableRow`` to skip it."""
+        if isinstance(self.rows, ChunkedRows):
+            place = replace(place, chunk=self.rows.chunk(row))
         return self.render(self.rows[row], place)
 
 

@@ -188,6 +188,13 @@ def test_windows_of_prepared_texts_differ_by_epoch(tmp_path: Path) -> None:
     assert first != second
 
 
+def test_chunks_of_prepared_texts_are_those_that_a_run_cuts(tmp_path: Path) -> None:
+    options = [*texts(tmp_path), "data.long_texts=chunks"]
+    rendered = story(config_of(options))
+    prepare(options)
+    assert story(config_of(options)) == rendered
+
+
 def test_workers_write_the_same_file(tmp_path: Path) -> None:
     options = batched(tmp_path)
     contents = []

@@ -102,9 +102,17 @@ BOUNDARIES = st.builds(
     interrupts=st.booleans(),
     shares_end=st.booleans(),
 )
+
+
+def alike(boundaries: list[RoleBoundary]) -> list[RoleBoundary]:
+    """Return the boundaries, where those of one role and start all interrupt other turns, or none does."""
+    first = {(own.role, own.start): own.interrupts for own in reversed(boundaries)}
+    return [replace(own, interrupts=first[own.role, own.start]) for own in boundaries]
+
+
 RULES = st.builds(
     LossMask,
-    boundaries=st.lists(BOUNDARIES, max_size=5),
+    boundaries=st.lists(BOUNDARIES, max_size=5).map(alike),
     roles=st.frozensets(st.sampled_from(["user", "assistant", "tool"])),
     ends=st.sampled_from(TrainedEnds),
     counts_all=st.booleans(),

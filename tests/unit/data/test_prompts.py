@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.data_config import DataConfig, HeldOutConfig
 from rlpipe.data.prompts import open_prompts, open_sft_rows
 from rlpipe.data.row import SkipKind
 from rlpipe.data.sources.row_source import MAX_LOGGED_SKIPS, Cursor
-from rlpipe.errors import DataError
+from rlpipe.errors import ConfigError, DataError
 from rlpipe.models.tiny import make_tokenizer
 from rlpipe.types import Prompt, Rollout, RolloutStatus
 
@@ -313,6 +314,53 @@ def test_a_long_text_gives_another_window_in_each_epoch(tmp_path: Path) -> None:
     assert len({window.token_ids.tobytes() for window in windows}) > 3
     again, _ = open_sft_rows(text_data(tmp_path, [text]), TOKENIZER, seed=1, max_tokens=20)
     assert [w.token_ids.tobytes() for w in again.take(8)] == [w.token_ids.tobytes() for w in windows]
+
+
+@pytest.mark.parametrize("length", [18, 19, 20, 38, 39, 200])
+def test_all_tokens_of_a_long_text_are_trained_once_in_an_epoch_of_chunks(tmp_path: Path, length: int) -> None:
+    long = "".join(chr(ord("a") + index % 26) for index in range(length))
+    data = text_data(tmp_path, ["short", long, ""], long_texts="chunks", shuffle=False)
+    source, _ = open_sft_rows(data, TOKENIZER, seed=1, max_tokens=20)
+    num_chunks = -(-length // 19)
+    assert source.num_rows == 2 + num_chunks
+    short, *chunks = source.take(1 + num_chunks)
+    assert TOKENIZER.decode(short.token_ids) == "short<|end|>"
+    trained = [TOKENIZER.decode(chunk.token_ids[chunk.loss_mask]) for chunk in chunks]
+    assert long[0] + "".join(trained) == f"{long}<|end|>"
+    assert all(len(chunk.token_ids) <= 20 and not chunk.loss_mask[0] for chunk in chunks)
+    assert TOKENIZER.decode(source.next().token_ids) == "short<|end|>"
+    assert [row.reason for row in source.skipped] == ["the text is empty"]
+
+
+def test_chunks_are_shuffled_and_come_again_after_a_seek(tmp_path: Path) -> None:
+    data = text_data(tmp_path, [letter * 100 for letter in "abcd"], long_texts="chunks")
+    source, _ = open_sft_rows(data, TOKENIZER, seed=1, max_tokens=20)
+    assert source.num_rows == 4 * 6
+    first = [sequence.token_ids.tobytes() for sequence in source.take(10)]
+    assert len({content[:4] for content in first[:6]}) > 1
+    cursor = source.cursor
+    rest = [sequence.token_ids.tobytes() for sequence in source.take(20)]
+    again, _ = open_sft_rows(data, TOKENIZER, seed=1, max_tokens=20)
+    again.seek(cursor)
+    assert [sequence.token_ids.tobytes() for sequence in again.take(20)] == rest
+    place = source.at(Cursor(0, 0))
+    assert place is not None
+    assert " of 6" in source.parts[0].rows.location(place.row)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "data.long_texts: only texts are cut into chunks"),
+        (["data.text_column=text", "data.streaming=true"], "chunks are counted at the start, so they need"),
+    ],
+)
+def test_chunks_are_refused_where_there_are_none(options: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(
+            ["algorithm=sft", "model.path=m", "data.source=jsonl", "data.path=x", "data.long_texts=chunks", *options],
+            need_files=False,
+        )
 
 
 def test_held_out_texts_are_never_trained(tmp_path: Path) -> None:
