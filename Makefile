@@ -53,8 +53,10 @@ parity: install
 
 # The random deaths have the machine for themselves, and the random schedules, which keep a core busy, all cores. Much of
 # the rest goes into waiting, for processes to start and for silence to be noticed: a file more than cores at one time.
+# The real model needs up to 15 GB, so that Ray would end processes of other runs beside it.
 CHAOS := tests/integration/test_chaos.py
 SCHEDULES := tests/integration/test_many_schedules.py
+REAL := tests/integration/test_real_model.py
 
 chaos: install
 	$(BIN)/pytest -q $(CHAOS)
@@ -62,7 +64,8 @@ chaos: install
 
 integration: install
 	$(BIN)/pytest -q -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder -m "$(MARKS)" --durations 20 \
-		tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES)
+		tests/integration --ignore $(CHAOS) --ignore $(SCHEDULES) --ignore $(REAL)
+	$(BIN)/pytest -q -n 1 -m "$(MARKS)" $(REAL)
 
 clean:
 	rm -rf outputs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -130,7 +130,7 @@ def _train_rl_with_copies(run: Run, start: ResumePoint) -> dict[str, Any]:
         except LedgerLost as loss:
             has_own = bool(list_checkpoints(run.output / "checkpoints"))
             resume = "auto" if has_own or run.config.resume == "never" else run.config.resume
-            found = find_resume_point(replace(run.config, resume=resume))
+            found = find_resume_point(replace(run.config, resume=resume), holds_output=True)
             start = replace(found, messages=[f"{loss}; everything after the last checkpoint is lost", *found.messages])
 
 

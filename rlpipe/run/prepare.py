@@ -262,10 +262,10 @@ def _num_positions(model: ModelConfig) -> int | None:
         return None  # the engine and the learner report what is wrong with it
 
 
-def find_resume_point(config: Config) -> ResumePoint:
+def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePoint:
     """Return the point from which the run continues, according to ``resume``.
 
-    Raises ``ConfigError`` if the output can't be written, or if its checkpoint or ledger does not fit the config. After
+    With ``holds_output`` the caller has the output's lock already. Raises ``ConfigError`` if the output can't be written, or if its checkpoint or ledger does not fit the config. After
     these checks, damaged checkpoints and those newer than the one to resume from are renamed.
     """
     output = Path(config.output).absolute()
@@ -278,7 +278,7 @@ def find_resume_point(config: Config) -> ResumePoint:
         _check_is_new(output, ledger)
     if config.algorithm.kind == "rl" and config.ledger.folder is None:  # otherwise it may be on another machine
         why_unusable(ledger, run_start(config, start))
-    with _naming(output), _alone(output) if folder.is_dir() else nullcontext():
+    with _naming(output), _alone(output) if folder.is_dir() and not holds_output else nullcontext():
         aside = set_damaged_aside(folder, newer_than=start.step)
         left = set_newer_aside(folder, start.step) if start.checkpoint is not None else []
     messages = [f"a checkpoint is damaged ({problem}); it is now {path}" for path, problem in aside.items()]
