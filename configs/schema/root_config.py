@@ -89,7 +89,10 @@ class TrackingConfig(Freezable):
     wandb_mode: str = option("online", "offline needs no account.", choices=("online", "offline"))
     wandb_project: str = option("rlpipe", "Project in Weights & Biases.")
     log_completions: int = option(
-        2, "Groups of each step whose texts are written to completions.jsonl.", minimum=0, maximum=1_000_000
+        8,
+        "Groups of each step whose texts are written to completions.jsonl, and stay there.",
+        minimum=0,
+        maximum=1_000_000,
     )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
+from rlpipe.commands.logged_texts import COMPLETIONS, LoggedTexts
 from rlpipe.common.formatting import printable
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.model_config import ModelConfig
@@ -68,6 +69,8 @@ def inspect(run: Path, question: Question, *, as_json: bool = False) -> None:
     with reading(find_ledger(run)) as ledger:
         for subject in question.subjects:
             rows = _find(ledger, subject, question)
+            if subject == "groups":
+                rows = LoggedTexts(run).with_prompts(cast("Sequence[GroupRow]", rows))
             if as_json:
                 _print_json(rows)
             else:
@@ -209,7 +212,10 @@ def inspect_group(run: Path, group_id: int, *, as_json: bool = False, trusted: b
         groups = list(ledger.load([group_id]))
         model = _model(ledger)
     texts, problem = _decode(groups, model, trusted)
-    if as_json:
+    logged = LoggedTexts(run).rollouts(found[0]) if found[0].is_dropped else []
+    if logged:
+        print("\n".join(_logged_lines(found[0], logged, as_json)))
+    elif as_json:
         rollouts = [_rollout_tree(*pair) for group in groups for pair in zip(group, texts, strict=True)]
         print(json.dumps({**to_tree(found[0]), "rollouts": rollouts}, ensure_ascii=False))
     else:
@@ -272,16 +278,7 @@ def _rollout_tree(rollout: Rollout, text: str | None) -> dict[str, Any]:
 def _describe(
     row: GroupRow, groups: Sequence[RolloutGroup], texts: Sequence[str | None], problem: str | None
 ) -> Iterator[str]:
-    yield one_line(COLUMNS["groups"], row)
-    yield (
-        f"epoch {row.epoch}, position {row.position}, prompt {row.prompt_id}; admitted with version {row.version}"
-        + (f", attempt {row.attempt}" if row.attempt else "")
-        + (f", put back {row.reroll} times" if row.reroll else "")
-        + (f"; trained again in step {row.replayed_in}" if row.replayed_in is not None else "")
-    )
-    times = {"admitted": row.admitted_at, "generated": row.generated_at, "scored": row.scored_at}
-    times |= {"assigned": row.assigned_at, "trained": row.trained_at}
-    yield ", ".join(f"{name} {show_time(moment)}" for name, moment in times.items() if moment is not None)
+    yield from _describe_record(row)
     if not groups:
         yield _why_no_tokens(row)
         return
@@ -295,10 +292,45 @@ def _describe(
         yield str(rollout.completion_ids.tolist()) if text is None else printable(text)
 
 
+def _describe_record(row: GroupRow) -> Iterator[str]:
+    yield one_line(COLUMNS["groups"], row)
+    yield (
+        f"epoch {row.epoch}, position {row.position}, prompt {row.prompt_id}; admitted with version {row.version}"
+        + (f", attempt {row.attempt}" if row.attempt else "")
+        + (f", put back {row.reroll} times" if row.reroll else "")
+        + (f"; trained again in step {row.replayed_in}" if row.replayed_in is not None else "")
+    )
+    times = {"admitted": row.admitted_at, "generated": row.generated_at, "scored": row.scored_at}
+    times |= {"assigned": row.assigned_at, "trained": row.trained_at}
+    yield ", ".join(f"{name} {show_time(moment)}" for name, moment in times.items() if moment is not None)
+
+
+def _logged_lines(row: GroupRow, logged: Sequence[dict[str, Any]], as_json: bool) -> Iterator[str]:
+    """Yield the lines of a group whose tokens are dropped, but whose texts were logged."""
+    prompt = logged[0].get("prompt")
+    if as_json:
+        yield json.dumps({**to_tree(replace(row, prompt=prompt)), "rollouts": logged}, ensure_ascii=False)
+        return
+    yield from _describe_record(replace(row, prompt=prompt))
+    yield f"{_why_no_tokens(row)}; its texts are those of {COMPLETIONS}"
+    if prompt:
+        yield from _describe_prompt(prompt)
+    for rollout in logged:
+        rewards = ", ".join(f"{name} {show_number(value) or 'none'}" for name, value in rollout["rewards"].items())
+        yield (
+            f"\nrollout {rollout['sample_index']}: reward {show_number(rollout['reward']) or 'none'} ({rewards}); "
+            f"advantage {show_number(rollout['advantage']) or 'none'}; {rollout['num_tokens']} tokens; "
+            f"{rollout['status']} ({rollout['finish_reason']})"
+        )
+        yield printable(rollout["completion"])
+
+
 def _why_no_tokens(row: GroupRow) -> str:
     if row.state == "DISCARDED":
         return "the tokens of discarded groups are not kept"
-    return "its tokens were dropped (ledger.keep_steps)" if row.is_dropped else "it has no tokens yet"
+    if row.is_dropped:
+        return "its tokens were dropped (ledger.keep_steps)"
+    return "it has no tokens yet"
 
 
 def _describe_prompt(prompt: str | ChatMessages) -> Iterator[str]:

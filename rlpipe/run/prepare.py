@@ -265,8 +265,9 @@ def _num_positions(model: ModelConfig) -> int | None:
 def find_resume_point(config: Config, *, holds_output: bool = False) -> ResumePoint:
     """Return the point from which the run continues, according to ``resume``.
 
-    With ``holds_output`` the caller has the output's lock already. Raises ``ConfigError`` if the output can't be written, or if its checkpoint or ledger does not fit the config. After
-    these checks, damaged checkpoints and those newer than the one to resume from are renamed.
+    With ``holds_output`` the caller has the output's lock already. Raises ``ConfigError`` if the output can't be
+    written, or if its checkpoint or ledger does not fit the config. After these checks, damaged checkpoints and those
+    newer than the one to resume from are renamed.
     """
     output = Path(config.output).absolute()
     folder = output / "checkpoints"

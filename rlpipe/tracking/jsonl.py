@@ -9,8 +9,9 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlpipe.common.formatting import printable
 from rlpipe.scoring.rewards import Tokenizer, decode_completions
@@ -78,6 +79,33 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             row = _parse(line)
             if row is not None:
                 yield row
+
+
+def rows_of_step(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the objects of one step of a file whose steps are in order, without reading the steps before it."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        first, last = 0, path.stat().st_size
+        while first < last:  # the first line of the step, if there is one, begins between the two
+            middle = (first + last) // 2
+            row = _next_row(file, middle)
+            if row is None or row["step"] >= step:
+                last = middle
+            else:
+                first = middle + 1
+        file.seek(max(first - 1, 0))
+        file.readline() if first else None
+        rows = (row for line in file if (row := _parse(line)) is not None)
+        return list(takewhile(lambda row: row["step"] == step, rows))
+
+
+def _next_row(file: BinaryIO, place: int) -> dict[str, Any] | None:
+    """Return the object of the first whole line that begins at a place or behind it, or None if there is none."""
+    file.seek(max(place - 1, 0))
+    if place:
+        file.readline()
+    return next((row for line in file if (row := _parse(line)) is not None), None)
 
 
 def num_steps_logged(path: Path, num_steps: int) -> int:

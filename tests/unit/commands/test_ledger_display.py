@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from rlpipe.replay.ledger.database import NAME
 from rlpipe.replay.ledger.query import Feed, GroupFilter, Row, find_groups, find_steps, to_tree
 from rlpipe.replay.ledger.run_ledger import Ledger, StepGroups
 from rlpipe.replay.step_queue import StepReport
+from rlpipe.tracking.jsonl import StepLog
 
 
 @pytest.fixture
@@ -186,6 +188,48 @@ def test_tokens_that_are_gone_are_said_to_be(
     finished: Path, group_id: int, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert printed([str(finished), "--group", str(group_id)], capsys)[-1] == reason
+
+
+@pytest.mark.parametrize("place", ["", "ledger.sqlite", "checkpoints/step_000006"])
+def test_dropped_texts_are_shown_where_they_were_logged(
+    finished: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check the run's folder, its ledger, and a checkpoint, whose ledger is a copy."""
+    if place.startswith("checkpoints"):
+        (finished / place).mkdir(parents=True, exist_ok=True)
+        shutil.copy(finished / NAME, finished / place / NAME)
+    rollouts = [
+        {
+            "group_id": 0,
+            "sample_index": index,
+            "prompt_id": 0,
+            "prompt": [{"role": "user", "content": "what is 2+2?"}],
+            "completion": text,
+            "rewards": {"right": reward},
+            "reward": reward,
+            "advantage": None,
+            "policy_version": 0,
+            "num_tokens": len(text),
+            "status": "completed",
+            "finish_reason": "stop",
+        }
+        for index, (text, reward) in enumerate([("4\x1b[31m", 1.0), ("five", 0.0)])
+    ]
+    log = StepLog(finished / "completions.jsonl", 1)
+    log.append(1, rollouts)
+    log.append(2, [rollout | {"group_id": 3, "completion": "other"} for rollout in rollouts])
+    run = str(finished / place)
+    first, second = printed([run], capsys)[-1], printed([run], capsys)[-2]
+    assert "what is 2+2?" in first
+    assert "(dropped)" in second
+    text = "\n".join(printed([run, "--group", "0"], capsys))
+    assert "its tokens were dropped (ledger.keep_steps); its texts are those of completions.jsonl" in text
+    assert "user\nwhat is 2+2?" in text
+    assert "rollout 0: reward 1.000 (right 1.000); advantage none; 6 tokens; completed (stop)\n4\\x1b[31m" in text
+    assert text.endswith("completed (stop)\nfive")
+    tree = json.loads(printed([run, "--group", "0", "--json"], capsys)[0])
+    assert (tree["type"], tree["prompt"]) == ("group", rollouts[0]["prompt"])
+    assert [rollout["completion"] for rollout in tree["rollouts"]] == ["4\x1b[31m", "five"]
 
 
 def test_a_group_that_is_being_generated_has_no_tokens_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

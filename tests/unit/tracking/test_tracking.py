@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from disk_cases import largest_file
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlpipe.configs.schema.root_config import TrackingConfig
 from rlpipe.tracking import open_trackers
-from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, num_steps_logged, read_rows
+from rlpipe.tracking.jsonl import CompletionsLog, JsonlTracker, StepLog, num_steps_logged, read_rows, rows_of_step
 from rlpipe.tracking.plot import plot_losses, plot_rewards, smooth
 from rlpipe.tracking.progress import print_summary, summarize_metrics, write_summary
 from rlpipe.tracking.ray_metrics import RayMetricsTracker, prometheus_name
@@ -26,6 +28,28 @@ from rlpipe.tracking.trackers import BackgroundTracker, Trackers
 from rlpipe.types import Prompt, Rollout, RolloutGroup
 
 FILES_ONLY = TrackingConfig(ray_metrics=False, wandb=False)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.lists(st.integers(0, 3), max_size=12),
+    lengths=st.lists(st.integers(0, 60), min_size=36, max_size=36),
+    is_cut=st.booleans(),
+)
+def test_rows_of_a_step_are_found_without_reading_the_others(
+    tmp_path: Path, counts: list[int], lengths: list[int], is_cut: bool
+) -> None:
+    """Check steps without lines, lines of many lengths, and a last line that was cut off."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"")
+    log, left = StepLog(path, 0), iter(lengths)
+    for step, count in enumerate(counts):
+        log.append(step, [{"text": "ä" * next(left)} for _ in range(count)])
+    if is_cut:
+        path.write_bytes(path.read_bytes()[:-3])
+    for step in range(-1, len(counts) + 1):
+        assert rows_of_step(path, step) == [row for row in read_rows(path) if row["step"] == step]
+    assert rows_of_step(tmp_path / "none.jsonl", 1) == []
 
 
 def log_steps(path: Path, first: int, last: int, value: float = 0.0) -> None:
