@@ -33,6 +33,21 @@ def read_widths(path: str | Path) -> tuple[int, int]:
 
     A model on the hub that is not in the cache yet is not fetched for this.
     """
+    config = _text_config(path)
+    hidden = _first_number(config, "hidden_size", "n_embd", "d_model") or DEFAULT_WIDTH
+    return hidden, _first_number(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+
+
+def read_num_experts(path: str | Path) -> int:
+    """Return the number of experts of a mixture of experts from its config; 1 for any other model, or if unknown.
+
+    As with ``read_widths``, nothing is fetched for this.
+    """
+    return _first_number(_text_config(path), "num_local_experts", "num_experts", "n_routed_experts") or 1
+
+
+def _text_config(path: str | Path) -> dict[str, Any]:
+    """Return a model's config, with the options of its language model; an empty one if it can't be found."""
     if is_gguf(path):
         path = converted_folder(path)
     config = _read_json(Path(path).expanduser() / "config.json")
@@ -42,9 +57,7 @@ def read_widths(path: str | Path) -> tuple[int, int]:
         cached = try_to_load_from_cache(str(path), "config.json") if str(path).count("/") == 1 else None
         config = _read_json(Path(cached)) if isinstance(cached, str) else {}
     inner = config.get("text_config")
-    config = {**config, **(inner if isinstance(inner, dict) else {})}
-    hidden = _first_number(config, "hidden_size", "n_embd", "d_model") or DEFAULT_WIDTH
-    return hidden, _first_number(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+    return {**config, **(inner if isinstance(inner, dict) else {})}
 
 
 def _first_number(config: dict[str, Any], *names: str) -> int | None:

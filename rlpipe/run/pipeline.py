@@ -48,6 +48,7 @@ from rlpipe.run.prepare import (
     RewardLike,
     Run,
     ask_cluster,
+    check_adapter_targets,
     check_context,
     check_reward_columns,
     ended_summary,
@@ -141,6 +142,7 @@ def train_rl(run: Run, start: ResumePoint) -> dict[str, Any]:
     with PHASES.phase("reading the data"), forward_logs(notes.append, warnings=False):
         tokenizer = load_tokenizer(run.model)
         prompts, held_out = open_run_prompts(config, run.model, tokenizer)
+    check_adapter_targets(run)
     check_context(run)
     check_reward_columns(run, [*held_out[:1], *prompts.examples()])
     engine = resolve_engine(config.rollout.engine)

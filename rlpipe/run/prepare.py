@@ -18,7 +18,7 @@ from rlpipe.common.atomic_io import held, why_not_writable, write_whole
 from rlpipe.common.imports import import_object, reading_files
 from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
-from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
 from rlpipe.configs.schema.root_config import ClusterConfig, Config
 from rlpipe.data.sources.row_source import Cursor
@@ -27,7 +27,7 @@ from rlpipe.hardware.dtype_speed import Products, kept_rates
 from rlpipe.hardware.dtypes import AUTO, NARROW, WIDE, DeviceTypes, choose_dtype
 from rlpipe.learner.checkpoint_files import damaged, read_extra, resolve_checkpoint, set_damaged_aside, set_newer_aside
 from rlpipe.models.gguf import converted_folder, is_gguf, model_folder
-from rlpipe.models.known_configs import read_known_config
+from rlpipe.models.known_configs import read_known_config, read_num_experts
 from rlpipe.plan.dtype_work import scorer_products
 from rlpipe.replay.ledger.query import ledger_path
 from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable
@@ -231,6 +231,20 @@ def check_reward_columns(run: Run, prompts: Sequence[Prompt]) -> None:
             if missing := missing_columns(function, reward.kwargs, columns):
                 there = ", ".join(columns) or "none"
                 raise DataError(f"reward {name!r} needs the column {', '.join(missing)}; columns there: {there}")
+
+
+def check_adapter_targets(run: Run) -> None:
+    """Raise ``ConfigError`` if the adapter's targets include experts, which engines can't serve adapted."""
+    adapter = run.config.model.adapter
+    if not serves_adapter(run.config.model) or adapter.target_modules != "all-linear":
+        return
+    num_experts = read_num_experts(run.model.path)
+    if num_experts > 1:
+        raise ConfigError(
+            f"model.adapter.target_modules: all-linear includes the router and the {num_experts} experts of "
+            f"model.path={run.model.path}, which engines can't serve beside their base; set model.adapter.merge=true, "
+            "or name modules such as [q_proj,k_proj,v_proj,o_proj]"
+        )
 
 
 def check_context(run: Run) -> None:

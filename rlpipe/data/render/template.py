@@ -160,7 +160,8 @@ class ChatTemplate:
         leaves out calls, or what a message without content holds.
         """
         self.require()
-        if not any(own.get(key) for own in messages for key in INSTEAD):
+        has_calls = any(own.get(key) for own in messages for key in CALLS)
+        if not has_calls and all(own.get("content") or not _holds_instead(own) for own in messages):
             return [self._message_as_taken(own, "") for own in messages]
         change = with_arguments_as_text if self.takes_arguments_as_text else with_parsed_arguments
         messages = [change(own) for own in messages]

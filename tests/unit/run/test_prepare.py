@@ -1,6 +1,7 @@
 """Checks and completions of a config before any process of a run starts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlpipe.errors import ConfigError, DataError, RewardImportError
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.run.prepare import (
     ResumePoint,
+    check_adapter_targets,
     check_context,
     check_reward_columns,
     ended_summary,
@@ -98,6 +100,31 @@ def test_column_that_a_reward_needs_is_missed_before_the_start(options: list[str
 def test_more_tokens_than_positions_are_refused(options: list[str], overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message + " the 1024 positions of model.path="):
         check_context(prepare_run(load_config([*options, *overrides, reward("bare")])))
+
+
+@pytest.mark.parametrize(
+    ("described", "overrides", "is_refused"),
+    [
+        ({"num_local_experts": 4}, [], True),
+        ({"text_config": {"n_routed_experts": 4}}, ["model.adapter.kind=qlora"], True),
+        ({"num_local_experts": 4}, ["model.adapter.merge=true"], False),
+        ({"num_local_experts": 4}, ["model.adapter.use_dora=true"], False),
+        ({"num_local_experts": 4}, ["model.adapter.target_modules=[q_proj]"], False),
+        ({"num_local_experts": 4}, ["model=full"], False),
+        ({"num_local_experts": 1}, [], False),
+        ({}, [], False),
+    ],
+)
+def test_adapted_experts_are_refused_where_engines_serve_the_adapter(
+    options: list[str], described: dict[str, object], overrides: list[str], is_refused: bool, tmp_path: Path
+) -> None:
+    model = tmp_path / "mixture"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(described))
+    run = prepare_run(load_config([*options, *overrides, f"model.path={model}", reward("bare")]))
+    expected = r"target_modules: all-linear includes the router and the 4 experts .* set model.adapter.merge=true, or"
+    with pytest.raises(ConfigError, match=expected) if is_refused else nullcontext():
+        check_adapter_targets(run)
 
 
 def test_as_many_tokens_as_positions_are_fine(options: list[str]) -> None:
