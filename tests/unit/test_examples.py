@@ -37,11 +37,16 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("experiment", list_groups()["experiment"])
-def test_every_experiment_is_valid_and_its_rewards_can_be_imported(experiment: str) -> None:
+def test_every_experiment_is_valid_and_its_code_can_be_imported_anywhere(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # experiments belong to the installed package
     config = load_config([f"experiment={experiment}"])
     require_rewards(config)
     for reward in config.scoring.rewards.values():
         load_reward(reward.path, reward.kwargs)
+    for path in (config.data.transform, config.model.prepare):
+        assert path is None or import_object(path)
 
 
 @pytest.mark.parametrize("file", EXAMPLE_FILES)
