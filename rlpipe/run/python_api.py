@@ -26,6 +26,17 @@ class Table(Protocol):
     def to_parquet(self, path: str) -> object: ...
 
 
+OF_TRL = {
+    "reward_funcs": "rewards",
+    "train_dataset": "dataset",
+    "eval_dataset": "the option data.held_out.path, or data.held_out.size",
+    "processing_class": "the option model.tokenizer",
+    "peft_config": "model='lora' with options such as model.adapter.r",
+    "args": "the options themselves, such as **{'learner.optimizer.lr': 1e-6}",
+}
+"""Names of what TRL's trainers take, and what takes it here."""
+
+
 class Summary(TypedDict, total=False):
     """Figures of a whole run, as in ``summary.json``; those that a run does not have are missing."""
 
@@ -70,6 +81,8 @@ def train(
 
     A run that has ended is left as it is. Raises ``InputError`` if the input is wrong, ``RunError`` if the run fails.
     """
+    if foreign := next((name for name in options if name in OF_TRL), None):
+        raise ConfigError(f"{foreign}: rlpipe.train has no such argument; it is {OF_TRL[foreign]} here")
     if not isinstance(config, Config):
         given = {**(config or {}), **options, **({} if model is None else {"model": model})}
         config = make_config(given, dataset, num_epochs)

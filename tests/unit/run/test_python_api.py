@@ -122,6 +122,19 @@ def test_names_of_other_libraries_get_their_hint(base: dict[str, Any]) -> None:
         make_config({**base, "learning_rate": 1e-5}, ROWS, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("reward_funcs", "it is rewards here"),
+        ("train_dataset", "it is dataset here"),
+        ("args", "the options themselves"),
+    ],
+)
+def test_arguments_of_trls_trainers_get_their_hint(base: dict[str, Any], name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: rlpipe.train has no such argument; .*{hint}"):
+        rlpipe.train(base, length, **{name: ROWS})
+
+
 def test_one_reward_or_several(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Config, Any]] = []
     monkeypatch.setattr(pipeline, "train", lambda config, rewards: calls.append((config, rewards)) or {"steps": 3})
