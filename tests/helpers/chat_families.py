@@ -44,7 +44,7 @@ class Family:
     def tokenizer(self) -> PreTrainedTokenizerFast:
         named = {"bos_token": self.begin, "eos_token": self.end, "pad_token": self.pad}
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(_byte_pairs()),
+            tokenizer_object=Tokenizer.from_str(byte_pairs()),
             extra_special_tokens=[*self.special],
             chat_template=self.full_template,
             clean_up_tokenization_spaces=False,
@@ -55,7 +55,7 @@ class Family:
 
 
 @cache
-def _byte_pairs() -> str:
+def byte_pairs(texts: tuple[str, ...] = TEXT) -> str:
     """Return the JSON of a tokenizer in which words and double line breaks are tokens, as in the families' own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,14 +63,14 @@ def _byte_pairs() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(TEXT * 20, trainer)
+    tokenizer.train_from_iterator(texts * 20, trainer)
     return tokenizer.to_str()
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose words include the preceding space."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_byte_pairs()), eos_token="<|end|>", extra_special_tokens=["<think>"]
+        tokenizer_object=Tokenizer.from_str(byte_pairs()), eos_token="<|end|>", extra_special_tokens=["<think>"]
     )
 
 

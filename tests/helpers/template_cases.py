@@ -10,12 +10,12 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from chat_families import byte_pairs
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlpipe.types import BoolArray, ChatMessages
@@ -25,10 +25,12 @@ PACKAGES = {"trl": "chat_templates", "vllm": "transformers_utils/chat_templates"
 WORDS = {
     "assistant": ("αλφα βητα", "γαμμα δελτα", "εψιλον ζητα", "θητα ιωτα", "καππα λαμδα"),
     "user": ("альфа бета", "гамма дельта", "эпсилон дзета", "каппа лямбда"),
-    "tool": ("ა̄ბგ დევ".replace("̄", ""), "ზთი კლმ", "ნოპ ჟრს"),
+    "tool": ("აბგ დევ", "ზთი კლმ", "ნოპ ჟრს"),
     "system": ("աբգ դեզ",),
 }
 ALPHABETS = {"assistant": "[Ͱ-Ͽ]", "user": "[Ѐ-ӿ]", "tool": "[Ⴀ-ჿ]", "system": "[԰-֏]"}
+
+TRAINED_ON = (*(text for texts in WORDS.values() for text in texts), "\n\n \n\n\n", "user assistant system tool model")
 
 MARKER = re.compile(
     r"<\|[^<>|{}\s'\"]+\|?>|<[^<>|{}\s'\"/=]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>"
@@ -58,7 +60,7 @@ def made_tokenizer(template: str) -> PreTrainedTokenizerFast:
     markers = list(dict.fromkeys(MARKER.findall(template)))
     end = next((token for token in ENDS if token in template), "</s>")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_byte_pairs()),
+        tokenizer_object=Tokenizer.from_str(byte_pairs(TRAINED_ON)),
         extra_special_tokens=markers,
         chat_template=template,
         clean_up_tokenization_spaces=False,
@@ -68,19 +70,6 @@ def made_tokenizer(template: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.name_or_path = "made here"
     return tokenizer
-
-
-@cache
-def _byte_pairs() -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    texts = [text for words in WORDS.values() for text in words]
-    tokenizer.train_from_iterator([*texts, "\n\n \n\n\n", "user assistant system tool model"] * 20, trainer)
-    return tokenizer.to_str()
 
 
 TOOLS = [
