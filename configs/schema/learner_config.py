@@ -60,7 +60,7 @@ class FsdpConfig(Freezable):
     )
     min_num_params: int = option(
         100_000_000,
-        "wrap=size: modules with at least this many parameters, whose children have fewer.",
+        "wrap=size: modules with at least this many parameters outside of smaller units, and layers of such lists.",
         minimum=1,
         maximum=10**12,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import cast
 
 import torch
@@ -20,6 +22,8 @@ from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.learner.strategies.sharding import RankGroup, Updates
 from rlpipe.weights.dcp import Read
 
+logger = logging.getLogger(__name__)
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -33,15 +37,16 @@ def find_fsdp_units(scorer: nn.Module, model: PreTrainedModel, config: FsdpConfi
     fused = [module for module in scorer.modules() if isinstance(module, FusedLora)]
     never_called = {id(part) for layer in fused for part in layer.modules() if part is not layer}
     modules = [module for name, module in scorer.named_modules() if name and id(module) not in never_called]
+    head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
     if config.wrap == "none":
         found = []
     elif config.wrap == "size":
-        found = [module for module in modules if _is_large_leaf(module, config.min_num_params)]
+        chosen = _BySize(scorer, config.min_num_params, head).chosen
+        found = [module for module in modules if id(module) in chosen]
     elif config.wrap == "blocks":
         found = _find_blocks(modules, model)
     else:
         found = _find_classes(modules, [config.wrap] if isinstance(config.wrap, str) else config.wrap)
-    head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
     return [module for module in reversed(found) if head.isdisjoint(map(id, module.parameters()))]
 
 
@@ -64,23 +69,52 @@ def _find_classes(modules: Collection[nn.Module], names: Collection[str]) -> lis
     return [module for module in modules if type(module).__name__ in names]
 
 
-def _is_large_leaf(module: nn.Module, min_num_params: int) -> bool:
-    if isinstance(module, CONTAINERS):
-        return False
-    return _num_params(module) >= min_num_params > max(map(_num_params, _children(module)), default=0)
+def share_of_root(scorer: nn.Module, units: Iterable[nn.Module]) -> float:
+    """Return the share of all parameters that are in none of the units."""
+    sizes = {id(own): own.numel() for own in scorer.parameters()}
+    held = {id(own) for unit in units for own in unit.parameters()}
+    return sum(size for own, size in sizes.items() if own not in held) / max(sum(sizes.values()), 1)
 
 
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children that can be units; a list, which is never called itself, is replaced by its items."""
-    for child in () if isinstance(module, FusedLora) else module.children():
-        if isinstance(child, CONTAINERS):
-            yield from _children(child)
-        else:
-            yield child
+class _BySize:
+    """The choice of units of at least ``min_num_params`` parameters that are in no unit inside them.
 
+    Layers of a list that are smaller are a unit each if the list as a whole is large enough, since neither the list nor
+    what is around it, which often has the head's tied weight, can be one.
+    """
 
-def _num_params(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    def __init__(self, model: nn.Module, min_num_params: int, never: AbstractSet[int]) -> None:
+        """Choose units in ``model``; ``never`` has the ids of parameters that no unit may hold."""
+        self._least, self._never = min_num_params, never
+        self._counted: set[int] = set()
+        self.chosen: set[int] = set()
+        """Ids of the units."""
+        for child in model.children():
+            self._visit(child)
+
+    def _visit(self, module: nn.Module) -> int:
+        """Choose the units of a module, and return the number of parameters that are left."""
+        is_leaf = isinstance(module, FusedLora)
+        left = self._count(module.parameters(recurse=is_leaf))
+        left += sum(self._visit(child) for child in (() if is_leaf else module.children()))
+        if left < self._least:
+            return left
+        if not isinstance(module, CONTAINERS):
+            return 0 if self._choose(module) else left
+        items = list(module.values() if isinstance(module, nn.ModuleDict) else module)
+        chosen = [self._choose(item) for item in items]
+        return 0 if all(chosen) else left
+
+    def _choose(self, module: nn.Module) -> bool:
+        if not self._never.isdisjoint(map(id, module.parameters())):
+            return False
+        self.chosen.add(id(module))
+        return True
+
+    def _count(self, parameters: Iterable[nn.Parameter]) -> int:
+        new = {id(own): own.numel() for own in parameters if id(own) not in self._counted}
+        self._counted |= new.keys()
+        return sum(new.values())
 
 
 class Fsdp2(RankGroup):
@@ -106,7 +140,13 @@ class Fsdp2(RankGroup):
             param_dtype=scorer.compute_dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
         )
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_cpu else OffloadPolicy()
-        for unit in find_fsdp_units(scorer, scorer.causal_model, self._config):
+        units = find_fsdp_units(scorer, scorer.causal_model, self._config)
+        logger.info(
+            "FSDP2: %d units; %.1f%% of the parameters are in none and stay gathered up to the backward pass",
+            len(units),
+            100 * share_of_root(scorer, units),
+        )
+        for unit in units:
             fully_shard(
                 unit,
                 mesh=self._mesh,

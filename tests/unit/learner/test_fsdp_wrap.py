@@ -13,7 +13,7 @@ from rlpipe.configs.schema.learner_config import FsdpConfig, LearnerConfig
 from rlpipe.errors import ModelError
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.policy import load_policy, load_scorer
-from rlpipe.learner.strategies.fsdp2 import find_fsdp_units
+from rlpipe.learner.strategies.fsdp2 import find_fsdp_units, share_of_root
 from rlpipe.models.tiny import make_tiny_policy
 
 
@@ -36,13 +36,39 @@ def test_without_wrapping_the_scorer_is_the_only_unit(scorer: TokenScorer) -> No
     assert names(scorer, wrap="none") == []
 
 
-def test_by_size_the_innermost_large_ones_are_taken_but_never_the_head(scorer: TokenScorer) -> None:
+def left_in(scorer: TokenScorer, found: list[str]) -> dict[str, int]:
+    """Return the number of parameters of each unit that are in no unit inside it."""
+    modules = dict(scorer.named_modules())
+    sizes = {name: sum(p.numel() for p in modules[name].parameters()) for name in found}
+    inside = {name: [other for other in found if other.startswith(f"{name}.")] for name in found}
+    outermost = {
+        name: [one for one in others if not any(one.startswith(f"{other}.") for other in others)]
+        for name, others in inside.items()
+    }
+    return {name: sizes[name] - sum(sizes[one] for one in outermost[name]) for name in found}
+
+
+def test_by_size_large_ones_and_large_rests_are_taken_but_never_the_head(scorer: TokenScorer) -> None:
     large = 64 * 96
     found = names(scorer, wrap="size", min_num_params=large)
     assert "model.model.layers.0.mlp.gate_proj" in found
-    assert not any(name.endswith(("mlp", "layers.0", "lm_head", "embed_tokens")) for name in found)
-    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in scorer.named_modules()}
-    assert all(sizes[name] >= large for name in found)
+    assert "model.model.layers.0.self_attn" in found  # each of its matrices is smaller
+    assert not any(name.endswith(("mlp", "lm_head", "embed_tokens")) for name in found)
+    rests = left_in(scorer, found)
+    assert all(rest >= large for name, rest in rests.items() if "layers.0." in name)
+
+
+def test_by_size_little_is_left_to_the_root(scorer: TokenScorer) -> None:
+    """Check layers that are smaller than a unit in a large list, and small layers around large modules."""
+    modules = dict(scorer.named_modules())
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    layer = sizes["model.model.layers.0"]
+    head = sizes["model.lm_head"]
+    for least in (layer + 1, sizes["model.model.layers.0.mlp"]):
+        found = names(scorer, wrap="size", min_num_params=least)
+        assert {"model.model.layers.0", "model.model.layers.1"} <= set(found)
+        share = share_of_root(scorer, [modules[name] for name in found])
+        assert share * sizes[""] <= head + 64  # and the last norm
 
 
 @pytest.mark.parametrize("options", [{"wrap": "size", "min_num_params": 64 * 96}, {"wrap": "Linear"}])
@@ -57,9 +83,8 @@ def test_a_layer_with_an_adapter_is_one_unit(tmp_path: Path, options: dict[str, 
 def test_a_list_of_layers_is_no_unit(scorer: TokenScorer) -> None:
     """Check that neither the list nor its parent, with embeddings that are tied to the head, is a unit."""
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in scorer.named_modules()}
-    between = sizes["model.model.layers.0"] + 1
-    assert sizes["model.model.layers"] >= between
-    assert names(scorer, wrap="size", min_num_params=between) == []
+    assert names(scorer, wrap="size", min_num_params=sizes["model.model.layers"] + 1) == []
+    assert "model.model.layers" not in names(scorer, wrap="size", min_num_params=sizes["model.model.layers"])
 
 
 def test_inner_modules_come_before_those_around_them(scorer: TokenScorer) -> None:
