@@ -145,7 +145,8 @@ class Turn(NamedTuple):
     @property
     def free(self) -> int:
         """First token that can start another turn."""
-        return self.stop if self.boundary.include_end and not self.boundary.shares_end else self.end
+        boundary = self.boundary
+        return self.stop if boundary.include_end and not boundary.shares_end else self.end
 
 
 def find_turns(token_ids: IntArray, boundaries: Iterable[RoleBoundary]) -> list[Turn]:
@@ -182,27 +183,28 @@ class _Markers:
             for start in (boundary.start, *boundary.other_starts):
                 alike = by_start.setdefault(start, [])
                 by_start[start] = [other for other in alike if other.role == boundary.role] + [boundary]
-        self.starts: dict[int, tuple[int, list[RoleBoundary]]] = {}
-        """Length of the start marker at each place, and the boundaries that it belongs to."""
+        self.starts: dict[int, tuple[int, list[RoleBoundary], bool]] = {}
+        """Length of the start marker at each place, the boundaries that it belongs to, and whether one interrupts."""
         for start in sorted(by_start, key=len):  # longer ones take the place of shorter ones
-            self.starts.update(dict.fromkeys(_places_of(start, token_ids), (len(start), by_start[start])))
+            alike = by_start[start]
+            found = len(start), alike, any(boundary.interrupts for boundary in alike)
+            self.starts.update(dict.fromkeys(_places_of(start, token_ids), found))
         self.interruptions: list[int] = []
         if any(boundary.interrupts for boundary in boundaries):
-            self.interruptions = sorted(place for place in self.starts if self._interrupts(place))
+            self.interruptions = sorted(place for place, (_, _, interrupts) in self.starts.items() if interrupts)
         markers = {boundary.end for boundary in boundaries if boundary.end is not None}
         self._ends = {marker: _places_of(marker, token_ids) for marker in markers}
         self._length = len(token_ids)
 
     def turn(self, place: int) -> Turn:
         """Return the turn whose start marker is at a place."""
-        length, boundaries = self.starts[place]
-        return min(
-            (self._turn(boundary, place, place + length) for boundary in boundaries),
-            key=lambda turn: (turn.end, -turn.stop),
-        )
-
-    def _interrupts(self, place: int) -> bool:
-        return any(boundary.interrupts for boundary in self.starts[place][1])
+        length, boundaries, _ = self.starts[place]
+        turn = self._turn(boundaries[0], place, place + length)
+        for boundary in boundaries[1:]:
+            other = self._turn(boundary, place, place + length)
+            if (other.end, -other.stop) < (turn.end, -turn.stop):
+                turn = other
+        return turn
 
     def parts(self, turn: Turn) -> list[Turn]:
         """Return the turns that interrupt a turn, and its own parts before, between and after them, in order."""
@@ -215,7 +217,7 @@ class _Markers:
             if inner.end > latest:
                 return [*found, inner._replace(end=latest, stop=latest)]
             found.append(inner)
-            if inner.free == self._length or (inner.free in self.starts and not self._interrupts(inner.free)):
+            if inner.free == self._length or (inner.free in self.starts and not self.starts[inner.free][2]):
                 return found
             part = self._rest(part, inner.free)
         return [*found, part]
