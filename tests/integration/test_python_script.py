@@ -60,7 +60,8 @@ RLPIPE_IMPORTS = "import rlpipe"
 RLPIPE_CALL = """
     options = {
         "output": output, "algorithm.num_steps": 2, "algorithm.group_size": 4, "algorithm.groups_per_step": 2,
-        "rollout.sampling.max_tokens": 8, "rollout.engine": "hf", "model.dtype": "float32",
+        "rollout.sampling.max_tokens": 8, "data.max_prompt_tokens": 256, "rollout.engine": "hf",
+        "model.dtype": "float32",
     }
     summary = rlpipe.train(options, [correct, digits], model=policy, dataset=dataset)
     assert summary["steps"] == 2
