@@ -118,7 +118,10 @@ def test_replicas_do_not_outlive_a_driver_that_is_killed(
         f"cluster.address={os.environ.get('RAY_ADDRESS') or address_of_local_ray()}",
     )
     driver = subprocess.Popen(
-        [sys.executable, "-m", "rlpipe", "train", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "rlpipe", "train", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"RAY_AUTH_MODE": "token"},  # as the cluster of this process has
     )
     try:
         wait_for(lambda: processes(folder), "a replica")
