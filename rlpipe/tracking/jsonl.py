@@ -75,10 +75,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            row = _parse(line)
-            if row is not None:
-                yield row
+        yield from _rows_from(file, 0)
 
 
 def rows_of_step(path: Path, step: int) -> list[dict[str, Any]]:
@@ -89,23 +86,22 @@ def rows_of_step(path: Path, step: int) -> list[dict[str, Any]]:
         first, last = 0, path.stat().st_size
         while first < last:  # the first line of the step, if there is one, begins between the two
             middle = (first + last) // 2
-            row = _next_row(file, middle)
+            row = next(_rows_from(file, middle), None)
             if row is None or row["step"] >= step:
                 last = middle
             else:
                 first = middle + 1
-        file.seek(max(first - 1, 0))
-        file.readline() if first else None
-        rows = (row for line in file if (row := _parse(line)) is not None)
-        return list(takewhile(lambda row: row["step"] == step, rows))
+        return list(takewhile(lambda row: row["step"] == step, _rows_from(file, first)))
 
 
-def _next_row(file: BinaryIO, place: int) -> dict[str, Any] | None:
-    """Return the object of the first whole line that begins at a place or behind it, or None if there is none."""
+def _rows_from(file: BinaryIO, place: int) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the whole lines that begin at a place or behind it."""
     file.seek(max(place - 1, 0))
     if place:
         file.readline()
-    return next((row for line in file if (row := _parse(line)) is not None), None)
+    for line in file:
+        if (row := _parse(line)) is not None:
+            yield row
 
 
 def num_steps_logged(path: Path, num_steps: int) -> int:

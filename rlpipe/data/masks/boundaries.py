@@ -59,7 +59,7 @@ class LossMask:
 
     def mark_turns(self, token_ids: IntArray, turns: Sequence[Turn]) -> BoolArray:
         """Return the loss mask of one sequence whose turns are already known."""
-        mask = np.ones(len(token_ids), np.bool_) if self.counts_all else _fill(self._spans(turns), len(token_ids))
+        mask = np.ones(len(token_ids), np.bool_) if self.counts_all else fill(self._spans(turns), len(token_ids))
         mask &= ~np.isin(token_ids, self.media_ids)
         mask &= ~self._padding(token_ids, turns)
         return mask
@@ -92,10 +92,10 @@ class LossMask:
         if self.pad_id == self.end_id:
             is_padding[1:] &= is_padding[:-1].copy()
         markers = [span for turn in turns for span in ((turn.marker, turn.start), (turn.end, turn.stop))]
-        return is_padding & ~_fill(markers, len(token_ids))
+        return is_padding & ~fill(markers, len(token_ids))
 
 
-def _fill(spans: Sequence[tuple[int, int]], length: int) -> BoolArray:
+def fill(spans: Sequence[tuple[int, int]], length: int) -> BoolArray:
     """Return a mask ``[T]`` that is True within the spans."""
     steps = np.zeros(length + 1, np.int32)
     if spans:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.data.masks.boundaries import LossMask, Turn, find_turns
+from rlpipe.data.masks.boundaries import LossMask, Turn, fill, find_turns
 from rlpipe.data.masks.derivation import ASSISTANT
 from rlpipe.data.masks.origins import find_origins, tokens_with
 from rlpipe.data.masks.row_check import RowCheck
@@ -132,11 +132,7 @@ class ConversationMask:
             (start + _num_alike(self._prompted, text[start:stop]) * text.startswith(header, start, stop), stop)
             for start, stop in blocks
         ]
-        characters = np.zeros(len(text) + 1, np.int32)
-        for start, stop in written:
-            characters[start] += 1
-            characters[stop] -= 1
-        mask = tokens_with(np.cumsum(characters[:-1]) > 0, encoded.offsets)
+        mask = tokens_with(fill(written, len(text)), encoded.offsets)
         end_id = self._template.tokenizer.eos_token_id
         if end_id is not None:
             mask[1:] |= mask[:-1] & (encoded.token_ids[1:] == end_id)
