@@ -202,11 +202,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def check_masks(config: Config) -> Iterator[str]:
     trains_rows = config.algorithm.kind != "rl"
-    shared = [*_check_masks(config.data, trains_rows)]
+    shared = [*_check_masks(config.data, trains_rows, DataConfig(source=config.data.source))]
     yield from shared
     if config.data.source == "mix" and not shared:
         for source in mixed_sources(config.data):
-            for problem in _check_masks(source.data, trains_rows):
+            for problem in _check_masks(source.data, trains_rows, config.data):
                 yield problem.replace("data.", f"data.sources.{source.name}.")
 
 
@@ -224,8 +224,8 @@ def _check_long_texts(data: DataConfig) -> Iterator[str]:
         yield "data.long_texts: chunks are counted at the start, so they need data.streaming=false"
 
 
-def _check_effect(data: DataConfig, trains_rows: bool) -> Iterator[str]:
-    """Yield the options of the loss mask that would be ignored."""
+def _check_effect(data: DataConfig, trains_rows: bool, inherited: DataConfig) -> Iterator[str]:
+    """Yield the options of the loss mask that would be ignored, but not inherited ones, which others may need."""
     if not trains_rows:
         names, reason = MASK_OPTIONS, "algorithm.kind=rl trains the completions, not the rows"
     elif data.text_column is not None:
@@ -234,19 +234,18 @@ def _check_effect(data: DataConfig, trains_rows: bool) -> Iterator[str]:
         names, reason = MASK_OPTIONS[2:], "data.loss_mask=all or data.train_on_inputs=true trains all tokens"
     else:
         return
-    default = DataConfig(source=data.source)
     for name in names:
-        if getattr(data, name) != getattr(default, name):
+        if getattr(data, name) != getattr(inherited, name):
             yield f"data.{name} has no effect: {reason}; remove it"
 
 
-def _check_masks(data: DataConfig, trains_rows: bool) -> Iterator[str]:
+def _check_masks(data: DataConfig, trains_rows: bool, inherited: DataConfig) -> Iterator[str]:
     try:
         markers = read_role_boundaries(data.role_boundaries or ())
     except ConfigError as error:
         yield str(error)
         return
-    yield from _check_effect(data, trains_rows)
+    yield from _check_effect(data, trains_rows, inherited)
     yield from _check_long_texts(data)
     if not trains_rows or _counts_all(data):
         return

@@ -346,3 +346,19 @@ def test_options_of_masks_are_refused_where_all_tokens_are_trained(option: str, 
     name = option.partition("=")[0]
     with pytest.raises(ConfigError, match=f"{name} has no effect: {reason}"):
         load_config(["algorithm=sft", "model.path=m", "data.source=jsonl", "data.path=x", whole, option])
+
+
+MIX = [
+    "algorithm=sft",
+    "model.path=m",
+    "data.source=mix",
+    "data.roles_to_train=[user]",
+    "data.sources.chats={source: jsonl, path: x}",
+]
+
+
+def test_options_of_a_mix_are_for_the_sources_that_need_them() -> None:
+    load_config([*MIX, "data.sources.texts={source: jsonl, path: y, text_column: text}"], need_files=False)
+    own = "data.sources.texts={source: jsonl, path: y, text_column: text, train_on_eos: none}"
+    with pytest.raises(ConfigError, match=r"data.sources.texts.train_on_eos has no effect: all tokens of"):
+        load_config([*MIX, own], need_files=False)
