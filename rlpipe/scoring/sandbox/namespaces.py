@@ -26,8 +26,11 @@ SCRATCH_MB, SHARED_MEMORY_MB, MAX_FILES = 512, 256, 65536
 PID_MAX = "/proc/sys/kernel/pid_max"
 PID_MAX_SINCE = (6, 14)
 """Linux version since which each process namespace has a ``pid_max`` of its own."""
-MAX_TASKS = 556
-"""Processes and threads of a call, by ``pid_max``; only ids above 300 are given again, so 256 later."""
+LAST_PID = "/proc/sys/kernel/ns_last_pid"
+NUM_RESERVED = 300
+"""Ids of a process namespace that are not given again."""
+MAX_TASKS = NUM_RESERVED + 256
+"""Most processes and threads of a call, by ``pid_max``; 256 once the reserved ids are skipped or used."""
 MAX_USER_TASKS = 256
 """The same, by RLIMIT_NPROC, which does not bind root."""
 
@@ -163,6 +166,8 @@ def _limit_tasks() -> None:
         raise OSError("pid_max is that of the whole machine")
     with open(PID_MAX, "w") as file:
         file.write(str(MAX_TASKS))
+    with suppress(OSError), open(LAST_PID, "w") as file:
+        file.write(str(NUM_RESERVED))
 
 
 def _reap_until(call: int, write_status: int) -> NoReturn:

@@ -7,6 +7,7 @@ import logging
 import pickle
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import run_module
+from rlpipe.scoring.sandbox.confinement import remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()  # nothing outlives SIGKILL
+        remove_folder(self._folder)  # a server that was killed has left it
 
     @contextmanager
     def _killed_after(self, limit_s: float) -> Iterator[None]:
@@ -110,11 +113,12 @@ class Sandbox:
             alarm.cancel()
 
     def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="rlpipe-sandbox-")
         ours, theirs = socket.socketpair()
         with theirs:
             self._server = run_module(
                 "rlpipe.scoring.sandbox.sandbox_server",
-                [str(theirs.fileno())],
+                [str(theirs.fileno()), self._folder],
                 pass_fds=[theirs.fileno()],
                 environment=ONE_THREAD,
             )

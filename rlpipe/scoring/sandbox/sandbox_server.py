@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from rlpipe.scoring.processes import (
     list_processes,
 )
 from rlpipe.scoring.rewards import load_reward
-from rlpipe.scoring.sandbox.confinement import describe_confinement, find_obstacle
+from rlpipe.scoring.sandbox.confinement import describe_confinement, find_obstacle, remove_folder
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox_child import Limits, leave_server, lock_in, run_child
 from rlpipe.scoring.sandbox.seccomp import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, call_prctl
@@ -43,15 +42,14 @@ MAX_PROCESSES = 128
 CHECK_S = 0.1
 """Seconds between two checks of a call's processes and their memory."""
 IDLE_S = 1.0
-REMOVAL_TIMEOUT_S = 30.0
 GONE = "the scoring process is gone"
 
 
 class SandboxServer:
     """Server of one scoring process, one call at a time, until the connection closes."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._parent = connection, os.getppid()
+    def __init__(self, connection: Connection, folder: str) -> None:
+        self._connection, self._parent, self._folder = connection, os.getppid(), folder
         rewards: Mapping[str, RewardConfig] = pickle.loads(connection.recv_bytes())
         # The server adopts the orphans of its children, and no other process may inspect it.
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -71,6 +69,7 @@ class SandboxServer:
     def serve(self) -> None:
         gc.collect()
         gc.freeze()
+        raise_priority()
         while True:
             while not self._connection.poll(IDLE_S):
                 self._check_parent()
@@ -84,7 +83,7 @@ class SandboxServer:
         if timeout_s is not None:
             limits = replace(limits, timeout_s=min(timeout_s, limits.timeout_s))
         read_end, write_end = os.pipe()
-        scratch = tempfile.mkdtemp(prefix="rlpipe-sandbox-")
+        scratch = tempfile.mkdtemp(dir=self._folder)
         pid = os.fork()
         if pid == 0:
             server_fds = [read_end, self._wake, self._wake_end, self._connection.fileno()]
@@ -139,6 +138,12 @@ class SandboxServer:
                     checked = time.monotonic()
 
 
+def raise_priority() -> None:
+    """Run before ordinary processes, where that is allowed: hundreds of a call's would leave no time to end them."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+
+
 def read_more(fd: int, answer: bytearray) -> bool:
     """Append what can be read, up to somewhat more than the longest answer; return False at the end of the file."""
     with suppress(BlockingIOError):
@@ -169,16 +174,6 @@ def end_children(first: int) -> None:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 end_processes(lambda: descendants([os.getpid()], list_processes()))
                 os.waitpid(-1, 0)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a call's folder, whatever the call has made of its content."""
-    try:
-        os.rmdir(folder)
-    except OSError:  # it is not empty where the call had no file system of its own
-        for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
-            with suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(command, timeout=REMOVAL_TIMEOUT_S, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def describe_end(status: int, limits: Limits) -> str | None:
@@ -246,20 +241,22 @@ def try_confinement() -> str | None:
 
 def main() -> None:
     lift_memory_limit()  # inherited from the scoring process
-    connection = Connection(int(sys.argv[1]))
+    connection, folder = Connection(int(sys.argv[1])), sys.argv[2]
     try:
         if (obstacle := try_confinement()) is not None:
             connection.send_bytes(json.dumps({"obstacle": obstacle}).encode())
             return
-        server = SandboxServer(connection)
+        server = SandboxServer(connection, folder)
         num_threads = len(list(Path("/proc/self/task").iterdir()))
-        found = {"pid": os.getpid(), "num_threads": num_threads, "confinement": describe_confinement()}
+        found = {"num_threads": num_threads, "confinement": describe_confinement()}
         connection.send_bytes(json.dumps(found).encode())
         server.serve()
     except InputError as error:
         connection.send_bytes(json.dumps({"wrong": str(error)}).encode())
     except (EOFError, ConnectionError):
         pass  # the scoring process has ended
+    finally:
+        remove_folder(folder)
 
 
 if __name__ == "__main__":

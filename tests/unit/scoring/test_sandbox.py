@@ -18,10 +18,9 @@ import pytest
 from rlpipe.configs.schema.rollout_config import RewardConfig
 from rlpipe.errors import ConfigError, RewardImportError
 from rlpipe.scoring.processes import descendants, list_processes, marked
-from rlpipe.scoring.sandbox.confinement import landlock_version
+from rlpipe.scoring.sandbox.confinement import landlock_version, remove_folder
 from rlpipe.scoring.sandbox.namespaces import usable_namespaces
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed, read_answer
-from rlpipe.scoring.sandbox.sandbox_server import remove_folder
 from rlpipe.scoring.sandbox.seccomp import unsupported
 
 pytestmark = pytest.mark.skipif(unsupported() is not None, reason="this machine has no filter of system calls")
@@ -183,7 +182,8 @@ def test_temporary_files_are_bounded_together(sandbox: Sandbox) -> None:
 def test_nothing_of_a_call_is_left_to_the_next(sandbox: Sandbox, scratch: Path) -> None:
     assert values(sandbox, "leave_files") == [1.0, 1.0]
     assert values(sandbox, "leave_files") == [1.0, 1.0]
-    assert not list(scratch.iterdir())
+    (folder,) = scratch.iterdir()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.skipif(not usable_namespaces().flags, reason="this machine allows no namespaces")
@@ -289,11 +289,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def test_a_frozen_server_is_replaced_and_costs_one_call(impatient: Sandbox) -> None:
-    frozen = impatient._server
+    frozen, folder = impatient._server, impatient._folder
     os.kill(frozen.pid, signal.SIGSTOP)
     with pytest.raises(SandboxFailed, match="another takes its place"):
         values(impatient, "well")
     assert frozen.poll() == -signal.SIGKILL
+    assert not Path(folder).exists()
     assert values(impatient, "well") == [1.0, 1.0]
     impatient.close()
 
