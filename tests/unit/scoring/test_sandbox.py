@@ -36,15 +36,8 @@ MARK = "RLPIPE_TEST_OF_SANDBOX"
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder in which the module's sandbox makes the folders of its calls."""
-    return tmp_path_factory.mktemp("scratch")
-
-
-@pytest.fixture(scope="module")
-def sandbox(scratch: Path) -> Iterator[Sandbox]:
-    outer = {name: os.environ.get(name) for name in (MARK, "TMPDIR")}
-    os.environ |= {MARK: str(os.getpid()), "TMPDIR": str(scratch)}  # of all processes that it starts
+def sandbox() -> Iterator[Sandbox]:
+    os.environ[MARK] = str(os.getpid())  # of all processes that it starts
     shared = Sandbox(
         {
             "behave": RewardConfig(path=f"{CASES}:behave", isolation="sandbox", timeout_s=20, memory_gb=0.5),
@@ -52,11 +45,7 @@ def sandbox(scratch: Path) -> Iterator[Sandbox]:
             "waits": RewardConfig(path=f"{CASES}:waits", isolation="sandbox", timeout_s=20),
         }
     )
-    for name, value in outer.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    del os.environ[MARK]
     yield shared
     shared.close()
 
@@ -179,11 +168,10 @@ def test_temporary_files_are_bounded_together(sandbox: Sandbox) -> None:
 
 
 @MOUNTS
-def test_nothing_of_a_call_is_left_to_the_next(sandbox: Sandbox, scratch: Path) -> None:
+def test_nothing_of_a_call_is_left_to_the_next(sandbox: Sandbox) -> None:
     assert values(sandbox, "leave_files") == [1.0, 1.0]
     assert values(sandbox, "leave_files") == [1.0, 1.0]
-    (folder,) = scratch.iterdir()
-    assert not list(folder.iterdir())
+    assert not list(Path(sandbox._folder).iterdir())
 
 
 @pytest.mark.skipif(not usable_namespaces().flags, reason="this machine allows no namespaces")
