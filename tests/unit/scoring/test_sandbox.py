@@ -149,8 +149,11 @@ def test_a_call_writes_to_its_temporary_folder_only(sandbox: Sandbox, tmp_path: 
 
 
 def test_a_call_reads_nothing_of_other_processes(sandbox: Sandbox) -> None:
-    with subprocess.Popen(["sleep", "60"], env={"SECRET": "of another process"}) as other:
+    command, environment = ["sh", "-c", "echo; exec sleep 60"], {"SECRET": "of another process"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as other:
         try:
+            assert other.stdout is not None
+            other.stdout.readline()  # its environment can be read
             assert b"of another process" in Path(f"/proc/{other.pid}/environ").read_bytes()
             assert values(sandbox, "find_in_environments", "of another process") == [0.0, 0.0]
         finally:
