@@ -149,8 +149,8 @@ def test_a_call_writes_to_its_temporary_folder_only(sandbox: Sandbox, tmp_path: 
 
 
 def test_a_call_reads_nothing_of_other_processes(sandbox: Sandbox) -> None:
-    command, environment = ["sh", "-c", "echo; exec sleep 60"], {"SECRET": "of another process"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as other:
+    command, environment = ["sh", "-c", "echo; read line"], {"SECRET": "of another process"}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout is not None
             other.stdout.readline()  # its environment can be read
