@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from rlpipe.algorithms.losses import LossInputs, LossOutput, policy_loss, sft_loss
 from rlpipe.algorithms.metrics import MetricSums
-from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, ReferenceConfig
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import empty_micro_batch, split_padded, with_blank
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.learner.policy import Policy, load_scorer
+from rlpipe.learner.policy import Policy, load_copy
 from rlpipe.learner.row_plan import AttentionLayout, Row
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.workload import needs_reference
@@ -123,14 +123,14 @@ class FrozenCopy:
     """A copy of the whole model, fixed or updated by an exponential average (as TRL's sync_ref_model).
 
     Every ``sync_steps`` steps, reference = mixup · policy + (1 - mixup) · reference. The copy is loaded from
-    ``model.path`` and sharded over the ranks as the policy is.
+    ``model.path`` and sharded over the ranks as the policy is. A fixed copy has the dtype of ``model.dtype``, one that
+    moves float32, as the trained weights. Without a KL penalty it ends at the deepest hidden states that are read.
     """
 
-    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
+    def __init__(self, policy: Policy, algorithm: AlgorithmConfig) -> None:
         self._policy = policy
-        self._config = config
-        self.scorer = load_scorer(policy.config, "cpu" if policy.sharding.loads_on_cpu else policy.device)
-        self.scorer.requires_grad_(False).eval()
+        self._config = algorithm.reference
+        self.scorer = load_copy(policy.config, algorithm, "cpu" if policy.sharding.loads_on_cpu else policy.device)
         policy.sharding.shard(self.scorer, trained=False)
 
     @torch.no_grad()
@@ -151,7 +151,8 @@ class FrozenCopy:
             return
         own = dict(self.scorer.model.named_parameters())
         for name, parameter in self._policy.model.named_parameters():
-            self._policy.sharding.move(own[name], parameter, self._config.mixup)
+            if name in own:
+                self._policy.sharding.move(own[name], parameter, self._config.mixup)
 
     def moving(self) -> dict[str, nn.Parameter]:
         """Return nothing if the copy is fixed, because ``model.path`` holds it then."""
@@ -163,7 +164,7 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
     if not needs_reference(algorithm):
         return None
     if not isinstance(policy.model, PeftModel):
-        copy = FrozenCopy(policy, algorithm.reference)
+        copy = FrozenCopy(policy, algorithm)
         if algorithm.kind == "ebft_strided":
             copy.scorer.take_masks(policy.config.attention)
         return copy

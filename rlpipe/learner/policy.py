@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +19,12 @@ import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlpipe.algorithms.features import layer_indices
 from rlpipe.common.hub import hub_has
 from rlpipe.common.imports import reading_files
+from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, reentrant_checkpointing
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serves_adapter
 from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
@@ -29,14 +32,22 @@ from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner import row_plan
 from rlpipe.learner.adapter_layers import fuse_lora, normalize_weight_scales
 from rlpipe.learner.adapter_patches import LiveMerge
-from rlpipe.learner.forward import TokenScorer, check_adapter
+from rlpipe.learner.forward import TokenScorer, check_adapter, drop_unread
 from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.learner.strategies.single import SingleRank
 from rlpipe.learner.workload import Workload
 from rlpipe.models.adapter import put_tensors, read_adapter
 from rlpipe.models.gguf import model_folder
-from rlpipe.models.loading import COMPLETE, describe_model, has_vision, hollow_model, open_model, with_dtype
+from rlpipe.models.loading import (
+    COMPLETE,
+    describe_model,
+    has_vision,
+    hollow_model,
+    open_model,
+    outline_model,
+    with_dtype,
+)
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
 from rlpipe.types import Images, MicroBatch, WeightsKind
 
@@ -147,7 +158,7 @@ def load_policy(
     ``workload``. Raises ``ModelError``, in one line, if the model or adapter can't be found, loaded or trained.
     """
     model = with_dtype(model, device)
-    sharding = make_sharding(learner, device, trains_all=model.adapter.kind == "none", workload=workload)
+    sharding = make_sharding(learner, device, model, workload or Workload())
     scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
     if model.gradient_checkpointing:
         _enable_checkpointing(scorer.causal_model, reentrant=reentrant_checkpointing(model, learner))
@@ -162,28 +173,54 @@ def load_policy(
 
 def outline_policy(model: ModelConfig) -> Policy:
     """Make a policy on the CPU to read a checkpoint's adapter into; its base is hollow and can't be run."""
-    source = find_source(model.path, "model.path", revision=model.revision)
     model = with_dtype(model, torch.device("cpu"))
     with reading_files(f"model.path={model.path} can't be loaded", COMPLETE, error=ModelError):
-        base = hollow_model(
-            describe_model(source, model), images=model.images, trust_remote_code=model.trust_remote_code
-        )
+        base = hollow_model(describe_policy(model), images=model.images, trust_remote_code=model.trust_remote_code)
     scorer = TokenScorer(base, compute_dtype=getattr(torch, model.dtype), layout=AttentionLayout.SHARED)
     scorer.model = _add_adapter(base, model.adapter, seed=0)
     return Policy(scorer, model, torch.device("cpu"))
 
 
-def make_sharding(
-    learner: LearnerConfig, device: torch.device, *, trains_all: bool, workload: Workload | None = None
-) -> Sharding:
+def describe_policy(model: ModelConfig) -> PreTrainedConfig:
+    """Return transformers' config of ``model.path``; raise ``ModelError`` if it can't be found or read."""
+    return describe_model(find_source(model.path, "model.path", revision=model.revision), model)
+
+
+def load_copy(model: ModelConfig, algorithm: AlgorithmConfig, device: torch.device | str) -> TokenScorer:
+    """Load a copy of the initial model for a reference: what the algorithm reads of it, without gradients."""
+    scorer = load_scorer(model, device, frozen=not algorithm.reference.sync_steps)
+    return _as_copy(scorer, algorithm)
+
+
+def outline_copy(described: PreTrainedConfig, model: ModelConfig, algorithm: AlgorithmConfig) -> TokenScorer:
+    """Make what ``load_copy`` loads, without its weights; ``described`` is transformers' config of the model."""
+    causal = outline_model(deepcopy(described), images=model.images, trust_remote_code=model.trust_remote_code)
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    cast(nn.Module, causal).to(torch.float32 if algorithm.reference.sync_steps else dtype)
+    return _as_copy(TokenScorer(causal, compute_dtype=dtype, layout=AttentionLayout.SHARED), algorithm)
+
+
+def _as_copy(scorer: TokenScorer, algorithm: AlgorithmConfig) -> TokenScorer:
+    if not algorithm.loss.beta:  # only hidden states are read
+        drop_unread(scorer, max(layer_indices(algorithm.ebft.features.layers, scorer.num_layers)))
+    scorer.requires_grad_(False).eval()
+    return scorer
+
+
+def make_sharding(learner: LearnerConfig, device: torch.device, model: ModelConfig, workload: Workload) -> Sharding:
     if learner.offload == "chunked":
         from rlpipe.learner.strategies.chunked import Chunked
 
-        return Chunked(learner, device, workload or Workload())
+        copy = None
+        if workload.copied_for is not None:
+            copy = outline_copy(describe_policy(model), model, workload.copied_for)
+        return Chunked(learner, device, workload, copy)
     if learner.strategy == "fsdp2":
         from rlpipe.learner.strategies.fsdp2 import Fsdp2
 
-        return Fsdp2(learner.fsdp, device, on_cpu=learner.offload == "policy", reduce_every_backward=trains_all)
+        return Fsdp2(
+            learner.fsdp, device, on_cpu=learner.offload == "policy", reduce_every_backward=model.adapter.kind == "none"
+        )
     if learner.strategy == "zero3":
         from rlpipe.learner.strategies.zero3 import Zero3
 

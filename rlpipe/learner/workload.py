@@ -31,8 +31,8 @@ class Workload:
     with_entropy: bool = False
     trains_entropy: bool = False
     """True if the loss depends on the entropy."""
-    has_copy: bool = False
-    """True if there is a copy of the whole model beside the policy."""
+    copied_for: AlgorithmConfig | None = None
+    """The algorithm that reads a frozen copy of the model beside the policy; None if there is no copy."""
 
     def loss_of(self, scorer: TokenScorer, row: Row, chunk_tokens: int) -> Tensor:
         """Compute a loss of the same cost as the run's, with the logits of ``chunk_tokens`` tokens at a time."""
@@ -49,7 +49,7 @@ def read_workload(config: Config) -> Workload:
         temperature=config.rollout.sampling.temperature if is_rl else 1.0,
         with_entropy=is_rl,
         trains_entropy=is_rl and bool(algorithm.loss.entropy_coef),
-        has_copy=needs_copy(config.model, algorithm),
+        copied_for=algorithm if needs_copy(config.model, algorithm) else None,
     )
 
 

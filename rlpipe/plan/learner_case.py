@@ -17,7 +17,8 @@ from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Device
-from rlpipe.learner.forward import find_layers
+from rlpipe.learner.forward import TokenScorer, find_layers
+from rlpipe.learner.policy import outline_copy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.chunked import chunk_sizes, longest_row
 from rlpipe.learner.workload import needs_copy, read_workload
@@ -200,10 +201,12 @@ class LearnerCase:
     def work(self) -> Work:
         return read_work(self.config, self.outline.scorer.layout)
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether ranks hold a frozen copy; not with an adapter, whose base model is the reference."""
-        return needs_copy(self.config.model, self.config.algorithm)
+    @cached_property
+    def copy(self) -> TokenScorer | None:
+        """Outline of a frozen copy; None with an adapter, whose base model is the reference."""
+        if not needs_copy(self.config.model, self.config.algorithm):
+            return None
+        return outline_copy(self.drafts.described, self.config.model, self.config.algorithm)
 
     @cached_property
     def longest(self) -> Trace:
@@ -217,9 +220,9 @@ class LearnerCase:
 
     @cached_property
     def reference(self) -> Capacity | None:
-        """Memory of a frozen copy, which is also in chunks; None if there is no copy."""
+        """Memory of the frozen copy, which is also in chunks; None if there is no copy."""
         sizes = chunk_sizes(self.config.learner.chunked)
-        return least_memory(self.outline.scorer, sizes=sizes) if self.has_reference else None
+        return None if self.copy is None else least_memory(self.copy, sizes=sizes)
 
     @cached_property
     def decision(self) -> tuple[Decision, Profile] | DoesNotFit | None:
@@ -255,7 +258,7 @@ class LearnerCase:
             return None
         if decision is None:
             profiles, shared = self.longest.profiles(), self.longest.shared_bytes
-            return plain_memory(self.outline, profiles, shared, self.config, has_reference=self.has_reference)
+            return plain_memory(self.outline, profiles, shared, self.config, self.copy)
         rates = rates_of(self.device, num_ranks=self.config.learner.num_ranks)
         return chunked_memory(self.chunks, decision[1], decision[0], rates, self.reference)
 

@@ -332,20 +332,26 @@ def moment_bytes(parameters: Sequence[nn.Parameter], config: OptimizerConfig) ->
 
 
 def plain_memory(
-    outline: Outline, stages: Sequence[StageProfile], shared_bytes: int, config: Config, *, has_reference: bool
+    outline: Outline, stages: Sequence[StageProfile], shared_bytes: int, config: Config, copy: TokenScorer | None
 ) -> LearnerMemory:
-    """Return the memory of a rank without chunked offload, for any strategy."""
+    """Return the memory of a rank without chunked offload, for any strategy; ``copy`` is that of the reference."""
     activations = activation_bytes(stages, shared_bytes, config)
     spread = {"single": _single, "fsdp2": _fsdp2, "zero3": _zero3}[config.learner.strategy]
-    memory = spread(outline, config, has_reference)
+    memory = spread(outline, config, copy)
     loading = 0 if outline.is_mapped else outline.stored_bytes()
+    if copy is not None and copy.causal_model.config.dtype is not copy.causal_model.dtype:
+        loading += weight_bytes(copy)
     return LearnerMemory(
         device=replace(memory.device, activations=activations),
-        host=replace(memory.host, loading=loading * (1 + has_reference)),
+        host=replace(memory.host, loading=loading),
     )
 
 
-def _single(outline: Outline, config: Config, has_reference: bool) -> LearnerMemory:
+def weight_bytes(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _single(outline: Outline, config: Config, copy: TokenScorer | None) -> LearnerMemory:
     weights, moments = outline.stored_bytes(), moment_bytes(outline.trained, config.learner.optimizer)
     is_paged = config.learner.optimizer.name == "paged_adamw_8bit"
     return LearnerMemory(
@@ -353,13 +359,13 @@ def _single(outline: Outline, config: Config, has_reference: bool) -> LearnerMem
             weights=weights,
             gradients=outline.num_trained * FLOAT32_BYTES,
             optimizer=0 if is_paged else moments,
-            reference=weights * has_reference,
+            reference=weight_bytes(copy),
         ),
         host=HostBytes(optimizer=moments * is_paged),
     )
 
 
-def _fsdp2(outline: Outline, config: Config, has_reference: bool) -> LearnerMemory:
+def _fsdp2(outline: Outline, config: Config, copy: TokenScorer | None) -> LearnerMemory:
     """Return the memory with FSDP2.
 
     Gradients of a whole model are reduced after each backward pass; those of an adapter once per update, and are
@@ -373,14 +379,15 @@ def _fsdp2(outline: Outline, config: Config, has_reference: bool) -> LearnerMemo
     moments = _part(moment_bytes(outline.trained, config.learner.optimizer), num_ranks)
     gathered = gathered_units(outline, config)
     on_the_way = gathered.gradient_bytes if config.model.adapter.kind == "none" else whole
-    reference = weights * has_reference
+    reference = _part(weight_bytes(copy), num_ranks)
+    root = 0 if copy is None else gathered_root(copy, config)
     return LearnerMemory(
         device=DeviceBytes(
             weights=0 if on_host else weights,
             gathered=gathered.num_bytes,
             gradients=on_the_way + (0 if on_host else gradients),
             optimizer=0 if on_host or is_paged else moments,
-            reference=(0 if on_host else reference) + gathered.root_bytes * has_reference,
+            reference=(0 if on_host else reference) + root,
         ),
         host=HostBytes(
             weights=weights * on_host,
@@ -391,7 +398,7 @@ def _fsdp2(outline: Outline, config: Config, has_reference: bool) -> LearnerMemo
     )
 
 
-def _zero3(outline: Outline, config: Config, has_reference: bool) -> LearnerMemory:
+def _zero3(outline: Outline, config: Config, copy: TokenScorer | None) -> LearnerMemory:
     """Return the memory with ZeRO-3; trained weights are in the compute dtype and, for the optimizer, in float32."""
     num_ranks, own = config.learner.num_ranks, config.learner.zero3
     dtype = torch.bfloat16 if outline.scorer.compute_dtype is torch.bfloat16 else torch.float32
@@ -400,7 +407,8 @@ def _zero3(outline: Outline, config: Config, has_reference: bool) -> LearnerMemo
     states = gradients + _part(moment_bytes(outline.trained, config.learner.optimizer), num_ranks)
     elements = outline.num_parameters
     buffers = min(elements, ZERO3_LIVE) + min(elements, ZERO3_BUCKETS)
-    reference = weights * has_reference
+    copied = 0 if copy is None else sum(parameter.numel() for parameter in copy.parameters())
+    reference = _part(dtype.itemsize * copied, num_ranks)
     return LearnerMemory(
         device=DeviceBytes(
             weights=0 if own.offload_parameters else weights,
@@ -429,6 +437,14 @@ class Gathered:
     """Most bytes that are gathered at one time."""
     gradient_bytes: int
     """Unsharded gradients of a whole model: of the output layer, and of the unit being reduced, also in float32."""
+
+
+def gathered_root(copy: TokenScorer, config: Config) -> int:
+    """Return the bytes of a copy's weights in no unit of FSDP2, which stay gathered in its forward pass."""
+    units = find_fsdp_units(copy, copy.causal_model, config.learner.fsdp)
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    outside = (parameter.numel() for parameter in copy.parameters() if id(parameter) not in inside)
+    return copy.compute_dtype.itemsize * sum(outside)
 
 
 def gathered_units(outline: Outline, config: Config) -> Gathered:

@@ -18,13 +18,14 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.dtypes import AUTO
+from rlpipe.learner.forward import drop_unread
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.planner.fake_trace import ForwardCost, trace_forward
 from rlpipe.offload.planner.profiler import roofline
 from rlpipe.plan.dtype_work import dtype_on, scorer_products
 from rlpipe.plan.learner_memory import Outline, nf4_bytes, outline_policy
 from rlpipe.plan.model_shape import describe_offline
-from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence, drop_unread
+from rlpipe.scoring.feature_scorer import FeatureReader, FeatureSequence
 from rlpipe.scoring.pools import FEATURE_PATH, MAX_GROUPS_PER_CALL, REWARD_MODELS, resolve_pools
 from rlpipe.scoring.reward_model import ClassifierReward
 

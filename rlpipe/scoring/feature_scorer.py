@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlpipe.algorithms.features import FeatureScores, feature_rewards, join_layers, layer_indices, pool, score_features
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.packing import padded_parts
-from rlpipe.learner.forward import TokenScorer, find_layers
+from rlpipe.learner.forward import drop_unread
 from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy, load_scorer
 from rlpipe.learner.row_plan import AttentionLayout, AttentionPlan, Row
@@ -64,15 +64,6 @@ def open_feature_network(
     )
     drop_unread(scorer, max(layer_indices(config.layers, scorer.num_layers)))
     return reader
-
-
-def drop_unread(scorer: TokenScorer, deepest: int) -> None:
-    """Free the lm_head and the layers after the one that gives the ``deepest`` hidden states."""
-    scorer.causal_model.set_output_embeddings(nn.Identity())
-    layers = find_layers(scorer.causal_model)
-    if deepest < len(layers):
-        del layers[max(deepest, 1) :]
-        scorer.causal_model.config.get_text_config().num_hidden_layers = len(layers)
 
 
 class FeatureReader:

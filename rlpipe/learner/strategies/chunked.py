@@ -141,11 +141,14 @@ class Chunked:
 
     loads_on_cpu = True
 
-    def __init__(self, learner: LearnerConfig, device: torch.device, workload: Workload) -> None:
+    def __init__(
+        self, learner: LearnerConfig, device: torch.device, workload: Workload, copy: TokenScorer | None = None
+    ) -> None:
+        """Prepare to spread models; ``copy`` is the outline of a frozen copy that will be spread after the policy."""
         self._group = RankGroup(device) if learner.strategy == "fsdp2" else SingleRank()
         self.rank, self.num_ranks = self._group.rank, self._group.num_ranks
         self.device = device
-        self._learner, self._config, self._workload = learner, learner.chunked, workload
+        self._learner, self._config, self._workload, self._copy = learner, learner.chunked, workload, copy
         self._offloaded: list[OffloadedModel] = []
         self.decision: Decision | None = None
         self.notes: list[str] = []
@@ -175,8 +178,8 @@ class Chunked:
     def _decide(self, scorer: TokenScorer, precision: Precision) -> Decision:
         hardware = None if is_given(fixed_knobs(self._config)) else own_device(self.device)
         free = capacity(self._config, self.device, replaced=scorer)
-        if self._workload.has_copy:  # the copy is sharded after the policy
-            free = free.less(least_memory(scorer, sizes=chunk_sizes(self._config)))
+        if self._copy is not None:
+            free = free.less(least_memory(self._copy, sizes=chunk_sizes(self._config)))
 
         def decide(least: Capacity) -> Decision:
             try:

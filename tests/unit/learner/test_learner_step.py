@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 from family_cases import make_family
-from learner_cases import assert_close, make_batches, make_learner, make_rollouts, parameters_of
+from learner_cases import assert_close, make_batches, make_learner, make_model_config, make_rollouts, parameters_of
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig, LossConfig, ReferenceConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig, ScheduleConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, LearnerFailed
+from rlpipe.learner.objectives import FrozenCopy
 from rlpipe.learner.row_plan import Row
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.single import SingleRank
@@ -88,6 +89,16 @@ def test_a_frozen_copy_moves_by_the_mixup(tiny: Path) -> None:
     now = parameters_of(learner)
     expected = {name: 0.75 * start[name] + 0.25 * now[name] for name in start}
     assert_close(learner.reference.moving(), expected, 1e-6)
+
+
+def test_a_fixed_copy_has_the_models_dtype_and_one_that_moves_that_of_the_weights(tiny: Path) -> None:
+    model = make_model_config(tiny, adapter="none", dtype="bfloat16")
+    for sync_steps, dtype in ((0, torch.bfloat16), (2, torch.float32)):
+        algorithm = AlgorithmConfig(loss=LossConfig(beta=0.1), reference=ReferenceConfig(sync_steps=sync_steps))
+        learner = make_learner(tiny, model=model, algorithm=algorithm)
+        assert isinstance(learner.reference, FrozenCopy)
+        assert {parameter.dtype for parameter in learner.reference.scorer.parameters()} == {dtype}
+        assert abs(learner.train_step(make_batches()[0])["kl"]) < 1e-4, "the policy is still the reference"
 
 
 def test_the_reference_of_a_lora_policy_cannot_be_asked_to_move(tiny: Path) -> None:

@@ -24,7 +24,7 @@ from rlpipe.configs.schema.algorithm_config import (
 )
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.learner.objectives import make_reference
+from rlpipe.learner.objectives import FrozenCopy, make_reference
 from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.strided_objective import Strided, StridedInputs
@@ -223,6 +223,23 @@ def test_the_adapter_off_and_a_frozen_copy_give_the_same_rewards(folder: Path) -
         values.append(objective.loss(mini_batch, inputs).metrics.values())
     names = [name for name in values[0] if name.startswith("ebft/")]
     assert [values[0][name] for name in names] == pytest.approx([values[1][name] for name in names], abs=1e-5)
+
+
+def test_a_copy_without_a_kl_penalty_ends_at_the_deepest_features(folder: Path) -> None:
+    policy, algorithm = make_policy(folder, "none"), make_algorithm()
+    algorithm.ebft.features.layers = [0.25, 0.5]
+    metrics = []
+    for beta, num_layers in ((0.0, 1), (1e-9, 2)):
+        algorithm.loss.beta = beta
+        objective = make_objective(policy, algorithm)
+        copy = objective._reference
+        assert isinstance(copy, FrozenCopy)
+        assert len(copy.scorer.causal_model.get_decoder().layers) == num_layers
+        mini_batch = make_mini_batch(17, 30)
+        objective.begin(0)
+        (inputs,) = objective.prepare(mini_batch)
+        metrics.append(objective.loss(mini_batch, inputs).metrics.values())
+    assert metrics[0] == pytest.approx({name: metrics[1][name] for name in metrics[0]}, abs=1e-6)
 
 
 def test_rows_without_blocks_are_kept_apart_as_ever(folder: Path) -> None:

@@ -67,8 +67,8 @@ def test_what_the_loss_asks_for_is_part_of_it() -> None:
     options = ("rollout.sampling.temperature=0.7", "algorithm.loss.entropy_coef=0.1", "algorithm.loss.beta=0.1")
     expected = {"num_micro_batches": 8, "temperature": 0.7, "with_entropy": True, "trains_entropy": True}
     assert read_workload(config_of(*options)) == Workload(**expected)
-    whole = read_workload(config_of(*options, "model.adapter.kind=none"))
-    assert whole == Workload(**expected, has_copy=True)
+    whole = config_of(*options, "model.adapter.kind=none")
+    assert read_workload(whole) == Workload(**expected, copied_for=whole.algorithm)
 
 
 def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
@@ -81,8 +81,9 @@ def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
     [
         (0.0023, ("model.adapter.kind=lora",)),
         (0.0025, ("model.adapter.kind=none", "algorithm.loss.beta=0.1", "algorithm.loss.entropy_coef=0.01")),
+        (0.0025, ("model.adapter.kind=none", "algorithm.loss.beta=0.1", "algorithm.reference.sync_steps=5")),
     ],
-    ids=["lora", "full with a reference"],
+    ids=["lora", "full with a reference", "full with a copy that moves"],
 )
 def test_a_learner_decides_as_its_plan_says(tmp_path: Path, room_gib: float, overrides: tuple[str, ...]) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)

@@ -5,6 +5,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from transformers import PreTrainedModel
 
 from rlpipe.common.formatting import gib
 from rlpipe.configs.compose import load_config
@@ -12,6 +13,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.device import Curve, Device, Link
 from rlpipe.hardware.devices import DEVICES
+from rlpipe.learner.forward import find_layers
 from rlpipe.offload.planner.profiler import rates_of
 from rlpipe.plan.engine_plan import plan_engine
 from rlpipe.plan.learner_case import LearnerCase, TraceCache
@@ -126,12 +128,26 @@ def test_offload_of_fsdp2_holds_all_states_on_the_host() -> None:
 
 def test_a_frozen_copy_is_held_for_the_kl_of_full_training_alone() -> None:
     device, _ = memory("model=full", "algorithm.loss.beta=0.1")
-    assert device.reference == 4 * NUM_SMALL
+    assert device.reference == 2 * NUM_SMALL
+    moving, _ = memory("model=full", "algorithm.loss.beta=0.1", "algorithm.reference.sync_steps=100")
+    assert moving.reference == 4 * NUM_SMALL
     device, _ = memory("algorithm.loss.beta=0.1")
     assert device.reference == 0
     found = plan(SMALL, "algorithm.loss.beta=0.1")
     assert found.time is not None
     assert found.time.logprob_s == found.time.forward_s
+
+
+def test_a_copy_that_gives_features_alone_ends_at_the_deepest() -> None:
+    with_kl, _ = memory("model=full", "algorithm=ebft_strided", "algorithm.loss.beta=0.1")
+    without, _ = memory("model=full", "algorithm=ebft_strided")
+    layer = 2 * sum(parameter.numel() for parameter in find_layers(drafted_copy()).parameters()) // 28
+    assert with_kl.reference - without.reference == 7 * layer, "of 28 layers, 21 are read; the lm_head is tied"
+
+
+def drafted_copy() -> PreTrainedModel:
+    model = config_of(SMALL).model
+    return outline_policy(describe_offline(SMALL, model), model, frozen=True).scorer.causal_model
 
 
 def test_minibatches_need_the_log_probs_of_the_start() -> None:
