@@ -46,7 +46,6 @@ def make_profile(num_blocks: int, num_chunks: int) -> Profile:
         slot_bytes=CHUNK_BYTES,
         resident_bytes=GIB,
         shared_bytes=256 * MIB,
-        alpha=1.0,
         num_micro_batches=2,
     )
 

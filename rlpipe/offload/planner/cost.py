@@ -139,8 +139,6 @@ class Profile:
     chunks in flight."""
     shared_bytes: int = 0
     """Bytes on the device if any block is checkpointed: the inputs that blocks share."""
-    alpha: float = 1.0
-    """Ratio of the memory that the allocator takes to the memory that it is asked for."""
     num_micro_batches: int = 1
     """Micro batches per update."""
 
@@ -183,7 +181,7 @@ class Knobs:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prediction:
-    device_bytes: float
+    device_bytes: int
     host_bytes: int
     forward_s: float
     backward_s: float
@@ -286,13 +284,10 @@ def predict(profile: Profile, knobs: Knobs, rates: Rates) -> Prediction:
     persistent, others = profile.chunks[: knobs.num_persistent], profile.chunks[knobs.num_persistent :]
     passes = profile.num_micro_batches
     return Prediction(
-        device_bytes=profile.alpha
-        * (
-            profile.resident_bytes
-            + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
-            + knobs.num_slots * profile.slot_bytes
-            + working_bytes(profile, knobs, modes)
-        ),
+        device_bytes=profile.resident_bytes
+        + sum(chunk.gathered_bytes + chunk.state_bytes for chunk in persistent)
+        + knobs.num_slots * profile.slot_bytes
+        + working_bytes(profile, knobs, modes),
         host_bytes=sum(chunk.num_bytes + chunk.state_bytes for chunk in others)
         + staging_bytes(others)
         + update_bytes(others)

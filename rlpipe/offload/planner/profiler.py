@@ -68,7 +68,6 @@ def make_profile(
     num_ranks: int = 1,
     num_parts: int = 1,
     num_micro_batches: int = 1,
-    alpha: float = 1.0,
 ) -> Profile:
     """Make the profile of a training step; ``num_parts`` is the number of parts per chunk (1: each rank holds all)."""
     stages = stages_of_chunks(trace.stages, layout, inventory)
@@ -85,7 +84,6 @@ def make_profile(
         slot_bytes=layout.slot_bytes,
         resident_bytes=resident_bytes(model, inventory) + on_the_way,
         shared_bytes=trace.shared_bytes,
-        alpha=alpha,
         num_micro_batches=num_micro_batches,
     )
 

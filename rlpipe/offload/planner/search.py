@@ -183,7 +183,7 @@ class _Space:
         """Return the least bytes on the device and the least on the host that any plan takes."""
         least, most = self.slot_bounds
         possible = least <= most
-        device = self._profile.alpha * (self._base_bytes() + least * self._profile.slot_bytes)
+        device = self._base_bytes() + least * self._profile.slot_bytes
         return (
             float(np.where(possible, device, np.inf).min()),
             float(np.where(possible, self._host_bytes(), np.inf).min()),
@@ -211,9 +211,7 @@ class _Space:
         least, most = self.slot_bounds
         base = self._base_bytes()
         slot_bytes = max(profile.slot_bytes, 1)
-        slots = np.floor((capacity.device_bytes / profile.alpha - base) / slot_bytes)
-        slots += profile.alpha * (base + (slots + 1) * slot_bytes) <= capacity.device_bytes
-        slots -= profile.alpha * (base + slots * slot_bytes) > capacity.device_bytes
+        slots = np.floor((capacity.device_bytes - base) / slot_bytes)
         slots = np.clip(slots, -1, most).astype(np.int64)
         if "num_slots" in self._fixed:
             slots = np.where(slots >= self._fixed["num_slots"], self._fixed["num_slots"], -1)
@@ -223,7 +221,7 @@ class _Space:
         rows = np.flatnonzero(fits.any(1))
         if len(rows):
             seconds[rows] = np.where(fits[rows], self._seconds(slots[rows], rows), np.inf)
-        return seconds, profile.alpha * (base + slots * profile.slot_bytes), slots
+        return seconds, base + slots * profile.slot_bytes, slots
 
     def _arrange(self) -> NDArray[np.int8]:
         profile, per_swap = self._profile, checkpoints_per_swap(self._profile, self._rates)

@@ -98,7 +98,6 @@ def random_profile(rng: np.random.Generator, *, num_blocks: int, num_chunks: int
         slot_bytes=int(rng.integers(5, 40)),
         resident_bytes=int(rng.integers(0, 50)),
         shared_bytes=int(rng.integers(0, 10)),
-        alpha=float(rng.uniform(0.9, 1.2)),
         num_micro_batches=int(rng.integers(1, 4)),
     )
 
