@@ -22,6 +22,7 @@ from rlpipe.configs.options import to_tree
 from rlpipe.configs.schema.algorithm_config import FeatureConfig
 from rlpipe.errors import RlpipeError, WaitTimeout
 from rlpipe.hardware.cgroup import num_threads
+from rlpipe.hardware.peer_access import settle_peer_access
 from rlpipe.learner.checkpoint_files import newest_of_run
 from rlpipe.learner.checkpoints import CheckpointStore, export_policy
 from rlpipe.learner.objectives import Reference
@@ -283,13 +284,17 @@ class LearnerLoop:
         threading.Thread(target=self._send_heartbeats, name="signs-of-life", daemon=True).start()
         torch.set_num_threads(num_threads(setup.learner))
         torch.manual_seed(setup.seed)
+        device = _device()
+        note = settle_peer_access() if device.type == "cuda" and setup.learner.num_ranks > 1 else None
         self._policy = load_policy(
             setup.model,
             setup.learner,
-            _device(),
+            device,
             seed=setup.seed,
             workload=setup.workload,
         )
+        if note is not None:
+            self._policy.sharding.notes.append(note)
         self._learner = Learner(
             self._policy,
             setup.learner,

@@ -188,9 +188,12 @@ class TokenScorer(nn.Module):
         result: list[Tensor] = self(partial(self._depths, row, indices))
         return result
 
-    def take_masks(self, implementation: str) -> None:
-        """Switch to an attention that takes each row's own mask; ``implementation`` is that of ``model.attention``."""
-        use_masks(self.causal_model, implementation)
+    def take_masks(self, implementation: str, device: torch.device) -> None:
+        """Switch to an attention that takes each row's own mask on the device where the passes run.
+
+        ``implementation`` is that of ``model.attention``.
+        """
+        use_masks(self.causal_model, implementation, device)
         self.layout = AttentionLayout.POSITIONS
 
     def hidden_states(self, row: Row) -> Tensor:

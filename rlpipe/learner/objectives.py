@@ -166,7 +166,7 @@ def make_reference(policy: Policy, algorithm: AlgorithmConfig) -> Reference | No
     if not isinstance(policy.model, PeftModel):
         copy = FrozenCopy(policy, algorithm)
         if algorithm.kind == "ebft_strided":
-            copy.scorer.take_masks(policy.config.attention)
+            copy.scorer.take_masks(policy.config.attention, policy.device)
         return copy
     if algorithm.reference.sync_steps:
         raise ConfigError(
@@ -241,7 +241,7 @@ class PackedRows:
                 "without images, or set learner.num_ranks=1"
             )
         return [
-            with_blank(micro, self._policy.vision.processor.blank) if need and not micro.images else micro
+            with_blank(micro, self._policy.image_processor.blank) if need and not micro.images else micro
             for need, micro in zip(needed, micro_batches, strict=True)
         ]
 

@@ -1,11 +1,7 @@
-"""The policy that a learner trains: loading, adapters, vision parts, and the strategy that holds it.
-
-Shapes: M tokens of the row, I images, S sequences and L tokens of the longest one of a block.
-"""
+"""The policy that a learner trains: loading, adapters, and the strategy that holds it."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +23,7 @@ from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, reentrant_checkpointing
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serves_adapter
-from rlpipe.data.render.processor import ImageProcessor, feature_token_id, seen_tiles
+from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.learner import row_plan
 from rlpipe.learner.adapter_layers import fuse_lora, normalize_weight_scales
@@ -36,6 +32,7 @@ from rlpipe.learner.forward import TokenScorer, check_adapter, drop_unread
 from rlpipe.learner.row_plan import AttentionLayout, Row, plan_row
 from rlpipe.learner.strategies.sharding import Sharding
 from rlpipe.learner.strategies.single import SingleRank
+from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import Workload
 from rlpipe.models.adapter import put_tensors, read_adapter
 from rlpipe.models.gguf import model_folder
@@ -49,7 +46,7 @@ from rlpipe.models.loading import (
     with_dtype,
 )
 from rlpipe.models.nf4 import nf4_config, resolve_nf4
-from rlpipe.types import Images, MicroBatch, WeightsKind
+from rlpipe.types import MicroBatch, WeightsKind
 
 
 class Policy:
@@ -109,7 +106,11 @@ class Policy:
     @cached_property
     def vision(self) -> Vision:
         """Preparation of the model's image inputs."""
-        return Vision(self.scorer.causal_model, self.config)
+        return Vision(self.scorer.causal_model, self.image_processor)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        return ImageProcessor(self.config)
 
     def logprobs(
         self, micro_batch: MicroBatch, *, temperature: float, with_entropy: bool = False, chunk_tokens: int = 1024
@@ -158,10 +159,16 @@ def load_policy(
     ``workload``. Raises ``ModelError``, in one line, if the model or adapter can't be found, loaded or trained.
     """
     model = with_dtype(model, device)
-    sharding = make_sharding(learner, device, model, workload or Workload())
+    workload = workload or Workload()
+    sharding = make_sharding(learner, device, model, workload)
     scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
+    if workload.takes_masks:
+        scorer.take_masks(model.attention, device)
     if model.gradient_checkpointing:
-        _enable_checkpointing(scorer.causal_model, reentrant=reentrant_checkpointing(model, learner))
+        attention = scorer.causal_model.config.get_text_config()._attn_implementation
+        _enable_checkpointing(
+            scorer.causal_model, reentrant=reentrant_checkpointing(replace(model, attention=attention), learner)
+        )
     if model.adapter.kind != "none":
         scorer.model = _add_adapter(scorer.causal_model, model.adapter, seed)
     scorer.train()
@@ -332,102 +339,3 @@ def outside_language(model: PreTrainedModel) -> str | None:
     decoder = model.get_decoder()
     (name,) = (name for name, module in model.named_modules() if module is decoder)
     return rf"(?!{re.escape(name)}\.|.*lm_head).*"
-
-
-WHOLE_IMAGES = {"gemma3", "gemma4_unified"}
-"""Model types in whose layers all tokens of an image see each other, in both directions.
-
-The configs of other models may turn this on, but not for layers of full attention.
-"""
-PAST_WINDOW = {"gemma4_unified"}
-"""Model types in which the tokens of an image see each other even beyond a layer's window."""
-
-
-class Vision:
-    """The preparation of image inputs for a model with a vision tower."""
-
-    def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
-        self.processor = ImageProcessor(config)
-        self._base: Any = model.base_model
-        self._config = model.config
-        self._image_id = feature_token_id(model.config)
-        self._arguments = set(inspect.signature(self._base.forward).parameters)
-
-    def plan(self, micro_batch: MicroBatch, layout: AttentionLayout, device: torch.device) -> Row:
-        """Plan the row of a micro batch with images."""
-        assert self._image_id is not None, "rows with images are refused where the model can't take them"
-        row = plan_row(micro_batch, layout=layout, device=device)
-        images = self._in_order(row, layout)
-        made = self.processor.pixels([[image.content for image in images]])
-        is_image = row.token_ids.eq(self._image_id)  # [M]
-        extra = {name: value for name, value in made.items() if name in self._arguments}
-        row = replace(row, images=images)
-        if hasattr(self._base, "get_rope_index"):
-            row = replace(row, position_ids=self._positions(row, extra, is_image, layout))
-        if "cross_attention_mask" in self._arguments:
-            assert layout is AttentionLayout.ALONE
-            seen = seen_tiles(row.token_ids, self._image_id, extra["aspect_ratio_mask"][0])
-            extra["cross_attention_mask"] = seen[None]
-        if self._sees_whole_images:
-            row = self._let_see(row, is_image, layout)
-            if layout is not AttentionLayout.SHARED:
-                extra[self._type_argument] = _per_row(is_image.long(), row, layout)
-        return replace(row, vision=extra)
-
-    @property
-    def _sees_whole_images(self) -> bool:
-        text = self._config.get_text_config()
-        by_config = getattr(text, "use_bidirectional_attention", None) == "vision"
-        return by_config or self._config.model_type in WHOLE_IMAGES
-
-    @property
-    def _type_argument(self) -> str:
-        return "mm_token_type_ids" if "mm_token_type_ids" in self._arguments else "token_type_ids"
-
-    def _in_order(self, row: Row, layout: AttentionLayout) -> Images:
-        """Return the row's images in the order in which the model reads them."""
-        if layout is not AttentionLayout.APART:
-            return row.images
-        assert row.attention is not None
-        selected = row.attention.selected.tolist()
-        return tuple(sorted(row.images, key=lambda image: selected[image.place]))
-
-    def _positions(self, row: Row, extra: dict[str, Tensor], is_image: Tensor, layout: AttentionLayout) -> Tensor:
-        """Return positions ``[4, M]`` of text, time, height and width, or without text ``[3, M]`` in ``APART``."""
-        places_of = {image.place: index for index, image in enumerate(row.images)}
-        spatial = row.position_ids.expand(3, -1).clone()
-        for sequence in row.sequences:
-            own = [places_of[place] for place in sequence.tolist() if place in places_of]
-            if not own:
-                continue
-            places = torch.from_numpy(sequence).to(spatial.device)
-            positions, _ = self._base.get_rope_index(
-                input_ids=row.token_ids[places][None],
-                mm_token_type_ids=is_image[places][None].int(),
-                image_grid_thw=extra["image_grid_thw"][own].to(spatial.device),
-            )
-            spatial[:, places] = positions[:, 0]
-        return spatial if layout is AttentionLayout.APART else torch.cat([row.position_ids[None], spatial])
-
-    def _let_see(self, row: Row, is_image: Tensor, layout: AttentionLayout) -> Row:
-        """Return the row with a plan that lets the tokens of an image see each other, in layout ``SHARED``."""
-        if layout is not AttentionLayout.SHARED or row.attention is None:
-            return row
-        starts = is_image & ~torch.cat([is_image.new_zeros(1), is_image[:-1]])
-        groups = torch.where(is_image, starts.cumsum(0), 0)  # [M]
-        own = [groups[block] for block in row.attention.blocks]
-        plan = replace(
-            row.attention,
-            groups=[group if bool(group.any()) else None for group in own],
-            groups_in_full=self._config.model_type in WHOLE_IMAGES,
-            groups_past_window=self._config.model_type in PAST_WINDOW,
-        )
-        return replace(row, attention=plan)
-
-
-def _per_row(values: Tensor, row: Row, layout: AttentionLayout) -> Tensor:
-    """Return the row's values ``[M]`` in the shape of the model's input, ``[1, M]`` or ``[S, L]``."""
-    if layout is not AttentionLayout.APART:
-        return values[None]
-    assert row.attention is not None
-    return values[row.attention.blocks[0]]

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from rlpipe.errors import ModelError
 from rlpipe.kernels.strided_mask import StridedMask
@@ -199,6 +200,7 @@ def _plan_attention(builder: _RowBuilder, layout: AttentionLayout, device: torch
 
 
 NAME = "rlpipe_packed"
+FLEX = "flex_attention"
 REPLACED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose attention this module implements."""
 MASKED_LAYERS = REPLACED_LAYERS | {"chunked_attention"}
@@ -224,8 +226,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation({"text_config": NAME} if own else NAME)
 
 
-def use_masks(model: PreTrainedModel, implementation: str) -> None:
-    """Make a model's attention take rlpipe's masks: flex_attention's on a GPU, else dense ones.
+def use_masks(model: PreTrainedModel, implementation: str, device: torch.device) -> None:
+    """Make a model's attention take rlpipe's masks: flex_attention's if it computes on a GPU, else dense ones.
 
     Raises ``ModelError`` if the model has other kinds of layers, or caps its attention outside of eager mode.
     """
@@ -237,8 +239,7 @@ def use_masks(model: PreTrainedModel, implementation: str) -> None:
     if implementation != "eager":
         if getattr(config, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{type(model).__name__} caps its attention: set model.attention=eager")
-        on_gpu = next(model.parameters()).is_cuda
-        implementation = "flex_attention" if on_gpu and model._supports_flex_attn else "sdpa"
+        implementation = FLEX if device.type == "cuda" and model._supports_flex_attn else "sdpa"
     model.set_attn_implementation(implementation)
 
 
@@ -256,7 +257,7 @@ def mask_for(model: PreTrainedModel, mask: StridedMask, queries: slice = slice(N
 
 def _as_taken(model: PreTrainedModel, mask: StridedMask, queries: slice, window: int | None) -> Any:
     implementation = model.config.get_text_config()._attn_implementation
-    if implementation == "flex_attention":
+    if implementation == FLEX:
         return mask.blocks(queries, window=window)
     seen = mask.dense(queries, window=window)[None, None]
     if implementation == "sdpa":
@@ -318,4 +319,15 @@ def _seen(
     return (seen | (together if groups_past_window else together & within))[:, None]
 
 
+def flex_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute transformers' flex_attention with queries and keys in the values' dtype.
+
+    Autocast leaves norms, and so queries and keys, in float32 if the weights are; it knows sdpa, but not this.
+    """
+    return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *arguments, **options)
+
+
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(FLEX, flex_attention)

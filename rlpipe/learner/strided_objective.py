@@ -218,7 +218,7 @@ class Strided:
         self._algorithm, self._temperature = algorithm, algorithm.ebft.strided.temperature
         self._chunk_tokens = learner.logprob_chunk_tokens
         self._seed, self._step = seed, 0
-        policy.scorer.take_masks(policy.config.attention)
+        policy.scorer.take_masks(policy.config.attention, policy.device)
         self._layers = layer_indices(algorithm.ebft.features.layers, policy.scorer.num_layers)
 
     def begin(self, step: int) -> None:

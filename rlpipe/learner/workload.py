@@ -31,6 +31,8 @@ class Workload:
     with_entropy: bool = False
     trains_entropy: bool = False
     """True if the loss depends on the entropy."""
+    takes_masks: bool = False
+    """True if each row has an attention mask of its own."""
     copied_for: AlgorithmConfig | None = None
     """The algorithm that reads a frozen copy of the model beside the policy; None if there is no copy."""
 
@@ -49,6 +51,7 @@ def read_workload(config: Config) -> Workload:
         temperature=config.rollout.sampling.temperature if is_rl else 1.0,
         with_entropy=is_rl,
         trains_entropy=is_rl and bool(algorithm.loss.entropy_coef),
+        takes_masks=algorithm.kind == "ebft_strided",
         copied_for=algorithm if needs_copy(config.model, algorithm) else None,
     )
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import OptimizerConfig
-from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ConfigError
 from rlpipe.hardware.calibration import num_ranks, own_device
 from rlpipe.hardware.cgroup import free_host_bytes
 from rlpipe.hardware.device import Device
+from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.layout import CHUNK_SIZES, make_layout
 from rlpipe.offload.planner.cost import Capacity, Knobs
 from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
@@ -43,6 +40,10 @@ from rlpipe.offload.units import find_units, take_inventory
 from rlpipe.weights.dcp import StoredTensors, moment_key, weight_key, write_tensors
 
 COMPARED_UPDATE = 3
+
+
+class CannotBeTraced(ValueError):
+    """Error if a pass can't be run on tensors without values."""
 
 
 class Comparison:
@@ -73,81 +74,6 @@ class Comparison:
             host_bytes=host_bytes,
             process_bytes=psutil.Process().memory_info().rss,
         )
-
-
-IMAGE_SIDE = 448
-"""Side of a typical image in pixels; models that take only one size have their own."""
-
-
-def representative_batch(model: nn.Module, num_tokens: int, *, num_rows: int = 1) -> dict[str, Tensor]:
-    """Return arguments of the model's ``forward`` for a loss, with ``num_tokens`` in every row.
-
-    The model's class decides on the kind before its config does: a classifier with an encoder and a decoder is a
-    classifier. Raises ``ValueError`` for an unknown class; the caller then needs a batch of its own.
-    """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    name, config = type(base).__name__, getattr(base, "config", None)
-    tokens = torch.zeros(num_rows, num_tokens, dtype=torch.long)
-    if "ForSequenceClassification" in name:
-        is_regression = getattr(config, "num_labels", 2) == 1
-        return {
-            "input_ids": tokens,
-            "labels": torch.zeros(num_rows, dtype=torch.float if is_regression else torch.long),
-        }
-    if "ForTokenClassification" in name or "ForMaskedLM" in name:
-        return {"input_ids": tokens, "labels": tokens}
-    if "ForQuestionAnswering" in name:
-        places = torch.zeros(num_rows, dtype=torch.long)
-        return {"input_ids": tokens, "start_positions": places, "end_positions": places}
-    if getattr(config, "vision_config", None) is not None and (
-        "ForConditionalGeneration" in name or "ForImage" in name
-    ):
-        return _with_image(base, config, tokens)
-    if getattr(config, "is_encoder_decoder", False):
-        return {"input_ids": tokens, "labels": tokens}
-    if "ForCausalLM" in name or "LMHead" in name:
-        return {"input_ids": tokens, "labels": tokens}
-    raise ValueError(f"{name} has no default batch: pass one")
-
-
-def _with_image(model: Any, config: Any, tokens: Tensor) -> dict[str, Tensor]:
-    vision = config.vision_config
-    rows, length = tokens.shape
-    if hasattr(vision, "spatial_merge_size"):
-        pixels, count = _patches(vision, rows, length)
-    else:
-        pixels, count = _squares(config, vision, rows)
-    if count >= length:
-        raise ValueError(
-            f"an image of {type(model).__name__} has {count} tokens, too many for rows of {length}: raise num_tokens"
-        )
-    image_token = feature_token_id(config)
-    assert image_token is not None, "a model with a vision tower has a token for its features"
-    tokens = torch.full_like(tokens, 1 if image_token != 1 else 2)
-    tokens[:, 1 : 1 + count] = image_token
-    batch = {"input_ids": tokens, "labels": tokens, **pixels}
-    accepted = inspect.signature(model.forward).parameters
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in accepted:
-            batch[name] = (tokens == image_token).long()
-    return batch
-
-
-def _patches(vision: Any, rows: int, length: int) -> tuple[dict[str, Tensor], int]:
-    """Return image inputs and tokens per image for models that merge patches in squares (Qwen); at most half a row."""
-    merge = vision.spatial_merge_size
-    side = max(1, min(IMAGE_SIDE // (vision.patch_size * merge), math.isqrt(length // 2)))
-    patches = side * merge
-    size = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 2) * vision.patch_size**2
-    pixels = torch.zeros(rows * patches**2, size)
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, patches, patches]] * rows)}, side**2
-
-
-def _squares(config: Any, vision: Any, rows: int) -> tuple[dict[str, Tensor], int]:
-    """Return image inputs and tokens per image for models that take images of one size (Gemma 3, LLaVA)."""
-    pixels = torch.zeros(rows, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
-    count = getattr(config, "mm_tokens_per_image", None) or (vision.image_size // vision.patch_size) ** 2
-    return {"pixel_values": pixels}, count
 
 
 logger = logging.getLogger(__name__)
@@ -264,8 +190,8 @@ def plan(
 ) -> Decision:
     """Return the fastest plan on ``hardware``, or the given one if all ``knobs`` are (``hardware`` may then be None).
 
-    ``parts`` are the numbers of parts per chunk to try. Raises the errors of ``offload``, and ``ValueError`` if the
-    model can't be traced.
+    ``parts`` are the numbers of parts per chunk to try. Raises the errors of ``offload``, and
+    ``CannotBeTraced``.
     """
     if negative := {name: value for name, value in knobs.items() if value < 0}:
         raise ValueError(f"{', '.join(f'{name}={value}' for name, value in negative.items())}: give 0 or more")
@@ -279,7 +205,7 @@ def plan(
         with traceable_experts(model):
             trace = trace_model(model, units, loss_of, roofline(hardware), compute_dtype=precision.compute)
     except RuntimeError as error:
-        raise ValueError(
+        raise CannotBeTraced(
             f"{type(model).__name__} can't be traced without real tensors ({describe_error(error)}): "
             f"set all of {', '.join(entry.name for entry in fields(Knobs))}"
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import TokenScorer, find_layers
 from rlpipe.learner.policy import outline_copy
 from rlpipe.learner.row_plan import Row
-from rlpipe.learner.strategies.chunked import chunk_sizes, longest_row
+from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows
 from rlpipe.learner.workload import needs_copy, read_workload
 from rlpipe.offload.planner.cost import Capacity, Profile
 from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
@@ -158,6 +158,7 @@ class TraceCache:
         shape = (
             len(row.token_ids),
             len(row.predictors),
+            len(row.images),
             tuple(map(_shape, row.attention.blocks if row.attention else ())),
         )
         key = (
@@ -211,8 +212,12 @@ class LearnerCase:
     @cached_property
     def longest(self) -> Trace:
         """Trace of a full micro batch without common prompts, which takes the most memory."""
-        row = longest_row(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
-        return self.drafts.trace(self.config, row, is_timed=self.config.learner.offload == "chunked")
+        *others, last = full_rows(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
+        is_timed = self.config.learner.offload == "chunked"
+        for row in others:
+            with suppress(ModelError):
+                return self.drafts.trace(self.config, row, is_timed=is_timed)
+        return self.drafts.trace(self.config, last, is_timed=is_timed)
 
     @cached_property
     def chunks(self) -> Chunks:

@@ -19,7 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Idefics3Config,
+    InternVLConfig,
     LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -29,16 +37,22 @@ from transformers import (
 )
 
 from rlpipe.configs.schema.learner_config import OptimizerConfig
+from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
+from rlpipe.learner.forward import TokenScorer
+from rlpipe.learner.strategies.chunked import full_rows
+from rlpipe.learner.workload import Workload
+from rlpipe.models.loading import has_vision
 from rlpipe.offload.api import OffloadedAdamW
 from rlpipe.offload.layout import MIB, make_layout
 from rlpipe.offload.planner.cost import Capacity, Knobs, Mode, arrange, predict, why_impossible
-from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, trace_model
+from rlpipe.offload.planner.fake_trace import BITSANDBYTES, RealUnlessWeighted, trace_model, traceable_experts
 from rlpipe.offload.planner.planner import Arrangement
 from rlpipe.offload.planner.profiler import make_profile, resident_bytes
-from rlpipe.offload.planner.trace import TensorTracker
+from rlpipe.offload.planner.trace import TensorTracker, Trace
 from rlpipe.offload.runtime.activations import InlineStream, StreamEvent, Streams, Work
 from rlpipe.offload.runtime.runtime import OffloadedModel, Precision
 from rlpipe.offload.units import SCALES, find_units, take_inventory
+from rlpipe.plan.learner_memory import outline_policy
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -179,7 +193,77 @@ def image_text_loss(model: nn.Module) -> Tensor:
     ).loss
 
 
+VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 12}
+SQUARES = VISION | {"image_size": 224, "patch_size": 14}
+TEXT: dict[str, Any] = {
+    "vocab_size": 16000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+}
+QWEN_VISION = {
+    "depth": 6,
+    "hidden_size": 768,
+    "num_heads": 12,
+    "intermediate_size": 3072,
+    "out_hidden_size": 1024,
+    "fullatt_block_indexes": [1, 3],
+}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}}
+DESCRIBED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3": lambda: Qwen3Config(**TEXT),
+    "gemma3": lambda: Gemma3TextConfig(**TEXT, sliding_window=256),
+    "qwen2.5-vl": lambda: Qwen2_5_VLConfig(text_config=TEXT | MROPE, vision_config=QWEN_VISION, image_token_id=3990),
+    "gemma3-images": lambda: Gemma3Config(
+        text_config=TEXT, vision_config=SQUARES, mm_tokens_per_image=64, image_token_id=3990
+    ),
+    "llava": lambda: LlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=SQUARES | {"model_type": "clip_vision_model", "projection_dim": 64},
+        image_token_index=3990,
+    ),
+    "pixtral": lambda: Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=SQUARES | {"model_type": "pixtral"},
+        image_token_index=3990,
+    ),
+    "internvl": lambda: InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=SQUARES | {"image_size": [224, 224], "patch_size": [14, 14]},
+        image_token_id=3990,
+    ),
+    "idefics3": lambda: Idefics3Config(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=SQUARES, image_token_id=3990
+    ),
+}
+
+
+def learner_case(name: str, adapter: str, num_tokens: int = 2048) -> Case:
+    """Return a learner's model with the row for which a run is planned, and the loss of its workload."""
+    config = ModelConfig(
+        path=name, dtype="bfloat16", images=True, adapter=AdapterConfig(kind=adapter, target_modules=LINEAR)
+    )
+
+    def make() -> nn.Module:
+        with unset_fake_temporarily():
+            return outline_policy(DESCRIBED[name](), config).scorer
+
+    def loss_of(model: nn.Module) -> Tensor:
+        assert isinstance(model, TokenScorer)
+        with unset_fake_temporarily():
+            row = full_rows(model, num_tokens)[0]
+        assert bool(row.images) == has_vision(model.causal_model)
+        return Workload().loss_of(model, row, chunk_tokens=256)
+
+    precision = Precision(compute=torch.bfloat16, state=torch.float32) if adapter == "none" else Precision()
+    return Case(make, loss_of, precision)
+
+
 CASES = {
+    **{f"{name}, {kind}": learner_case(name, kind) for name in DESCRIBED for kind in ("none", "lora")},
     "full": Case(lambda: qwen(4, 512), text_loss(1024)),
     "long": Case(lambda: qwen(6, 512, tied=True), text_loss(4096)),
     "rows": Case(lambda: llama(4, 768), text_loss(256, 8)),
@@ -299,6 +383,8 @@ def measured_peaks(case: Case, arrangement: Arrangement) -> Capacity:
             sizes=[case.chunk_bytes],
             queues=Streams(copies_in=InlineStream(), copies_out=lane, worker=worker),
         )
+        if isinstance(model, TokenScorer):
+            model.announce = offloaded.read
         optimizer = OffloadedAdamW(offloaded, CONFIG)
         on_device = on_host = 0
 
@@ -340,9 +426,14 @@ def test_the_predicted_peaks_are_the_measured_ones(name: str) -> None:
     units = find_units(model)
     inventory = take_inventory(model, units, compute_dtype=case.precision.compute)
     layout = make_layout(inventory.tensors, sizes=[case.chunk_bytes])
-    trace = trace_model(
-        model, units, lambda _: case.loss_of(model), lambda _: 1e-5, compute_dtype=case.precision.compute
-    )
+
+    def loss_of(trace: Trace) -> Tensor:
+        if isinstance(model, TokenScorer):
+            model.announce = trace.read
+        return case.loss_of(model)
+
+    with traceable_experts(model):
+        trace = trace_model(model, units, loss_of, lambda _: 1e-5, compute_dtype=case.precision.compute)
     profile = make_profile(model, inventory, layout, trace, precision=case.precision)
     device, host = {}, {}
     for knobs in knobs_for(len(profile.chunks), len(profile.blocks), profile.least_slots(0)):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlpipe.common.imports import describe_error
 from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, OptimizerConfig
+from rlpipe.data.render.processor import feature_token_id
 from rlpipe.errors import ModelError
 from rlpipe.hardware.calibration import own_device
 from rlpipe.hardware.device import Device
@@ -18,8 +21,11 @@ from rlpipe.learner.row_plan import Row, plan_row
 from rlpipe.learner.strategies.optimizer import TorchUpdates
 from rlpipe.learner.strategies.sharding import RankGroup, Reduce, Updates
 from rlpipe.learner.strategies.single import SingleRank
+from rlpipe.learner.vision import Vision
 from rlpipe.learner.workload import Workload
-from rlpipe.offload.api import Comparison, choices_of, free_memory, is_given, plan
+from rlpipe.models.loading import has_vision
+from rlpipe.offload.api import CannotBeTraced, Comparison, choices_of, free_memory, is_given, plan
+from rlpipe.offload.batches import BlankImages, blank_images
 from rlpipe.offload.layout import CHUNK_SIZES, MIB
 from rlpipe.offload.planner.cost import Capacity, Knobs
 from rlpipe.offload.planner.planner import Decision, agree, ranks_of
@@ -33,14 +39,19 @@ from rlpipe.offload.runtime.runtime import (
     least_memory,
     load_chunk_state,
 )
-from rlpipe.types import MicroBatch
+from rlpipe.types import MicroBatch, PlacedImage
 from rlpipe.weights.dcp import Read
 
 GIB = 2**30
+CPU = torch.device("cpu")
 
 
-def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
-    """Return a row of one sequence that fills a micro batch; all tokens but the first are loss tokens."""
+def full_rows(scorer: TokenScorer, num_tokens: int) -> list[Row]:
+    """Return rows of one sequence that fills a micro batch; all tokens but the first are loss tokens.
+
+    They are to be tried in order until one can be traced: of a model with a vision tower the first is full of images,
+    and the last one has none.
+    """
     micro_batch = MicroBatch(
         token_ids=np.zeros(num_tokens, np.int64),
         position_ids=np.arange(num_tokens),
@@ -51,7 +62,36 @@ def longest_row(scorer: TokenScorer, num_tokens: int) -> Row:
         policy_versions=np.zeros(num_tokens, np.int32),
         group_ids=np.zeros(1, np.int32),
     )
-    return plan_row(micro_batch, layout=scorer.layout, device=torch.device("cpu"))
+    text = plan_row(micro_batch, layout=scorer.layout, device=CPU)
+    return [*_with_images(scorer, micro_batch), text]
+
+
+def _with_images(scorer: TokenScorer, micro_batch: MicroBatch) -> list[Row]:
+    """Return the row with as many images as fit into it, each behind a token of text; none if none fits."""
+    model, num_tokens = scorer.causal_model, len(micro_batch.token_ids)
+    image_token = feature_token_id(model.config) if has_vision(model) else None
+    if image_token is None:
+        return []
+    try:
+        each = blank_images(model.config, 1, most_tokens=num_tokens - 1).tokens_per_image
+        images = blank_images(model.config, num_tokens // (each + 1), most_tokens=num_tokens - 1)
+        places = [1 + index * (each + 1) for index in range(images.num_images)]
+        token_ids = np.full(num_tokens, 0 if image_token else 1)
+        for place in places:
+            token_ids[place : place + each] = image_token
+        placed = tuple(PlacedImage(place=place, num_tokens=each, content=b"") for place in places)
+        filled = replace(micro_batch, token_ids=token_ids, images=placed)
+        return [Vision(model, _Blank(images)).plan(filled, scorer.layout, CPU)] if places else []
+    except (LookupError, AttributeError, TypeError, ValueError):  # a tower that takes its images in another form
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    images: BlankImages
+
+    def pixels(self, _: Sequence[Sequence[bytes]]) -> dict[str, Tensor]:
+        return self.images.inputs
 
 
 def precision_of(config: ChunkedConfig, compute_dtype: torch.dtype) -> Precision:
@@ -190,11 +230,21 @@ class Chunked:
         return agree(free, decide)
 
     def _search(self, scorer: TokenScorer, precision: Precision, hardware: Device | None, free: Capacity) -> Decision:
-        row = longest_row(scorer, self._learner.max_tokens_per_microbatch)
+        *others, last = full_rows(scorer, self._learner.max_tokens_per_microbatch)
+        for row in others:
+            with suppress(CannotBeTraced):
+                return self._plan(scorer, row, precision, hardware, free)
+        return self._plan(scorer, last, precision, hardware, free)
 
+    def _plan(
+        self, scorer: TokenScorer, row: Row, precision: Precision, hardware: Device | None, free: Capacity
+    ) -> Decision:
         def loss_of(trace: Trace) -> Tensor:
             scorer.announce = trace.read
-            return self._workload.loss_of(scorer, row, self._learner.logprob_chunk_tokens)
+            try:
+                return self._workload.loss_of(scorer, row, self._learner.logprob_chunk_tokens)
+            except (ValueError, TypeError, LookupError, AttributeError) as error:  # images in a form that it can't take
+                raise RuntimeError(describe_error(error)) from error
 
         return plan(
             scorer,

@@ -15,17 +15,21 @@ import torch
 from family_cases import FAMILIES, make_family
 from learner_cases import make_document, make_model_config
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from rlpipe.algorithms.strided import StridedRow
 from rlpipe.configs.schema.algorithm_config import StridedConfig
+from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
+from rlpipe.learner import policy, row_plan
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.policy import load_scorer
 from rlpipe.learner.strided_objective import StridedInputs, draw_blocks, plan_strided, score_blocks
+from rlpipe.learner.workload import Workload
 from rlpipe.models.loading import open_model
 
+CPU = torch.device("cpu")
 TEMPERATURE = 0.6
 LINEAR = {"qwen3.5", "qwen3.5-images"}
 """Families with layers of linear attention."""
@@ -48,7 +52,7 @@ def family(name: str) -> Path:
 @cache
 def scorer_of(name: str, attention: str = "sdpa") -> TokenScorer:
     scorer = load_scorer(make_model_config(family(name), adapter="none", attention=attention), "cpu")
-    scorer.take_masks(attention)
+    scorer.take_masks(attention, CPU)
     return scorer.eval()
 
 
@@ -121,7 +125,7 @@ def test_so_they_do_for_the_families_that_people_train(name: str, attention: str
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_so_they_do_under_flex_attention_which_gpus_take(name: str) -> None:
     scorer = load_scorer(make_model_config(family(name), adapter="none"), "cpu").eval()
-    scorer.take_masks("sdpa")
+    scorer.take_masks("sdpa", CPU)
     scorer.causal_model.set_attn_implementation("flex_attention")
     scorer.requires_grad_(False)  # its backward pass needs a GPU
     inputs = make_inputs((13, 41), (3, 4, 3), 4)
@@ -257,3 +261,33 @@ def test_hidden_states_are_transformers_own_at_every_depth(name: str) -> None:
             places = [plan.place(step).start + column for step in range(plan.num_steps)]
             for depth, got in zip((2, 0, 1, 1), depths, strict=True):
                 torch.testing.assert_close(got[places], expected[depth][0, len(context) :], atol=1e-5, rtol=0)
+
+
+def test_queries_and_keys_have_the_dtype_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check flex_attention's arguments, because its kernel needs a GPU."""
+    seen = []
+
+    def note(module: object, *tensors: Tensor, **_: object) -> tuple[Tensor, None]:
+        seen.append([tensor.dtype for tensor in tensors])
+        return tensors[2], None
+
+    monkeypatch.setattr(row_plan, "flex_attention_forward", note)
+    wide, narrow = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16)
+    AttentionInterface()["flex_attention"](torch.nn.Identity(), wide, wide, narrow, narrow)
+    assert seen == [[torch.bfloat16] * 4]
+
+
+@pytest.mark.parametrize(("takes_masks", "reentrant"), [(True, True), (False, False)])
+def test_checkpointing_has_the_form_that_flex_attention_needs(
+    monkeypatch: pytest.MonkeyPatch, takes_masks: bool, reentrant: bool
+) -> None:
+    """Check a policy whose passes run on a GPU, though its weights are on the CPU."""
+    chosen = []
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda _, options: chosen.append(options))
+    monkeypatch.setattr(policy, "load_scorer", lambda model, _: load_scorer(model, "cpu"))
+    model = make_model_config(family("qwen3"), adapter="none", gradient_checkpointing=True)
+    workload = Workload(takes_masks=takes_masks)
+    loaded = policy.load_policy(model, LearnerConfig(), torch.device("cuda"), workload=workload)
+    assert chosen == [{"use_reentrant": reentrant}]
+    uses_flex = loaded.scorer.causal_model.config._attn_implementation == "flex_attention"
+    assert uses_flex == takes_masks

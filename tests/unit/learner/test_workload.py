@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import make_family
 from learner_cases import make_rollouts
 from transformers import AutoConfig
 
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.packing import pack_fullest, pack_step
-from rlpipe.errors import ConfigError
+from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.calibration import own_device
 from rlpipe.learner.policy import load_policy
 from rlpipe.learner.workload import Workload, pack_full, read_workload
@@ -87,6 +88,13 @@ def test_sequences_that_no_micro_batch_holds_are_refused() -> None:
 )
 def test_a_learner_decides_as_its_plan_says(tmp_path: Path, room_gib: float, overrides: tuple[str, ...]) -> None:
     path = make_tiny_policy(tmp_path / "tiny", hidden_size=64, num_layers=4, intermediate_size=96)
+    decision = decide_twice(path, room_gib, *overrides)
+    assert "an update of 8 full micro batches" in decision
+    assert "all" not in decision.split()[0], "nothing was left to decide"
+
+
+def decide_twice(path: Path, room_gib: float, *overrides: str) -> str:
+    """Return the plan's decision, which is also the learner's."""
     own = ("learner.offload=chunked", "learner.chunked.chunk_mib=0.06", "model.gradient_checkpointing=false")
     room = (f"learner.chunked.device_memory_gib={room_gib}", "learner.chunked.host_memory_gib=1")
     config = config_of(f"model.path={path}", "learner.num_gpus=0", "rollout.num_gpus=0", *own, *room, *overrides)
@@ -94,5 +102,14 @@ def test_a_learner_decides_as_its_plan_says(tmp_path: Path, room_gib: float, ove
     policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
     assert plan.decision is not None
     assert policy.notes[0] == f"learner.offload=chunked: {plan.decision}"
-    assert "an update of 8 full micro batches" in plan.decision
-    assert "all" not in plan.decision.split()[0], "nothing was left to decide"
+    return plan.decision
+
+
+def test_layers_of_a_vision_tower_are_planned_too(tmp_path: Path) -> None:
+    path = make_family("qwen3-vl", tmp_path / "model")
+    own = ("model.images=true", "model.adapter.kind=none")
+    assert "of 5 layers" in decide_twice(path, 0.01, *own), "two of the language model, two and a merger of the tower"
+    least = decide_twice(path, 0.0045, *own)
+    assert "of 5 layers 5 keep" not in least
+    with pytest.raises(ModelError, match="no offload plan fits"):
+        decide_twice(path, 0.001, *own)

@@ -42,7 +42,8 @@ from rlpipe.learner.strategies.chunked import Chunked
 from rlpipe.learner.workload import Workload
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.offload import api
-from rlpipe.offload.api import OffloadedAdamW, free_memory, offload, representative_batch
+from rlpipe.offload.api import OffloadedAdamW, free_memory, offload
+from rlpipe.offload.batches import representative_batch
 from rlpipe.offload.planner.cost import Capacity, Mode
 from rlpipe.offload.planner.planner import describe_small_update
 from rlpipe.offload.planner.search import DoesNotFit

@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
 from rlpipe.configs.compose import load_config
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.strategies.chunked import longest_row
+from rlpipe.learner.strategies.chunked import full_rows
 from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
 from rlpipe.offload.planner.profiler import roofline
 from rlpipe.offload.planner.trace import Stage, Trace, choose_blocks, unfold
@@ -34,7 +34,7 @@ def config_of(*overrides: str) -> Config:
 
 def trace_whole(outline: Outline, config: Config, dtype: torch.dtype | None) -> Trace:
     scorer = outline.scorer
-    row = longest_row(scorer, 100)
+    row = full_rows(scorer, 100)[-1]
 
     def loss_of(trace: Trace) -> Tensor:
         scorer.announce = trace.read
@@ -52,7 +52,7 @@ GEMMA = Gemma3TextConfig(num_hidden_layers=6, layer_types=KINDS, sliding_window=
 def both_traces(described: PreTrainedConfig, adapter: str, dtype: torch.dtype | None) -> tuple[Trace, Trace]:
     config = config_of(f"model.adapter.kind={adapter}")
     outline = outline_policy(described, config.model)
-    row = longest_row(outline.scorer, 100)
+    row = full_rows(outline.scorer, 100)[-1]
     folded = trace_policy(outline, row, config, DEVICE, compute_dtype=dtype)
     return folded, trace_whole(outline, config, dtype)
 
@@ -80,7 +80,7 @@ def test_the_model_is_whole_again_after_a_trace() -> None:
     config = config_of()
     outline = outline_policy(GEMMA, config.model)
     before = [name for name, _ in outline.scorer.named_parameters()]
-    trace_policy(outline, longest_row(outline.scorer, 50), config, DEVICE, compute_dtype=None)
+    trace_policy(outline, full_rows(outline.scorer, 50)[-1], config, DEVICE, compute_dtype=None)
     assert [name for name, _ in outline.scorer.named_parameters()] == before
     assert outline.scorer.causal_model.config.layer_types == KINDS
 
