@@ -145,11 +145,11 @@ def test_a_learner_that_always_dies_ends_the_run_with_the_cause(
 def test_without_engines_the_run_checkpoints_and_stops(
     local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
-    overrides = [*SIX_STEPS, "checkpoint.every_steps=0", "cluster.max_outage_s=0.2"]
+    overrides = [*SIX_STEPS, "checkpoint.every_steps=0", "cluster.max_outage_s=0.02"]
     config = make_config(tiny_policy, prompts_file, tmp_path, *overrides)
     with signals(tmp_path, {3: "rollout"}, signal.SIGKILL), pytest.raises(EngineFailed) as caught:
         rlpipe.train(config)
-    assert "no engine has served for cluster.max_outage_s=0.2 seconds: " in str(caught.value)
+    assert "no engine has served for cluster.max_outage_s=0.02 seconds: " in str(caught.value)
     checkpoint = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert int(checkpoint.name.removeprefix("step_")) >= 3
     assert read_jsonl(tmp_path / "metrics.jsonl")

@@ -109,7 +109,7 @@ def test_layers_of_a_vision_tower_are_planned_too(tmp_path: Path) -> None:
     path = make_family("qwen3-vl", tmp_path / "model")
     own = ("model.images=true", "model.adapter.kind=none")
     assert "of 5 layers" in decide_twice(path, 0.01, *own), "two of the language model, two and a merger of the tower"
-    least = decide_twice(path, 0.0045, *own)
+    least = decide_twice(path, 0.0018, *own)
     assert "of 5 layers 5 keep" not in least
     with pytest.raises(ModelError, match="no offload plan fits"):
         decide_twice(path, 0.001, *own)
