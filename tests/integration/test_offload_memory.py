@@ -193,23 +193,23 @@ def image_text_loss(model: nn.Module) -> Tensor:
     ).loss
 
 
-VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 12}
+VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 16}
 SQUARES = VISION | {"image_size": 224, "patch_size": 14}
 TEXT: dict[str, Any] = {
-    "vocab_size": 16000,
-    "hidden_size": 1024,
+    "vocab_size": 32000,
+    "hidden_size": 2048,
     "num_hidden_layers": 3,
-    "num_attention_heads": 16,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "intermediate_size": 3072,
+    "intermediate_size": 8192,
 }
 QWEN_VISION = {
     "depth": 3,
-    "hidden_size": 768,
-    "num_heads": 12,
-    "intermediate_size": 3072,
-    "out_hidden_size": 1024,
+    "hidden_size": 1024,
+    "num_heads": 16,
+    "intermediate_size": 4096,
+    "out_hidden_size": 2048,
     "fullatt_block_indexes": [1],
 }
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}}
@@ -259,7 +259,7 @@ def learner_case(name: str, adapter: str, num_tokens: int = 1024) -> Case:
         return Workload().loss_of(model, row, chunk_tokens=256)
 
     precision = Precision(compute=torch.bfloat16, state=torch.float32) if adapter == "none" else Precision()
-    return Case(make, loss_of, precision)
+    return Case(make, loss_of, precision, chunk_bytes=32 * MIB)
 
 
 CASES = {

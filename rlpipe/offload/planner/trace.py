@@ -220,7 +220,7 @@ class Trace:
                 backward_s=stage.backward_s,
                 swapped_bytes=sum(stage.swapped.values()),
                 saved_bytes=(stage.after - stage.flow_out) - (stage.before - stage.flow_in),
-                input_bytes=stage.flow_in,
+                input_bytes=stage.flow_in if stage.swapped else 0,  # what is frozen is not recomputed
                 entering_bytes=max(0, stage.entering - (stage.after - stage.flow_out)),
                 forward_peak=stage.forward_peak - (stage.after - stage.flow_out),
                 backward_peak=max(0, stage.backward_peak - (stage.after - stage.flow_out)),

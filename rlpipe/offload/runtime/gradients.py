@@ -76,9 +76,9 @@ class Gradients:
                 flat, seen = self._open.pop(index) if index in self._open else self._begin(index)
                 self._send(self._adams[index], flat, seen)
 
-    @property
-    def unfinished(self) -> list[int]:
-        return sorted(self._open)
+    def finish_rest(self) -> None:
+        """Send the gradients of all chunks that are not finished."""
+        self.finish(sorted(self._open))
 
     @property
     def device_bytes(self) -> int:
@@ -257,7 +257,7 @@ class ChunkOptimizer:
 
         If every rank holds all gradients, only the first counts them, and the others return 0.
         """
-        self.gradients.finish(self.gradients.unfinished)
+        self.gradients.finish_rest()
         self.gradients.settle()
         self._agree()
         for index in self._changing():

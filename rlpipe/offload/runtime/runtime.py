@@ -169,6 +169,7 @@ class OffloadedModel:
             stays=lambda tensor: tensor.untyped_storage()._cdata in staying,
             begin=self.optimizer.gradients.begin,
             finish=self.optimizer.gradients.finish,
+            finish_rest=self.optimizer.gradients.finish_rest,
         )
 
     @property

@@ -223,11 +223,13 @@ class UnitCalls:
         stays: Callable[[Tensor], bool],
         begin: Callable[[Collection[int]], None],
         finish: Callable[[Collection[int]], None],
+        finish_rest: Callable[[], None],
     ) -> None:
         """Replace the ``forward`` of the model and its ``units``, which have these ``chunks`` and ``modes``.
 
         ``stays`` returns whether a tensor is on the device anyway. ``begin`` is called with the chunks of which a
-        backward pass makes gradients, ``finish`` with chunks whose gradients are complete.
+        backward pass makes gradients, ``finish`` with chunks whose gradients are complete. ``finish_rest`` is called
+        before the next pass: gradients of a unit that the loss does not depend on are not noticed as complete.
         """
         self._indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._chunks = [frozenset(numbers) for numbers in chunks]
@@ -237,7 +239,7 @@ class UnitCalls:
         ]
         self._modes = list(modes)
         self._residency, self._weights, self._arena, self._queues = residency, weights, arena, queues
-        self._stays, self._begin_gradients, self._finish = stays, begin, finish
+        self._stays, self._begin_gradients, self._finish, self._finish_rest = stays, begin, finish, finish_rest
         self._calls: WeakSet[Call] = WeakSet()
         self._swapped: dict[int, Callable[[], Call | None]] = {}
         self._brings: list[list[int]] = [[] for _ in units]
@@ -295,6 +297,7 @@ class UnitCalls:
         try:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            self._finish_rest()
             self._note_begin()
             with self._weights.watch():
                 return original(*args, **kwargs)
