@@ -1,0 +1,1 @@
+"""Episodes: the policy writes, something answers, and the policy writes again."""

@@ -1,0 +1,245 @@
+"""Bridges between turns: the tokens that a chat template writes behind an answer, up to the policy's next turn.
+
+A conversation is never rendered again: templates drop reasoning from earlier turns, and tokenizers split the text of an
+answer in another way than the policy drew it. A bridge is the end of a short made-up conversation instead. Whether a
+template writes the same behind every history is tried once, before the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.masks.derivation import ASSISTANT
+from rlpipe.data.masks.rules import find_boundaries
+from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
+from rlpipe.data.row import UnusableRow
+from rlpipe.errors import InputError
+from rlpipe.types import ChatMessages, IntArray
+
+FIRST_STAND_IN = 0xF0000
+"""First of the private characters that stand for control tokens in texts."""
+CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
+Message = Mapping[str, Any]
+
+
+class Unbridgeable(Exception):
+    """Raised if the tokens behind an answer can't be told; the message is the reason."""
+
+
+def turn_ends(template: ChatTemplate, data: DataConfig) -> set[int]:
+    """Return the tokens that end the assistant's turns by the template.
+
+    They are the tokenizer's end, the turns' end markers, and the markers of results within a turn (Gemma 4).
+    """
+    found = {template.tokenizer.eos_token_id} - {None}
+    with suppress(InputError):  # a template whose turns can't be told apart
+        for boundary in find_boundaries(template, data)[1]:
+            ends_turn = boundary.role == ASSISTANT and boundary.include_end
+            marker = boundary.start if boundary.interrupts else boundary.end if ends_turn else None
+            found |= set(marker) if marker is not None and len(marker) == 1 else set()
+    return found
+
+
+@dataclass(slots=True, frozen=True)
+class Suffix:
+    """The end token of an answer in its template, and the tokens behind it up to the next answer."""
+
+    end_id: int
+    token_ids: IntArray
+
+
+@dataclass(slots=True)
+class Bridge:
+    """What a template writes behind the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
+
+    template: ChatTemplate
+    end_ids: Collection[int]
+
+    def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
+        """Return what follows an answer if ``new`` messages do.
+
+        Control tokens in the messages' texts are encoded as plain text. Raises ``Unbridgeable``.
+        """
+        probe = _Probe(answer, new)
+        texts = ControlTokens(self.template)
+        asked = {"role": "user", "content": PROBE_WORD}
+        try:
+            taken = self.template.as_taken([asked, probe.answer, *texts.hidden(new)])
+            rendered = self.template.render(taken, add_generation_prompt=True)
+        except UnusableRow as error:
+            raise Unbridgeable(str(error)) from error
+        behind = rendered.rfind(probe.last_word)
+        if behind < 0:
+            raise Unbridgeable("the chat template leaves out what the assistant said before")
+        encoded = self.template.encode_with_offsets(rendered)
+        if encoded.offsets is None:
+            raise Unbridgeable("the tokenizer is not a fast one, and does not say which tokens stand for which text")
+        ends = np.isin(encoded.token_ids, list(self.end_ids)) & (encoded.offsets[:, 0] > behind)
+        if not ends.any():
+            raise Unbridgeable("the chat template writes no end token behind the assistant's turn")
+        end = int(np.flatnonzero(ends)[0])
+        behind_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
+        return Suffix(int(encoded.token_ids[end]), behind_end)
+
+
+class _Probe:
+    """An answer with the calls of another one, in words that occur nowhere in the messages after it."""
+
+    def __init__(self, answer: Message, new: ChatMessages) -> None:
+        taken, number = repr(new), 0
+        while f"{PROBE_WORD}{number}" in taken:
+            number += 1
+        self.last_word = f"{PROBE_WORD}{number}"
+        calls = answer.get("tool_calls") or ()
+        self.answer: dict[str, Any] = {"role": "assistant", "content": None if calls else self.last_word}
+        if calls:
+            self.answer["tool_calls"] = [self._with_word(call) for call in calls]
+
+    def _with_word(self, call: Message) -> dict[str, Any]:
+        return {**call, "function": {"name": call["function"]["name"], "arguments": {"at": self.last_word}}}
+
+
+class ControlTokens:
+    """Texts in which control tokens are hidden until they have been encoded."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._hidden: dict[str, str] = {}
+
+    @cached_property
+    def _written(self) -> re.Pattern[str] | None:
+        names = sorted(self._template.tokenizer.get_added_vocab(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names))) if names else None
+
+    def hidden(self, messages: ChatMessages) -> ChatMessages:
+        """Return the messages with a private character in place of each control token in their texts."""
+        return [{**message, "content": self._hide(message.get("content"))} for message in messages]
+
+    def _hide(self, content: Any) -> Any:
+        if isinstance(content, list):
+            return [{**part, "text": self._hide(part["text"])} if "text" in part else part for part in content]
+        if not isinstance(content, str) or self._written is None:
+            return content
+        return self._written.sub(lambda found: self._stand_in(found.group()), content)
+
+    def _stand_in(self, token: str) -> str:
+        return self._hidden.setdefault(token, chr(FIRST_STAND_IN + len(self._hidden)))
+
+    def shown(self, token_ids: IntArray, offsets: IntArray, text: str) -> IntArray:
+        """Return the tokens with those of plain text in place of the private characters' tokens."""
+        if not self._hidden:
+            return token_ids
+        plain = {character: self._as_text(token) for token, character in self._hidden.items()}
+        found: list[int] = []
+        last = -1
+        for token_id, (start, stop) in zip(token_ids.tolist(), offsets.tolist(), strict=True):
+            inside = [place for place in range(start, stop) if text[place] in plain]
+            if not inside:
+                found.append(token_id)
+                continue
+            if stop - start > 1:
+                raise Unbridgeable("the tokenizer joins a control token in a text with its neighbours")
+            if inside[0] != last:  # a character may take several tokens
+                found += plain[text[inside[0]]]
+            last = inside[0]
+        return np.array(found, np.int32)
+
+    def _as_text(self, token: str) -> list[int]:
+        """Return the tokens of a control token's name, which is cut so that no part of it is a control token."""
+        controls = set(self._template.tokenizer.get_added_vocab().values())
+        for cuts in ([1], range(1, len(token))):
+            parts = [token[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(token)], strict=True)]
+            ids = [token_id for part in parts for token_id in self._template.token_ids(part).tolist()]
+            if controls.isdisjoint(ids):
+                return ids
+        raise Unbridgeable(f"the tokenizer has no plain tokens for the text {token!r}")
+
+
+@dataclass(slots=True)
+class Proof:
+    """What a bridge was tried on."""
+
+    proven: list[str] = field(default_factory=list)
+    """Kinds of messages behind which the template writes the same after every history."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Reasons, by kind, why no bridge leads over them: they are rendered anew, as branches of their own."""
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _called(*ids: str, text: str | None = None) -> dict[str, Any]:
+    calls = [{"id": own, "type": "function", "function": {"name": "look", "arguments": {"at": "home"}}} for own in ids]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def _result(own: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": own, "name": "look", "content": text}
+
+
+FIRST, SECOND = CALL_IDS
+HISTORIES: Sequence[ChatMessages] = (
+    [_user("How far is it?")],
+    [{"role": "system", "content": "You know the way."}, _user("Which way?")],
+    [_user("Hello"), _said("Hello, where to?"), _user("To the sea, {please}.\n")],
+    [_user("Where?"), _called(FIRST), _result(FIRST, "north"), _said("North."), _user("And then?")],
+    [_user("Два пути\n\nили три?"), _said("<b>Два</b>"), _user("1 + 1 = ?"), _said("2"), _user("  Why?  ")],
+)
+KINDS: Mapping[str, tuple[Message, ChatMessages]] = {
+    "a user's message": (_said("It is far."), [_user("How far?")]),
+    "a tool's result": (_called(FIRST), [_result(FIRST, "ten miles")]),
+    "two results": (_called(FIRST, SECOND), [_result(FIRST, "ten miles"), _result(SECOND, "two ways")]),
+    "a result and a user's message": (_called(FIRST), [_result(FIRST, "ten miles"), _user("Then go.")]),
+}
+
+
+def prove(bridge: Bridge) -> Proof:
+    """Try the bridge on histories of several shapes, against renderings of the whole conversations."""
+    proof = Proof()
+    for kind, (answer, new) in KINDS.items():
+        if (reason := _why_refused(bridge, answer, new)) is None:
+            proof.proven.append(kind)
+        else:
+            proof.refused[kind] = reason
+    return proof
+
+
+def _why_refused(bridge: Bridge, answer: Message, new: ChatMessages) -> str | None:
+    try:
+        expected = bridge.suffix(answer, new)
+    except Unbridgeable as problem:
+        return str(problem)
+    num_tried = 0
+    for history in HISTORIES:
+        try:
+            whole = render_whole(bridge.template, [*history, dict(answer), *new])
+        except UnusableRow:
+            continue  # the template takes no such history at all
+        num_tried += 1
+        if not ends_with(whole, expected):
+            return "the chat template writes something else behind it after other histories"
+    return None if num_tried else "the chat template takes no conversation with it"
+
+
+def render_whole(template: ChatTemplate, messages: ChatMessages) -> IntArray:
+    """Return the tokens of a conversation up to the policy's next turn; raise ``UnusableRow`` if that fails."""
+    return template.token_ids(template.text(messages, add_generation_prompt=True))
+
+
+def ends_with(whole: IntArray, suffix: Suffix) -> bool:
+    """Return whether a conversation ends with a suffix, behind the suffix's end token."""
+    start = len(whole) - len(suffix.token_ids)
+    return start > 0 and whole[start - 1] == suffix.end_id and np.array_equal(whole[start:], suffix.token_ids)
