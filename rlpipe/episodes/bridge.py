@@ -26,6 +26,8 @@ from rlpipe.types import ChatMessages, IntArray
 
 FIRST_STAND_IN = 0xF0000
 """First of the private characters that stand for control tokens in texts."""
+USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two results"
+RESULT_AND_USER = "a result and a user's message"
 CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
 Message = Mapping[str, Any]
 
@@ -62,12 +64,16 @@ class Bridge:
 
     template: ChatTemplate
     end_ids: Collection[int]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of messages that no bridge leads over, with the reasons; see ``prove``."""
 
     def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
         """Return what follows an answer if ``new`` messages do.
 
         Control tokens in the messages' texts are encoded as plain text. Raises ``Unbridgeable``.
         """
+        if (kind := kind_of(new)) in self.refused:
+            raise Unbridgeable(self.refused[kind])
         probe = _Probe(answer, new)
         texts = ControlTokens(self.template)
         asked = {"role": "user", "content": PROBE_WORD}
@@ -88,6 +94,21 @@ class Bridge:
         end = int(np.flatnonzero(ends)[0])
         behind_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
         return Suffix(int(encoded.token_ids[end]), behind_end)
+
+
+def kind_of(new: ChatMessages) -> str:
+    """Return the kind of messages in ``KINDS``; raise ``Unbridgeable`` if they are of none."""
+    roles = tuple(message["role"] for message in new)
+    num_results = sum(role == "tool" for role in roles)
+    kinds = {
+        ("user",): USER_MESSAGE,
+        ("tool",): RESULT,
+        ("tool",) * max(num_results, 2): RESULTS,
+        (*("tool",) * max(num_results, 1), "user"): RESULT_AND_USER,
+    }
+    if roles not in kinds:
+        raise Unbridgeable(f"no bridge leads over messages of {', '.join(roles) or 'nobody'}")
+    return kinds[roles]
 
 
 class _Probe:
@@ -199,10 +220,10 @@ HISTORIES: Sequence[ChatMessages] = (
     [_user("Два пути\n\nили три?"), _said("<b>Два</b>"), _user("1 + 1 = ?"), _said("2"), _user("  Why?  ")],
 )
 KINDS: Mapping[str, tuple[Message, ChatMessages]] = {
-    "a user's message": (_said("It is far."), [_user("How far?")]),
-    "a tool's result": (_called(FIRST), [_result(FIRST, "ten miles")]),
-    "two results": (_called(FIRST, SECOND), [_result(FIRST, "ten miles"), _result(SECOND, "two ways")]),
-    "a result and a user's message": (_called(FIRST), [_result(FIRST, "ten miles"), _user("Then go.")]),
+    USER_MESSAGE: (_said("It is far."), [_user("How far?")]),
+    RESULT: (_called(FIRST), [_result(FIRST, "ten miles")]),
+    RESULTS: (_called(FIRST, SECOND), [_result(FIRST, "ten miles"), _result(SECOND, "two ways")]),
+    RESULT_AND_USER: (_called(FIRST), [_result(FIRST, "ten miles"), _user("Then go.")]),
 }
 
 

@@ -1,0 +1,67 @@
+"""What users write: environments that answer the policy, and tools that belong to them."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlpipe.episodes.tools import FunctionTool
+from rlpipe.types import ChatMessages
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Observation = str | ChatMessages
+"""Text of a user's message, or messages."""
+MARK = "_rlpipe_tool"
+
+
+@dataclass(slots=True)
+class Step:
+    """An environment's answer to a turn of the policy."""
+
+    observation: Observation = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(ABC):
+    """A task with several turns; one object serves one episode. Methods may be coroutines.
+
+    Methods marked by ``tool`` are offered to the policy; a turn that calls tools is answered by their results, and not
+    given to ``step``. An episode's reward is the sum of its steps' rewards.
+    """
+
+    @abstractmethod
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
+        """Begin an episode on a row of the data, and return what the policy sees first."""
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Answer a turn without tool calls; by default it ends the episode."""
+        return Step(done=True)
+
+    def close(self) -> Awaitable[None] | None:
+        """Free what the episode holds; called once, however the episode ends."""
+        return None
+
+
+def tool(function: Function) -> Function:
+    """Mark a method of an environment as a tool; its schema comes from its signature and docstring."""
+    setattr(function, MARK, True)
+    return function
+
+
+def tools_of(environment: object) -> list[FunctionTool]:
+    """Return the tools of an environment, in the order in which its class defines them."""
+    names = [name for kind in reversed(type(environment).__mro__) for name, own in vars(kind).items() if _is_tool(own)]
+    return [FunctionTool(getattr(environment, name), name=name) for name in dict.fromkeys(names)]
+
+
+def _is_tool(own: Any) -> bool:
+    return inspect.isfunction(own) and getattr(own, MARK, False)
+
+
+def as_messages(observation: Observation) -> ChatMessages:
+    """Return an observation as chat messages; a text is a user's."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)

@@ -1,0 +1,204 @@
+"""Tools that a policy calls: their schemas from signature and docstring, and calls whose failures are answers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+from rlpipe.common.imports import describe_error
+from rlpipe.errors import ConfigError
+
+MAX_RESULT_CHARS = 16_384
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ToolCall:
+    """A call that the policy wrote; ``problem`` says what is wrong with its form, if it has no arguments."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+    def as_message_part(self) -> dict[str, Any]:
+        """Return the call as chat messages have it."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": dict(self.arguments)},
+        }
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ToolResult:
+    text: str
+    failure: str | None = None
+    """``error``, ``timeout`` or ``invalid``; None if the tool returned."""
+
+
+class Tool(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Return what the tool returns; raises ``InvalidArguments``, or anything that the tool raises."""
+
+
+class InvalidArguments(Exception):
+    """Raised for arguments that a tool does not take; the message is written for the policy."""
+
+
+class FunctionTool:
+    """A Python function as a tool; parameters of JSON's types, lists, dictionaries, enums and dataclasses are known.
+
+    A function that is not a coroutine runs in a thread. Raises ``ConfigError`` for parameters that have no types, or
+    no names of their own.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+        self.name = name or function.__name__
+        self._function = function
+        description, arguments, _ = parse_google_format_docstring(inspect.getdoc(function) or "") or (None, None, None)
+        self._model = _arguments_model(function, self.name)
+        parameters = _untitled(self._model.model_json_schema())
+        for key, text in (arguments or {}).items():
+            if key in parameters.get("properties", {}):
+                parameters["properties"][key]["description"] = text
+        self.schema = {
+            "type": "function",
+            "function": {"name": self.name, "description": description or "", "parameters": parameters},
+        }
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            made = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            raise InvalidArguments(_describe(error)) from None
+        given = {key: getattr(made, key) for key in made.model_fields_set}
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**given)
+        found = await asyncio.to_thread(partial(self._function, **given))
+        return await found if isinstance(found, Awaitable) else found
+
+
+def _arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in VARIADIC or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+                raise ConfigError(f"the tool {name} takes {parameter}: give each parameter a name and a type")
+            if parameter.annotation is inspect.Parameter.empty:
+                raise ConfigError(f"the tool {name}: its parameter {parameter.name} has no type: annotate it")
+            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            fields[parameter.name] = (parameter.annotation, default)
+        model: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the tool {name} has no JSON schema: {describe_error(error)}") from error
+    return model
+
+
+def _untitled(schema: Any) -> Any:
+    """Return a JSON schema without pydantic's titles, which only repeat names."""
+    if isinstance(schema, list):
+        return [_untitled(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    return {key: _untitled(value) for key, value in kept.items() if key != "additionalProperties"}
+
+
+def _describe(error: ValidationError) -> str:
+    found = [f"{'.'.join(map(str, entry['loc'])) or 'arguments'}: {entry['msg']}" for entry in error.errors()]
+    return "; ".join(found)
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolUse:
+    """Counts of a tool's calls."""
+
+    calls: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+
+
+class Toolbox:
+    """The tools of an episode; a call always has a result, which is a text for the policy.
+
+    Raises ``ConfigError`` if two tools have one name.
+    """
+
+    def __init__(self, tools: Iterable[Tool], *, timeout_s: float, max_chars: int = MAX_RESULT_CHARS) -> None:
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.name in self._tools:
+                raise ConfigError(f"two tools are named {tool.name}: rename one")
+            self._tools[tool.name] = tool
+        self._timeout_s, self._max_chars = timeout_s, max_chars
+        self.use: dict[str, ToolUse] = {name: ToolUse() for name in self._tools}
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self._tools.values()]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Return a call's result; a failure, or a call in a wrong form, is a text as well."""
+        tool = self._tools.get(call.name)
+        if call.problem is not None:
+            return ToolResult(text=f"Error: {call.problem}", failure="invalid")
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return ToolResult(text=f"Error: there is no tool {call.name!r}; there are: {known}", failure="invalid")
+        use, clock = self.use[call.name], asyncio.get_running_loop().time
+        use.calls += 1
+        began = clock()
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return ToolResult(text=self._cut(as_text(await tool.call(call.arguments))))
+        except InvalidArguments as error:
+            return ToolResult(text=f"Error: {call.name} does not take these arguments: {error}", failure="invalid")
+        except Exception as error:  # noqa: BLE001 - tools raise anything, and the policy reads it
+            if limit.expired():
+                use.timeouts += 1
+                text = f"Error: {call.name} took longer than {self._timeout_s:g} seconds"
+                return ToolResult(text=text, failure="timeout")
+            use.errors += 1
+            return ToolResult(text=self._cut(f"Error: {describe_error(error)}"), failure="error")
+        finally:
+            use.seconds += clock() - began
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._max_chars:
+            return text
+        return f"{text[: self._max_chars]}\n[cut off: {len(text) - self._max_chars} more characters]"
+
+
+_ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
+
+
+def as_text(value: Any) -> str:
+    """Return a tool's value as the policy reads it: a text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(_ANYTHING.dump_python(value, mode="json"), ensure_ascii=False)
+    except ValueError:  # pydantic's errors are among these
+        return str(value)

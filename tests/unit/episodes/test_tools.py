@@ -1,0 +1,202 @@
+"""Tests of tools: schemas of functions, and calls that always have an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal
+
+import pytest
+
+from rlpipe.episodes.environment import Environment, tool, tools_of
+from rlpipe.episodes.parsing import PARSERS, ParsedTurn, parse_hermes, parse_json
+from rlpipe.episodes.tools import FunctionTool, Toolbox, ToolCall, ToolResult
+from rlpipe.errors import ConfigError
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first number
+    """
+    return a * b
+
+
+class Way(Enum):
+    NORTH = "north"
+    SOUTH = "south"
+
+
+def walk(way: Way, steps: list[int], how: Literal["fast", "slow"] = "slow") -> dict[str, Any]:
+    "Walk."
+    return {"way": way, "steps": sum(steps), "how": how}
+
+
+async def wait(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def fail() -> None:
+    raise ZeroDivisionError("division by zero")
+
+
+def flood() -> str:
+    return "x" * 100_000
+
+
+def give_up() -> None:
+    raise TimeoutError("the server did not answer")
+
+
+def run(name: str, functions: list[Callable[..., Any]], **arguments: Any) -> tuple[ToolResult, Toolbox]:
+    box = Toolbox(map(FunctionTool, functions), timeout_s=0.3)
+    return asyncio.run(box.call(ToolCall(id="1", name=name, arguments=arguments))), box
+
+
+def test_a_schema_has_types_defaults_and_the_docstrings_words() -> None:
+    assert FunctionTool(multiply).schema == {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "Multiply two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "the first number"},
+                    "b": {"type": "integer", "default": 2},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    parameters = FunctionTool(walk).schema["function"]["parameters"]
+    assert parameters["properties"]["how"] == {"default": "slow", "enum": ["fast", "slow"], "type": "string"}
+    assert parameters["$defs"]["Way"]["enum"] == ["north", "south"]
+
+
+def test_arguments_are_checked_and_converted() -> None:
+    assert run("multiply", [multiply], a=6)[0].text == "12"
+    found, _ = run("walk", [walk], way="north", steps=[1, 2])
+    assert found.text == '{"way": "north", "steps": 3, "how": "slow"}'
+    wrong, _ = run("multiply", [multiply], a="six", c=1)
+    assert wrong.failure == "invalid"
+    assert "a: Input should be a valid integer" in wrong.text
+    assert "c: Extra inputs are not permitted" in wrong.text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "failure", "words"),
+    [
+        ("fly", {}, "invalid", "there is no tool 'fly'; there are: wait, fail, flood, give_up"),
+        ("fail", {}, "error", "Error: ZeroDivisionError: division by zero"),
+        ("give_up", {}, "error", "the server did not answer"),
+        ("wait", {"seconds": 60}, "timeout", "Error: wait took longer than 0.3 seconds"),
+        ("flood", {}, None, "[cut off: 83616 more characters]"),
+    ],
+)
+def test_whatever_a_tool_does_the_policy_reads_a_text(
+    name: str, arguments: dict[str, Any], failure: str | None, words: str
+) -> None:
+    began = time.monotonic()
+    found, box = run(name, [wait, fail, flood, give_up], **arguments)
+    assert (found.failure, words in found.text) == (failure, True), found.text[:200]
+    assert time.monotonic() - began < 5
+    assert sum(use.calls for use in box.use.values()) == (failure != "invalid")
+    assert sum(use.timeouts for use in box.use.values()) == (failure == "timeout")
+
+
+def untyped(a) -> None:  # type: ignore[no-untyped-def]
+    pass
+
+
+def of_any_number(*numbers: int) -> None:
+    pass
+
+
+def of_a_lock(lock: asyncio.Lock) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(untyped, "a has no type"), (of_any_number, "each parameter a name"), (of_a_lock, "no JSON schema")],
+)
+def test_functions_without_a_schema_are_refused(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FunctionTool(function)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two tools are named multiply"):
+        Toolbox([FunctionTool(multiply), FunctionTool(multiply)], timeout_s=1)
+
+
+class Base(Environment):
+    def reset(self, row: Any, seed: int) -> str:
+        return ""
+
+    @tool
+    def hint(self, kind: str) -> str:
+        "Give a hint."
+        return kind + "?"
+
+
+class Game(Base):
+    @tool
+    async def look(self) -> str:
+        return "dark"
+
+    @tool
+    def hint(self, kind: str) -> str:
+        "Give a better hint."
+        return kind + "!"
+
+
+def test_an_environments_methods_are_tools() -> None:
+    hint, look = tools_of(Game())
+    assert (hint.name, look.name) == ("hint", "look")
+    assert hint.schema["function"]["description"] == "Give a better hint."
+    assert asyncio.run(hint.call({"kind": "cold"})) == "cold!"
+    assert asyncio.run(look.call({})) == "dark"
+
+
+def test_calls_are_read_from_a_turn() -> None:
+    text = '<think>\nwell\n</think>\n\nI look. <tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    found = parse_hermes(text, "0c")
+    assert (found.content, found.reasoning) == ("I look.", "well")
+    assert [(call.name, dict(call.arguments), call.problem) for call in found.calls] == [("look", {"at": "x"}, None)]
+    assert len({call.id for call in [*found.calls, *parse_hermes(text, "1c").calls]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('<tool_call>{"name": "look", "arguments"', "the call is not JSON"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'a call is an object with "name"'),
+        ('<tool_call>["look"]</tool_call>', 'a call is an object with "name"'),
+        ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "its arguments are not an object"),
+        ('<tool_call>{"name": "look", "arguments": "{x"}</tool_call>', "its arguments are not JSON"),
+        ("<tool_call>" + "[" * 100_000, "the call is not JSON"),
+    ],
+)
+def test_a_call_in_a_wrong_form_says_what_is_wrong(text: str, problem: str) -> None:
+    (call,) = parse_hermes(text, "0c").calls
+    assert call.problem is not None
+    assert problem in call.problem
+
+
+def test_a_turn_of_json_is_calls_and_any_other_a_text() -> None:
+    found = parse_json('{"name": "look", "parameters": {"at": "x"}}', "0c")
+    assert [(call.name, dict(call.arguments)) for call in found.calls] == [("look", {"at": "x"})]
+    for text in ('{"answer": 4}', "4", "[]", "look(x)", '["look"]'):
+        assert parse_json(text, "0c") == ParsedTurn(content=text)
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
+@pytest.mark.parametrize("text", ["", "</think>", "\x00", "<tool_call>", "🙂" * 9, "{" * 9, "<think>never ends"])
+def test_no_text_breaks_a_parser(parser: Callable[[str, str], ParsedTurn], text: str) -> None:
+    assert parser(text, "0c").as_message()["role"] == "assistant"
