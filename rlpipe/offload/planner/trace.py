@@ -52,13 +52,6 @@ class TensorTracker(TorchDispatchMode):
         self.live = 0
         self.peak = 0
 
-    def ignore(self, tensor: Tensor) -> None:
-        """Leave a tensor out of the count, such as one on the host."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            weakref.finalize(storage, self._known.discard, storage._cdata)
-
     def counts(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made within the mode."""
         return tensor.untyped_storage()._cdata in self._known
