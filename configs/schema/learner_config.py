@@ -173,3 +173,12 @@ def reentrant_checkpointing(model: ModelConfig, learner: LearnerConfig) -> bool:
     if model.reentrant_checkpointing is not None:
         return model.reentrant_checkpointing
     return learner.strategy == "zero3" or model.attention == "flex_attention"
+
+
+def allows_flex_attention(model: ModelConfig, learner: LearnerConfig) -> bool:
+    """Return whether what is recomputed, if anything, can have flex_attention: only in the reentrant form."""
+    if learner.offload == "chunked":
+        return learner.chunked.num_checkpointed == 0
+    if not model.gradient_checkpointing:
+        return True
+    return learner.strategy != "fsdp2" and model.reentrant_checkpointing is not False

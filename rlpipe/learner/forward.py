@@ -188,12 +188,12 @@ class TokenScorer(nn.Module):
         result: list[Tensor] = self(partial(self._depths, row, indices))
         return result
 
-    def take_masks(self, implementation: str, device: torch.device) -> None:
+    def take_masks(self, implementation: str, device: torch.device, *, flex: bool = True) -> None:
         """Switch to an attention that takes each row's own mask on the device where the passes run.
 
-        ``implementation`` is that of ``model.attention``.
+        ``implementation`` is that of ``model.attention``; ``flex`` allows flex_attention.
         """
-        use_masks(self.causal_model, implementation, device)
+        use_masks(self.causal_model, implementation, takes_flex=flex and device.type == "cuda")
         self.layout = AttentionLayout.POSITIONS
 
     def hidden_states(self, row: Row) -> Tensor:

@@ -21,7 +21,7 @@ from rlpipe.algorithms.features import layer_indices
 from rlpipe.common.hub import hub_has
 from rlpipe.common.imports import reading_files
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
-from rlpipe.configs.schema.learner_config import LearnerConfig, reentrant_checkpointing
+from rlpipe.configs.schema.learner_config import LearnerConfig, allows_flex_attention, reentrant_checkpointing
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig, serves_adapter
 from rlpipe.data.render.processor import ImageProcessor
 from rlpipe.errors import ConfigError, ModelError
@@ -163,7 +163,7 @@ def load_policy(
     sharding = make_sharding(learner, device, model, workload)
     scorer = load_scorer(model, "cpu" if sharding.loads_on_cpu else device)
     if workload.takes_masks:
-        scorer.take_masks(model.attention, device)
+        scorer.take_masks(model.attention, device, flex=allows_flex_attention(model, learner))
     if model.gradient_checkpointing:
         attention = scorer.causal_model.config.get_text_config()._attn_implementation
         _enable_checkpointing(

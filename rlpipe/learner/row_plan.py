@@ -226,8 +226,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation({"text_config": NAME} if own else NAME)
 
 
-def use_masks(model: PreTrainedModel, implementation: str, device: torch.device) -> None:
-    """Make a model's attention take rlpipe's masks: flex_attention's if it computes on a GPU, else dense ones.
+def use_masks(model: PreTrainedModel, implementation: str, *, takes_flex: bool) -> None:
+    """Make a model's attention take rlpipe's masks: with ``takes_flex`` flex_attention's, else dense ones.
 
     Raises ``ModelError`` if the model has other kinds of layers, or caps its attention outside of eager mode.
     """
@@ -239,7 +239,7 @@ def use_masks(model: PreTrainedModel, implementation: str, device: torch.device)
     if implementation != "eager":
         if getattr(config, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{type(model).__name__} caps its attention: set model.attention=eager")
-        implementation = FLEX if device.type == "cuda" and model._supports_flex_attn else "sdpa"
+        implementation = FLEX if takes_flex and model._supports_flex_attn else "sdpa"
     model.set_attn_implementation(implementation)
 
 

@@ -31,7 +31,7 @@ from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.learner.forward import TokenScorer
 from rlpipe.learner.objectives import Reference
 from rlpipe.learner.policy import Policy
-from rlpipe.learner.row_plan import Row, mask_for
+from rlpipe.learner.row_plan import AttentionLayout, Row, mask_for
 from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.types import IntArray, MicroBatch, MiniBatch
 
@@ -218,7 +218,8 @@ class Strided:
         self._algorithm, self._temperature = algorithm, algorithm.ebft.strided.temperature
         self._chunk_tokens = learner.logprob_chunk_tokens
         self._seed, self._step = seed, 0
-        policy.scorer.take_masks(policy.config.attention, policy.device)
+        if policy.scorer.layout is not AttentionLayout.POSITIONS:  # a run's policy is loaded for masks
+            policy.scorer.take_masks(policy.config.attention, policy.device)
         self._layers = layer_indices(algorithm.ebft.features.layers, policy.scorer.num_layers)
 
     def begin(self, step: int) -> None:

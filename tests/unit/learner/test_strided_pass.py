@@ -19,7 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlpipe.algorithms.strided import StridedRow
 from rlpipe.configs.schema.algorithm_config import StridedConfig
-from rlpipe.configs.schema.learner_config import LearnerConfig
+from rlpipe.configs.schema.learner_config import ChunkedConfig, LearnerConfig, allows_flex_attention
+from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.data.packing import pack_step
 from rlpipe.errors import ModelError
 from rlpipe.learner import policy, row_plan
@@ -277,17 +278,29 @@ def test_queries_and_keys_have_the_dtype_of_values(monkeypatch: pytest.MonkeyPat
     assert seen == [[torch.bfloat16] * 4]
 
 
-@pytest.mark.parametrize(("takes_masks", "reentrant"), [(True, True), (False, False)])
-def test_checkpointing_has_the_form_that_flex_attention_needs(
-    monkeypatch: pytest.MonkeyPatch, takes_masks: bool, reentrant: bool
+@pytest.mark.parametrize(
+    ("takes_masks", "form", "flex", "reentrant"),
+    [(True, None, True, True), (True, False, False, False), (False, None, False, False)],
+)
+def test_flex_attention_is_taken_where_what_is_recomputed_can_have_it(
+    monkeypatch: pytest.MonkeyPatch, takes_masks: bool, form: bool | None, flex: bool, reentrant: bool
 ) -> None:
     """Check a policy whose passes run on a GPU, though its weights are on the CPU."""
-    chosen = []
+    chosen: list[dict[str, bool]] = []
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda _, options: chosen.append(options))
     monkeypatch.setattr(policy, "load_scorer", lambda model, _: load_scorer(model, "cpu"))
     model = make_model_config(family("qwen3"), adapter="none", gradient_checkpointing=True)
+    model.reentrant_checkpointing = form
     workload = Workload(takes_masks=takes_masks)
     loaded = policy.load_policy(model, LearnerConfig(), torch.device("cuda"), workload=workload)
     assert chosen == [{"use_reentrant": reentrant}]
-    uses_flex = loaded.scorer.causal_model.config._attn_implementation == "flex_attention"
-    assert uses_flex == takes_masks
+    assert (loaded.scorer.causal_model.config._attn_implementation == "flex_attention") == flex
+
+
+def test_fsdp2_and_recomputed_chunks_have_dense_masks() -> None:
+    recomputed, kept = ModelConfig(gradient_checkpointing=True), ModelConfig(gradient_checkpointing=False)
+    assert allows_flex_attention(recomputed, LearnerConfig(strategy="zero3"))
+    assert not allows_flex_attention(recomputed, LearnerConfig(strategy="fsdp2"))
+    assert allows_flex_attention(kept, LearnerConfig(strategy="fsdp2"))
+    assert not allows_flex_attention(kept, LearnerConfig(offload="chunked"))
+    assert allows_flex_attention(kept, LearnerConfig(offload="chunked", chunked=ChunkedConfig(num_checkpointed=0)))
