@@ -60,7 +60,7 @@ class Suffix:
 
 @dataclass(slots=True)
 class Bridge:
-    """What a template writes behind the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
+    """Text of a template behind the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
 
     template: ChatTemplate
     end_ids: Collection[int]
@@ -186,7 +186,7 @@ class ControlTokens:
 
 @dataclass(slots=True)
 class Proof:
-    """What a bridge was tried on."""
+    """Result of trying a bridge on histories of several shapes."""
 
     proven: list[str] = field(default_factory=list)
     """Kinds of messages behind which the template writes the same after every history."""

@@ -20,7 +20,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 class Branching(StrEnum):
-    """Why a conversation does not continue a known one."""
+    """Reason why a conversation does not continue a known one."""
 
     FIRST = "first"
     REWRITTEN = "rewritten"
@@ -40,7 +40,7 @@ class Continuation:
     new: ChatMessages
     """Messages after that turn, or all of them."""
     branching: Branching | None = None
-    """Why it begins anew."""
+    """Reason why it begins anew."""
 
 
 def locate(graph: EpisodeGraph, messages: ChatMessages) -> Continuation:

@@ -1,4 +1,4 @@
-"""What users write: environments that answer the policy, and tools that belong to them."""
+"""The interface of environments, which users write: they answer the policy, and offer it tools."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Node:
     turn: int = OBSERVED
     """Number of the policy's turn on the way here, from 0."""
     reward: float | None = None
-    """What the turn was worth, if that is known beside the episode's own reward."""
+    """Reward of the turn, if it has one of its own."""
 
     def __post_init__(self) -> None:
         lengths = {len(array) for array in (self.token_ids, self.loss_mask, self.logprobs, self.policy_versions)}

@@ -18,7 +18,7 @@ HERMES = re.compile(r"<tool_call>\s*(?P<call>.*?)\s*(?:</tool_call>|\Z)", re.DOT
 
 @dataclass(kw_only=True, slots=True)
 class ParsedTurn:
-    """What the policy said in a turn."""
+    """A turn of the policy, read from its text."""
 
     content: str
     reasoning: str | None = None

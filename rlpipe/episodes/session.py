@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Answer:
+class DrawnTurn:
     """A turn as an engine drew it, with the token that ended it."""
 
     token_ids: Sequence[int]  # [C]
@@ -32,7 +32,7 @@ class Answer:
 
 
 class Draw(Protocol):
-    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> Answer:
+    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
         """Draw the turn with this number behind the tokens ``[T]``."""
 
 
@@ -57,7 +57,7 @@ class Episode:
     reward: float = 0.0
     status: RolloutStatus = RolloutStatus.COMPLETED
     end: str = "done"
-    """Why it ended: ``done``, ``max_turns``, ``length`` (no token is left) or ``timeout``."""
+    """Reason of its end: ``done``, ``max_turns``, ``length`` (no token is left) or ``timeout``."""
     messages: ChatMessages = field(default_factory=list)
     num_turns: int = 0
     branches_by_reason: dict[str, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Session:
         return as_messages(step.observation), step.reward, step.done
 
     def _go_on(
-        self, episode: Episode, node: Node, parsed: ParsedTurn, answer: Answer, new: ChatMessages, reward: float
+        self, episode: Episode, node: Node, parsed: ParsedTurn, answer: DrawnTurn, new: ChatMessages, reward: float
     ) -> Node:
         """Add a turn and what follows it; behind a turn that can't be bridged the conversation is rendered anew."""
         episode.messages = [*episode.messages, *new]
@@ -161,7 +161,7 @@ class Session:
         except UnusableRow as error:
             raise ValueError(f"the conversation can't be rendered: {error}") from error
 
-    def _text(self, answer: Answer) -> str:
+    def _text(self, answer: DrawnTurn) -> str:
         """Return a turn's text without its end token."""
         token_ids = list(answer.token_ids)
         if token_ids and token_ids[-1] in self._bridge.end_ids:
@@ -173,7 +173,7 @@ def _add(
     episode: Episode,
     node: Node,
     parsed: ParsedTurn,
-    answer: Answer,
+    answer: DrawnTurn,
     *,
     reward: float | None = None,
     end_ids: IntArray | None = None,

@@ -17,7 +17,7 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Environment, Step, tool
 from rlpipe.episodes.parsing import parse_hermes
-from rlpipe.episodes.session import Answer, Episode, Rules, Session
+from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
 from rlpipe.types import IntArray, RolloutStatus
 
 TEMPLATES = dict(shipped_templates())
@@ -59,12 +59,12 @@ class Policy:
         self._template, self._said, self._cut = template, said, cut
         self.contexts: list[IntArray] = []
 
-    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> Answer:
+    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
         self.contexts.append(token_ids)
         own = self._template.token_ids(self._said[turn]).tolist()[:max_tokens]
         is_cut = turn in self._cut
         own += [] if is_cut else [self._template.tokenizer.eos_token_id]
-        return Answer(
+        return DrawnTurn(
             token_ids=own,
             logprobs=[-0.5] * len(own),
             policy_versions=[turn] * len(own),
