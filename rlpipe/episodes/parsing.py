@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,8 @@ from rlpipe.episodes.tools import ToolCall
 
 ID_CHARS = 9
 """Characters of a call's id; Mistral's templates take no other number."""
-THINKING = re.compile(r"^\s*(?:<think>)?(?P<reasoning>.*?)</think>\s*", re.DOTALL)
-HERMES = re.compile(r"<tool_call>\s*(?P<call>.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,8 +40,13 @@ Parser = Callable[[str, str], ParsedTurn]
 def parse_hermes(text: str, prefix: str) -> ParsedTurn:
     """Read calls as JSON within ``<tool_call>`` (Hermes, Qwen)."""
     rest, reasoning = split_reasoning(text)
-    calls = [_read_call(found["call"], prefix, number) for number, found in enumerate(HERMES.finditer(rest))]
-    return ParsedTurn(content=HERMES.sub("", rest).strip(), reasoning=reasoning, calls=calls)
+    content, *marked = rest.split(CALL)
+    calls = []
+    for number, part in enumerate(marked):
+        call, _, behind = part.partition(END_CALL)
+        calls.append(_read_call(call.strip(), prefix, number))
+        content += behind
+    return ParsedTurn(content=content.strip() if calls else content, reasoning=reasoning, calls=calls)
 
 
 def parse_json(text: str, prefix: str) -> ParsedTurn:
@@ -64,8 +68,8 @@ PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
 
 def split_reasoning(text: str) -> tuple[str, str | None]:
     """Return a turn's text without its thoughts, and these; a turn may begin within them, as prompts may end so."""
-    found = THINKING.match(text)
-    return (text, None) if found is None else (text[found.end() :], found["reasoning"].strip())
+    thoughts, end, rest = text.partition(END_THINK)
+    return (rest.lstrip(), thoughts.strip().removeprefix(THINK).strip()) if end else (text, None)
 
 
 def _read_call(text: str, prefix: str, number: int) -> ToolCall:

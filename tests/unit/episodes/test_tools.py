@@ -197,6 +197,14 @@ def test_a_turn_of_json_is_calls_and_any_other_a_text() -> None:
 
 
 @pytest.mark.parametrize("parser", PARSERS.values())
+def test_long_turns_are_read_in_linear_time(parser: Callable[[str, str], ParsedTurn]) -> None:
+    for text in (" " * 200_000, "<tool_call>" + " " * 200_000 + "x", "<tool_call>" * 20_000, "<think>" * 20_000):
+        began = time.monotonic()
+        parser(text, "0c")
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
 @pytest.mark.parametrize("text", ["", "</think>", "\x00", "<tool_call>", "🙂" * 9, "{" * 9, "<think>never ends"])
 def test_no_text_breaks_a_parser(parser: Callable[[str, str], ParsedTurn], text: str) -> None:
     assert parser(text, "0c").as_message()["role"] == "assistant"
