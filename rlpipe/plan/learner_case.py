@@ -20,7 +20,7 @@ from rlpipe.hardware.device import Device
 from rlpipe.learner.forward import TokenScorer, find_layers
 from rlpipe.learner.policy import outline_copy
 from rlpipe.learner.row_plan import Row
-from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows
+from rlpipe.learner.strategies.chunked import chunk_sizes, full_rows, misses_tower
 from rlpipe.learner.workload import needs_copy, read_workload
 from rlpipe.offload.planner.cost import Capacity, Profile
 from rlpipe.offload.planner.fake_trace import trace_model, traceable_experts
@@ -209,15 +209,24 @@ class LearnerCase:
             return None
         return outline_copy(self.drafts.described, self.config.model, self.config.algorithm)
 
-    @cached_property
+    @property
     def longest(self) -> Trace:
         """Trace of a full micro batch without common prompts, which takes the most memory."""
+        return self._longest[1]
+
+    @property
+    def misses_tower(self) -> bool:
+        """Whether a trained vision tower is in no trace."""
+        return misses_tower(self.outline.scorer, self._longest[0])
+
+    @cached_property
+    def _longest(self) -> tuple[Row, Trace]:
         *others, last = full_rows(self.outline.scorer, self.config.learner.max_tokens_per_microbatch)
         is_timed = self.config.learner.offload == "chunked"
         for row in others:
             with suppress(ModelError):
-                return self.drafts.trace(self.config, row, is_timed=is_timed)
-        return self.drafts.trace(self.config, last, is_timed=is_timed)
+                return row, self.drafts.trace(self.config, row, is_timed=is_timed)
+        return last, self.drafts.trace(self.config, last, is_timed=is_timed)
 
     @cached_property
     def chunks(self) -> Chunks:

@@ -15,7 +15,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import RlpipeError
 from rlpipe.hardware.device import Device
 from rlpipe.hardware.devices import DEVICES
-from rlpipe.learner.strategies.chunked import GIB
+from rlpipe.learner.strategies.chunked import GIB, UNPLANNED_TOWER
 from rlpipe.learner.workload import sequence_tokens
 from rlpipe.offload.planner.cost import Knobs
 from rlpipe.offload.planner.planner import AMORTISING_SEQUENCES
@@ -247,6 +247,8 @@ class LearnerPlan:
     """Time of a step; None if a rank does not fit."""
     changes: Sequence[LearnerChange]
     """Changes with which it fits; empty if it fits."""
+    misses_tower: bool = False
+    """Whether the memory of a trained vision tower is not planned."""
 
     @property
     def fits(self) -> bool:
@@ -259,11 +261,13 @@ class LearnerPlan:
 
     @property
     def notes(self) -> list[str]:
+        tower = [UNPLANNED_TOWER] if self.misses_tower else []
         if self.work.update_sequences >= AMORTISING_SEQUENCES:
-            return []
+            return tower
         return [
+            *tower,
             f"an update has {self.work.update_sequences:g} sequences, which are few for its fixed costs, such as "
-            f"the optimizer; {AMORTISING_SEQUENCES} or more are better"
+            f"the optimizer; {AMORTISING_SEQUENCES} or more are better",
         ]
 
 
@@ -295,4 +299,5 @@ def plan_case(case: LearnerCase) -> LearnerPlan:
         work=case.work,
         time=case.time if problem is None else None,
         changes=[] if problem is None else remedies(case),
+        misses_tower=case.misses_tower,
     )

@@ -43,6 +43,10 @@ from rlpipe.types import MicroBatch, PlacedImage
 from rlpipe.weights.dcp import Read
 
 GIB = 2**30
+UNPLANNED_TOWER = (
+    "the memory of the vision tower is not planned, because it takes images in a form that rlpipe does not know; leave "
+    "room for it"
+)
 CPU = torch.device("cpu")
 
 
@@ -84,6 +88,16 @@ def _with_images(scorer: TokenScorer, micro_batch: MicroBatch) -> list[Row]:
         return [Vision(model, _Blank(images)).plan(filled, scorer.layout, CPU)] if places else []
     except (LookupError, AttributeError, TypeError, ValueError):  # a tower that takes its images in another form
         return []
+
+
+def misses_tower(scorer: TokenScorer, row: Row) -> bool:
+    """Return whether the model has a trained vision tower that does not run in the row's pass."""
+    model = scorer.causal_model
+    if row.images or not has_vision(model):
+        return False
+    language = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
+    inside = {id(parameter) for parameter in language}
+    return any(parameter.requires_grad and id(parameter) not in inside for parameter in model.parameters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +248,8 @@ class Chunked:
         for row in others:
             with suppress(CannotBeTraced):
                 return self._plan(scorer, row, precision, hardware, free)
+        if misses_tower(scorer, last):
+            self.notes.append(f"learner.offload=chunked: {UNPLANNED_TOWER}")
         return self._plan(scorer, last, precision, hardware, free)
 
     def _plan(

@@ -15,6 +15,7 @@ from rlpipe.data.packing import pack_fullest, pack_step
 from rlpipe.errors import ConfigError, ModelError
 from rlpipe.hardware.calibration import own_device
 from rlpipe.learner.policy import load_policy
+from rlpipe.learner.strategies import chunked
 from rlpipe.learner.workload import Workload, pack_full, read_workload
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.plan.learner_plan import plan_learner, with_options
@@ -113,3 +114,17 @@ def test_layers_of_a_vision_tower_are_planned_too(tmp_path: Path) -> None:
     assert "of 5 layers 5 keep" not in least
     with pytest.raises(ModelError, match="no offload plan fits"):
         decide_twice(path, 0.001, *own)
+
+
+@pytest.mark.parametrize(("adapter", "is_said"), [("none", True), ("lora", False)])
+def test_a_trained_tower_that_cannot_be_planned_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str, is_said: bool
+) -> None:
+    monkeypatch.setattr(chunked, "_with_images", lambda *_: [])
+    path = make_family("qwen3-vl", tmp_path / "model")
+    own = ("learner.offload=chunked", "model.gradient_checkpointing=false", "learner.num_gpus=0", "rollout.num_gpus=0")
+    config = config_of(f"model.path={path}", "model.images=true", f"model.adapter.kind={adapter}", *own)
+    plan = plan_learner(config, AutoConfig.from_pretrained(path), own_device(CPU))
+    policy = load_policy(config.model, config.learner, CPU, workload=read_workload(config))
+    assert (chunked.UNPLANNED_TOWER in plan.notes) == is_said
+    assert any(chunked.UNPLANNED_TOWER in note for note in policy.notes) == is_said
