@@ -247,8 +247,8 @@ class LearnerPlan:
     """Time of a step; None if a rank does not fit."""
     changes: Sequence[LearnerChange]
     """Changes with which it fits; empty if it fits."""
-    misses_tower: bool = False
-    """Whether the memory of a trained vision tower is not planned."""
+    notes: Sequence[str] = ()
+    """Remarks for the user."""
 
     @property
     def fits(self) -> bool:
@@ -258,17 +258,6 @@ class LearnerPlan:
     def tokens_per_s(self) -> float:
         """Trained tokens per second of all ranks."""
         return self.work.step_tokens / self.time.seconds if self.time is not None else 0.0
-
-    @property
-    def notes(self) -> list[str]:
-        tower = [UNPLANNED_TOWER] if self.misses_tower else []
-        if self.work.update_sequences >= AMORTISING_SEQUENCES:
-            return tower
-        return [
-            *tower,
-            f"an update has {self.work.update_sequences:g} sequences, which are few for its fixed costs, such as "
-            f"the optimizer; {AMORTISING_SEQUENCES} or more are better",
-        ]
 
 
 def plan_learner(
@@ -299,5 +288,15 @@ def plan_case(case: LearnerCase) -> LearnerPlan:
         work=case.work,
         time=case.time if problem is None else None,
         changes=[] if problem is None else remedies(case),
-        misses_tower=case.misses_tower,
+        notes=list(_notes(case)),
     )
+
+
+def _notes(case: LearnerCase) -> Iterator[str]:
+    if case.misses_tower:
+        yield UNPLANNED_TOWER
+    if case.work.update_sequences < AMORTISING_SEQUENCES:
+        yield (
+            f"an update has {case.work.update_sequences:g} sequences, which are few for its fixed costs, such as "
+            f"the optimizer; {AMORTISING_SEQUENCES} or more are better"
+        )

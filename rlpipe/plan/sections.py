@@ -188,7 +188,7 @@ def unplanned_section(kind: str) -> Section:
 
 def _learner_data(plan: LearnerPlan) -> dict[str, Any]:
     work = {name: value for name, value in vars_of(plan.work).items() if name != "row"}
-    found = {"fits": plan.fits, **vars_of(plan), "work": work, "notes": plan.notes, "tokens_per_s": plan.tokens_per_s}
+    found = {"fits": plan.fits, **vars_of(plan), "work": work, "tokens_per_s": plan.tokens_per_s}
     found |= {"room": asdict(plan.room), "changes": [asdict(change) for change in plan.changes]}
     if plan.memory is not None:
         found["memory"] = asdict(plan.memory)
