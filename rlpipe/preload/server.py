@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlpipe.common.imports import without_collection
 from rlpipe.preload.client import DEFAULT_STAGE
@@ -125,6 +126,29 @@ def without_ray() -> Iterator[None]:
             sys.modules["ray"] = before
 
 
+@contextmanager
+def without_ray_ids() -> Iterator[None]:
+    """Draw the ids of actor classes, which Ray draws at their definition, by Python.
+
+    Ray's generator of ids is seeded at its first use, and forks inherit its state. If this process used it, all workers
+    forked from here would draw the same ids, also those of the objects that they put into the store: one would wait for
+    ever for an object of another one's name.
+    """
+    actor: Any = importlib.import_module("ray.actor")
+    own = actor.ActorClassID
+
+    class DrawnByPython:
+        @staticmethod
+        def from_random() -> Any:
+            return own(os.urandom(own.size()))
+
+    actor.ActorClassID = DrawnByPython
+    try:
+        yield
+    finally:
+        actor.ActorClassID = own
+
+
 def _import_all(modules: Sequence[str]) -> None:
     with without_collection():
         for module in modules:
@@ -194,7 +218,8 @@ class Server:
         if self._cluster is None and all(cluster.values()):
             self._cluster = cluster
             _set_environment(environment)
-            _import_all(self._ray_modules)
+            with without_ray_ids():
+                _import_all(self._ray_modules)
         return cluster == self._cluster
 
 
