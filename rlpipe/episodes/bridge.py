@@ -58,7 +58,7 @@ class Suffix:
     token_ids: IntArray
 
 
-@dataclass(slots=True)
+@dataclass
 class Bridge:
     """Text of a template behind the end of an answer; ``end_ids`` are the tokens that end the policy's turns."""
 
@@ -66,6 +66,12 @@ class Bridge:
     end_ids: Collection[int]
     refused: Mapping[str, str] = field(default_factory=dict)
     """Kinds of messages that no bridge leads over, with the reasons; see ``prove``."""
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str] | None:
+        """Pattern of the tokenizer's control tokens, made once for all turns."""
+        names = sorted(self.template.tokenizer.get_added_vocab(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names))) if names else None
 
     def suffix(self, answer: Message, new: ChatMessages) -> Suffix:
         """Return what follows an answer if ``new`` messages do.
@@ -75,7 +81,7 @@ class Bridge:
         if (kind := kind_of(new)) in self.refused:
             raise Unbridgeable(self.refused[kind])
         probe = _Probe(answer, new)
-        texts = ControlTokens(self.template)
+        texts = ControlTokens(self.template, self._controls)
         asked = {"role": "user", "content": PROBE_WORD}
         try:
             taken = self.template.as_taken([asked, probe.answer, *texts.hidden(new)])
@@ -131,14 +137,9 @@ class _Probe:
 class ControlTokens:
     """Texts in which control tokens are hidden until they have been encoded."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, controls: re.Pattern[str] | None) -> None:
+        self._template, self._controls = template, controls
         self._hidden: dict[str, str] = {}
-
-    @cached_property
-    def _written(self) -> re.Pattern[str] | None:
-        names = sorted(self._template.tokenizer.get_added_vocab(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names))) if names else None
 
     def hidden(self, messages: ChatMessages) -> ChatMessages:
         """Return the messages with a private character in place of each control token in their texts."""
@@ -147,9 +148,9 @@ class ControlTokens:
     def _hide(self, content: Any) -> Any:
         if isinstance(content, list):
             return [{**part, "text": self._hide(part["text"])} if "text" in part else part for part in content]
-        if not isinstance(content, str) or self._written is None:
+        if not isinstance(content, str) or self._controls is None:
             return content
-        return self._written.sub(lambda found: self._stand_in(found.group()), content)
+        return self._controls.sub(lambda found: self._stand_in(found.group()), content)
 
     def _stand_in(self, token: str) -> str:
         return self._hidden.setdefault(token, chr(FIRST_STAND_IN + len(self._hidden)))
