@@ -17,6 +17,12 @@ from rlpipe.types import ByteArray, EngineHealth, GroupRequest, RolloutGroup, We
 
 QUESTIONS = "questions"
 """The concurrency group of ``ask``, which occupies a thread while the engine samples."""
+TURNS = "turns"
+"""The concurrency group of the turns of episodes."""
+
+
+MAX_TURNS = 1024
+"""Turns that a client gets at one time."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,6 +63,14 @@ class RolloutActor:
         for group in groups:
             group.engine = self._name
         return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
+
+    def draw(self, client: str, requests: Sequence[GroupRequest]) -> None:
+        """Begin to draw turns, which ``drawn`` returns to the same client."""
+        self._engine.submit(requests, client)
+
+    def drawn(self, client: str, timeout_s: float) -> list[RolloutGroup]:
+        """Return a client's finished turns as soon as there are some; none after ``timeout_s``."""
+        return self._engine.collect(timeout_s, MAX_TURNS, client)
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
         """Return the group of a request from outside the rollouts; call it in the concurrency group ``QUESTIONS``."""

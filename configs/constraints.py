@@ -16,7 +16,13 @@ from rlpipe.configs.schema.rollout_config import (
     RolloutConfig,
     ScoringConfig,
 )
-from rlpipe.configs.schema.root_config import Config, ReplayConfig, TrackingConfig, WeightsConfig
+from rlpipe.configs.schema.root_config import (
+    Config,
+    ReplayConfig,
+    TrackingConfig,
+    WeightsConfig,
+    longest_conversation,
+)
 from rlpipe.configs.section_constraints import (
     check_checkpointing,
     check_learner,
@@ -63,6 +69,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield from check_sampling(config.rollout)
         yield from check_lengths(config)
         yield from check_transport(config)
+        yield from check_environment(config)
         if config.algorithm.ebft.reward:
             yield from check_structured(config.algorithm)
     elif config.algorithm.kind == "ebft_strided":
@@ -311,12 +318,30 @@ def check_lengths(config: Config) -> Iterator[str]:
     limit = config.rollout.max_model_len
     if limit is not None and limit < prompt + completion:
         yield f"rollout.max_model_len: {limit} is less than {parts} together; set {prompt + completion} or more"
-    limit = config.learner.max_tokens_per_microbatch
-    if limit < prompt + completion:
+    conversation, limit = longest_conversation(config), config.learner.max_tokens_per_microbatch
+    if config.environment.is_used and limit < conversation:
+        yield (
+            f"learner.max_tokens_per_microbatch: {limit} can't hold the longest episode, of {conversation} tokens; set "
+            f"{conversation} or more, or rollout.max_model_len={limit}"
+        )
+    elif limit < prompt + completion:
         yield (
             f"learner.max_tokens_per_microbatch: {limit} can't hold the longest rollout, {parts}; set "
             f"{prompt + completion} or more"
         )
+
+
+def check_environment(config: Config) -> Iterator[str]:
+    environment = config.environment
+    if not environment.is_used:
+        return
+    name = "environment.path" if environment.path is not None else "environment.tools"
+    if config.algorithm.ebft.reward:
+        yield f"{name}: EBFT compares single completions with a ground truth; set algorithm.ebft.reward=false"
+    if config.rollout.sampling.stop:
+        yield f"{name}: rollout.sampling.stop would end turns without their end token; set it to []"
+    if not config.data.chat:
+        yield f"{name}: episodes are conversations; set data.chat=true"
 
 
 def check_transport(config: Config) -> Iterator[str]:

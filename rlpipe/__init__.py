@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlpipe.configs.compose import load_config as load_config
     from rlpipe.configs.schema.root_config import Config as Config
+    from rlpipe.episodes.environment import Environment as Environment
+    from rlpipe.episodes.environment import Step as Step
+    from rlpipe.episodes.environment import tool as tool
     from rlpipe.errors import ConfigError as ConfigError
     from rlpipe.errors import DataError as DataError
     from rlpipe.errors import EngineFailed as EngineFailed
+    from rlpipe.errors import EnvironmentFailed as EnvironmentFailed
     from rlpipe.errors import InputError as InputError
     from rlpipe.errors import LearnerFailed as LearnerFailed
     from rlpipe.errors import ModelError as ModelError
@@ -39,6 +43,7 @@ ERRORS = (
     "WeightsMismatch",
     "EngineFailed",
     "RewardFailed",
+    "EnvironmentFailed",
     "LearnerFailed",
 )
 HOMES = {
@@ -48,6 +53,7 @@ HOMES = {
     "load_config": "rlpipe.configs.compose",
     "Config": "rlpipe.configs.schema.root_config",
     "RewardActor": "rlpipe.scoring.rewards",
+    **dict.fromkeys(("Environment", "Step", "tool"), "rlpipe.episodes.environment"),
     "Rollout": "rlpipe.types",
     "RolloutGroup": "rlpipe.types",
     **dict.fromkeys(ERRORS, "rlpipe.errors"),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from rlpipe.commands import config, data, export, generate, ledger, merge, plan, sandbox_check, simulate, train
+from rlpipe.commands import config, data, episode, export, generate, ledger, merge, plan, sandbox_check, simulate, train
 from rlpipe.commands.arguments import OneLineParser
 from rlpipe.common.formatting import printable
 from rlpipe.errors import Interrupted, RlpipeError, RunError
@@ -113,6 +113,6 @@ def make_parser() -> OneLineParser:
     parser = OneLineParser(prog="rlpipe", description="Trains language models with reinforcement learning on Ray.")
     parser.add_argument("--version", action="version", version=f"rlpipe {version('rlpipe')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=OneLineParser)
-    for module in (train, config, data, plan, simulate, ledger, generate, export, merge, sandbox_check):
+    for module in (train, config, data, plan, simulate, ledger, generate, episode, export, merge, sandbox_check):
         module.add_commands(commands)
     return parser

@@ -12,6 +12,7 @@ RlpipeError
     ├── EngineFailed           a rollout engine died or raised
     │   └── EngineNotStarted   its process has replaced a dead one, and has no model yet
     ├── RewardFailed           a reward with ``fail: raise`` failed, or rewards of a whole step
+    ├── EnvironmentFailed      an environment with ``on_error: raise`` failed
     ├── LearnerFailed          the learner group died, or too many steps were not finite
     ├── HeadLost               Ray's head died or was cut off
     ├── Interrupted            Ctrl-C or SIGTERM: exit code 130
@@ -72,6 +73,10 @@ class EngineNotStarted(EngineFailed):
 
 class RewardFailed(RunError):
     """A reward failed: one with ``fail: raise`` in its config, or any for a step's worth of groups in a row."""
+
+
+class EnvironmentFailed(RunError):
+    """An environment failed whose ``on_error`` is ``raise``, or the processes that play episodes died in a row."""
 
 
 class LearnerFailed(RunError):

@@ -22,6 +22,8 @@ ByteArray = NDArray[np.uint8]
 
 NO_VERSION = -1
 """Policy version of tokens that no policy drew (prompts, tool results)."""
+NO_TURN = -1
+"""Turn of tokens that the policy did not draw."""
 NO_GROUP = -1
 """Group id of a sequence that only pads a micro batch."""
 
@@ -119,6 +121,22 @@ class Prompt:
         return max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EpisodeTrace:
+    """Messages, rewards and further sequences of a rollout that has several turns."""
+
+    messages: ChatMessages
+    """The conversation after what the policy saw first."""
+    reward: float | None
+    """The environment's reward; None if only reward functions score the episode."""
+    turn_rewards: Sequence[float]
+    """Rewards of the policy's turns, in the order in which they were drawn."""
+    end: str
+    """Reason of its end, such as ``done`` or ``max_turns``."""
+    branches: Sequence[Rollout] = ()
+    """Further sequences, in which the conversation was rendered anew or went on in another way."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Rollout:
     """Token sequence in which ``loss_mask`` marks the tokens that the policy drew.
@@ -143,10 +161,14 @@ class Rollout:
     status: RolloutStatus = RolloutStatus.COMPLETED
     finish_reason: str = "stop"
     images: Images = ()
+    turns: IntArray | None = None  # [T]
+    """Numbers of the turns that drew the tokens, from 0, ``NO_TURN`` where unmasked; None without an episode."""
+    episode: EpisodeTrace | None = None
+    """The rest of an episode; None in a rollout of one turn, and in a further branch."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in ("loss_mask", "logprobs", "policy_versions", "advantages", "ref_logprobs"):
+        for name in ("loss_mask", "logprobs", "policy_versions", "advantages", "ref_logprobs", "turns"):
             array = getattr(self, name)
             if array is not None and len(array) != length:
                 raise ValueError(f"rollout {self.name}: {name} has {len(array)} entries for {length} tokens")
@@ -160,6 +182,11 @@ class Rollout:
     @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def sequences(self) -> list[Rollout]:
+        """The sequences to train: the rollout itself, and an episode's further branches."""
+        return [self] if self.episode is None else [self, *self.episode.branches]
 
     @property
     def completion_ids(self) -> IntArray:
@@ -204,15 +231,20 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(rollout.num_loss_tokens for rollout in self.rollouts)
+        return sum(sequence.num_loss_tokens for sequence in self.sequences)
+
+    @property
+    def sequences(self) -> list[Rollout]:
+        """The sequences to train of all rollouts."""
+        return [sequence for rollout in self.rollouts for sequence in rollout.sequences]
 
     @property
     def oldest_version(self) -> int:
-        versions = [rollout.oldest_version for rollout in self.rollouts]
+        versions = [sequence.oldest_version for sequence in self.sequences]
         return min((version for version in versions if version != NO_VERSION), default=NO_VERSION)
 
 
@@ -233,6 +265,8 @@ class MicroBatch:
     policy_versions: IntArray  # [N]
     group_ids: IntArray  # [S]
     ref_logprobs: FloatArray | None = None  # [N]
+    shares: FloatArray | None = None  # [N]
+    """Share of a token's sequence in the loss tokens of its episode; None: every sequence is a whole episode."""
     images: Images = ()
     """Images of all sequences, placed within the N tokens."""
 
@@ -255,6 +289,7 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
     num_sequences: int
+    """Number of rollouts; the branches of an episode count as one."""
     truth: MiniBatch | None = None
     """Ground truths whose likelihood is trained as well (``algorithm.ebft.ce_coef``)."""
 

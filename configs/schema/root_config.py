@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.configs.schema.option import MAX_PROCESSES, MAX_SECONDS, MAX_STEPS, MAX_WEIGHT, NAME, Freezable, option
@@ -150,6 +151,7 @@ class Config(Freezable):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -159,3 +161,8 @@ class Config(Freezable):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def longest_conversation(config: Config) -> int:
+    """Return the limit on the tokens of a prompt and its completion, or of an episode."""
+    return config.rollout.max_model_len or config.data.max_prompt_tokens + config.rollout.sampling.max_tokens

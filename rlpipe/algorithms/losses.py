@@ -27,7 +27,7 @@ class LossInputs:
     num_loss_tokens: int
     """Loss tokens of the update, on all ranks."""
     num_sequences: int
-    """Sequences of the update, on all ranks."""
+    """Rollouts of the update, on all ranks."""
     max_completion_tokens: int
     """Longest completion that the run allows (aggregate: constant)."""
     advantages: Tensor | None = None  # [N]
@@ -35,6 +35,7 @@ class LossInputs:
     old_logprobs: Tensor | None = None  # [N], of the policy before the update; None: it is the present one
     ref_logprobs: Tensor | None = None  # [N]
     entropy: Tensor | None = None  # [N], with gradient if entropy_coef is above 0
+    shares: Tensor | None = None  # [N], of a token's sequence in its episode's loss tokens; None: all of them
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,6 +104,7 @@ def _token_weights(inputs: LossInputs, aggregate: str) -> Tensor:
     if aggregate == "constant":
         return weights / max(inputs.num_sequences * inputs.max_completion_tokens, 1)
     lengths = sequence_sums(weights, inputs.sequence_ids).clamp(min=1)
+    weights = weights if inputs.shares is None else weights * inputs.shares
     return weights / (lengths * max(inputs.num_sequences, 1))
 
 

@@ -285,9 +285,11 @@ class PreparedRows:
         return batch, int(index - self._ends[number] + batch.num_rows)
 
 
-def prompt_settings(ebft: EbftConfig | None) -> Settings:
+def prompt_settings(ebft: EbftConfig | None, *, as_rows: bool = False) -> Settings:
     """Return the settings by which an RL run renders rows."""
     names = ("truth_column", "adaptive_max_tokens", "gt_length_multiplier")
+    if as_rows:
+        return {"kind": "rows"}
     return {"kind": "prompts", "truth": None if ebft is None else [getattr(ebft, name) for name in names]}
 
 

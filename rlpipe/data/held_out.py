@@ -5,6 +5,7 @@ The same renderers render a source's training and held-out rows.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -247,4 +248,6 @@ def _reaches(rows: Rows) -> Callable[[int], bool]:
 
 
 def _key(prompt: Prompt) -> tuple[bytes, ...]:
+    if not len(prompt.token_ids):  # a row for an environment
+        return (json.dumps(prompt.task, sort_keys=True, default=repr).encode(),)
     return (prompt.token_ids.tobytes(), *(image.content for image in prompt.images))

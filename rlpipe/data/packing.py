@@ -5,7 +5,7 @@ Shapes: N packed tokens of a micro batch, S sequences in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from typing import Any
@@ -51,14 +51,14 @@ def pack_step(
     batch and epoch keeps the order. Within a mini batch all ranks have the same number of micro batches of at most
     ``max_tokens`` tokens; missing ones are filled up with micro batches without loss tokens.
 
-    The denominators of a mini batch are over all ranks. As in TRL, ``num_sequences`` also counts rollouts without loss
-    tokens: they add nothing to the sum, but do count in the number that the mean over sequences (GRPO) and the constant
-    (Dr.GRPO) divide by.
+    The branches of an episode stay in one mini batch. The denominators of a mini batch are over all ranks. As in TRL,
+    ``num_sequences`` also counts rollouts without loss tokens: they add nothing to the sum, but do count in the number
+    that the mean over sequences (GRPO) and the constant (Dr.GRPO) divide by.
 
     Raises ``ConfigError``, a ``ValueError``, for a rollout of more than ``max_tokens`` tokens, and ``ValueError`` if
     there are no rollouts, if one is empty or lacks advantages, or if only some have ``ref_logprobs``.
     """
-    _check(rollouts, step, max_tokens)
+    _check(_sequences(rollouts), step, max_tokens)
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for share in _deal(rollouts, [seed, step], num_minibatches, num_epochs):
         for rank, part in zip(ranks, _pack_minibatch(share, num_ranks, max_tokens, skip_zero_advantage), strict=True):
@@ -120,7 +120,8 @@ def _pack_minibatch(
     rollouts: list[Rollout], num_ranks: int, max_tokens: int, skip_zero_advantage: bool
 ) -> list[MiniBatch]:
     """Return each rank's part of a mini batch."""
-    num_sequences = len(rollouts)
+    num_sequences, shares = len(rollouts), _shares(rollouts)
+    rollouts = _sequences(rollouts)
     num_loss_tokens = sum(rollout.num_loss_tokens for rollout in rollouts)
     with_reference = rollouts[0].ref_logprobs is not None
     if skip_zero_advantage:
@@ -129,7 +130,7 @@ def _pack_minibatch(
     num_micro_batches = max(len(rank) for rank in bins)
     parts = []
     for rank in bins:
-        micro_batches = [_join([rollouts[index] for index in members]) for members in rank]
+        micro_batches = [_join([rollouts[index] for index in members], shares) for members in rank]
         micro_batches += [
             empty_micro_batch(with_reference=with_reference) for _ in range(num_micro_batches - len(rank))
         ]
@@ -137,6 +138,23 @@ def _pack_minibatch(
             MiniBatch(micro_batches=micro_batches, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
         )
     return parts
+
+
+def _sequences(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    return [sequence for rollout in rollouts for sequence in rollout.sequences]
+
+
+def _shares(rollouts: Sequence[Rollout]) -> dict[int, float]:
+    """Return the share of each sequence in the loss tokens of its episode, by the sequence's id in memory.
+
+    It is empty if no episode has several sequences.
+    """
+    found: dict[int, float] = {}
+    if any(len(rollout.sequences) > 1 for rollout in rollouts):
+        for rollout in rollouts:
+            total = max(sum(sequence.num_loss_tokens for sequence in rollout.sequences), 1)
+            found |= {id(sequence): sequence.num_loss_tokens / total for sequence in rollout.sequences}
+    return found
 
 
 def _fill_ranks(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -210,7 +228,7 @@ def _fill_bins(units: list[_Unit], max_tokens: int) -> list[list[int]]:
     return [sorted(index for unit in units for index in unit.members) for units in bins]
 
 
-def _join(rollouts: list[Rollout]) -> MicroBatch:
+def _join(rollouts: list[Rollout], shares: Mapping[int, float] | None = None) -> MicroBatch:
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     references = [rollout.ref_logprobs for rollout in rollouts if rollout.ref_logprobs is not None]
     advantages: list[FloatArray] = [rollout.advantages for rollout in rollouts if rollout.advantages is not None]
@@ -224,6 +242,7 @@ def _join(rollouts: list[Rollout]) -> MicroBatch:
         policy_versions=np.concatenate([rollout.policy_versions for rollout in rollouts]),
         group_ids=np.array([rollout.group_id for rollout in rollouts], np.int32),
         ref_logprobs=np.concatenate(references) if references else None,
+        shares=np.repeat([shares[id(rollout)] for rollout in rollouts], lengths).astype(np.float32) if shares else None,
         images=tuple(
             image.moved(start)
             for rollout, start in zip(rollouts, np.cumsum([0, *lengths[:-1]]).tolist(), strict=True)
@@ -273,6 +292,7 @@ def _take(micro_batch: MicroBatch, sequences: Sequence[int]) -> MicroBatch:
         policy_versions=micro_batch.policy_versions[places],
         group_ids=micro_batch.group_ids[list(sequences)],
         ref_logprobs=None if reference is None else reference[places],
+        shares=None if micro_batch.shares is None else micro_batch.shares[places],
         images=tuple(
             image.moved(int(offset - starts[index]))
             for index, offset in zip(sequences, offsets[:-1], strict=True)
@@ -316,5 +336,6 @@ def with_blank(micro_batch: MicroBatch, blank: Encoded) -> MicroBatch:
         policy_versions=added(micro_batch.policy_versions, np.full(length, NO_VERSION)),
         group_ids=added(micro_batch.group_ids, [NO_GROUP]),
         ref_logprobs=None if micro_batch.ref_logprobs is None else added(micro_batch.ref_logprobs, none),
+        shares=None if micro_batch.shares is None else added(micro_batch.shares, none),
         images=tuple(image.moved(micro_batch.num_tokens) for image in blank.images),
     )

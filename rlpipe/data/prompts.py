@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlpipe.algorithms.strided import document_budget
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig, EbftConfig
@@ -34,9 +37,12 @@ def open_prompts(
     seed: int,
     ebft: EbftConfig | None = None,
     processor: ImageProcessor | None = None,
+    as_rows: bool = False,
     tried: bool = True,
 ) -> tuple[PromptSource, list[Prompt]]:
     """Open the source of training prompts, and the held-out prompts; with ``ebft``, only rows with a ground truth.
+
+    With ``as_rows`` rows are left as they are, for an environment that makes the first messages from them.
 
     The held-out rows are those of ``data.held_out.path`` or ``data.held_out.split``, or ``data.held_out.size`` rows
     that ``seed`` splits off. A training row whose rendered prompt equals a held-out one is skipped. Raises
@@ -44,7 +50,8 @@ def open_prompts(
     """
 
     def renderers_of(data: DataConfig) -> Renderers[Prompt]:
-        renderer = PromptRenderer(tokenizer, data, processor)
+        renderer: PromptRenderer | RowKeeper
+        renderer = RowKeeper() if as_rows else PromptRenderer(tokenizer, data, processor)
         truth = None if ebft is None else TruthRenderer(tokenizer, data, ebft)
 
         def render(row: Row, place: RowLocation) -> Prompt:
@@ -61,9 +68,19 @@ def open_prompts(
 
         return Renderers(check=renderer.check, prompt=render, trained=render_trained)
 
-    rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=prompt_settings(ebft))
+    rendering = Rendering(tokenizer=tokenizer, processor=processor, settings=prompt_settings(ebft, as_rows=as_rows))
     split = Split(data, rendering, renderers_of, seed, tried=tried)
     return split.source(), split.held_out
+
+
+class RowKeeper:
+    """A renderer that keeps rows as they are, in ``task``."""
+
+    def check(self, columns: Collection[str], location: str, nulls: Collection[str] = ()) -> None:
+        """Accept any columns."""
+
+    def render(self, row: Row, place: RowLocation) -> Prompt:
+        return Prompt(prompt_id=place.row, epoch=place.epoch, token_ids=np.zeros(0, np.int32), prompt=[], task={**row})
 
 
 def open_sft_rows(
@@ -137,6 +154,7 @@ def open_run_prompts(
         seed=config.seed,
         ebft=compared(config.algorithm),
         processor=processor_of(config.algorithm, model),
+        as_rows=config.environment.path is not None,
         tried=tried,
     )
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlpipe.episodes.graph import OBSERVED, EpisodeGraph, Node
-from rlpipe.types import ChatMessages
+from rlpipe.episodes.graph import EpisodeGraph, Node
+from rlpipe.types import NO_TURN, ChatMessages
 
 Message = Mapping[str, Any]
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -57,7 +57,7 @@ def locate(graph: EpisodeGraph, messages: ChatMessages) -> Continuation:
         num_equal = _num_equal(known, messages)
         shared = max(shared, num_equal)
         is_whole = num_equal == len(known) < len(messages)
-        if node.turn != OBSERVED and is_whole and (best is None or num_equal >= best[0]):
+        if node.turn != NO_TURN and is_whole and (best is None or num_equal >= best[0]):
             best = num_equal, node
     if best is not None and all(message["role"] != "assistant" for message in messages[best[0] :]):
         return Continuation(node=best[1], new=messages[best[0] :])

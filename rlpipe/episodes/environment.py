@@ -27,7 +27,9 @@ class Step:
 
 
 class Environment(ABC):
-    """A task with several turns; one object serves one episode. Methods may be coroutines.
+    """A task with several turns; one object serves one episode.
+
+    Methods may be coroutines; others run in threads, one after the other, so that they may block.
 
     Methods marked by ``tool`` are offered to the policy; a turn that calls tools is answered by their results, and not
     given to ``step``. An episode's reward is the sum of its steps' rewards.

@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlpipe.types import NO_VERSION, BoolArray, ChatMessages, FloatArray, IntArray
-
-OBSERVED = -1
-"""Turn of tokens that the policy did not draw."""
+from rlpipe.types import NO_TURN, NO_VERSION, BoolArray, ChatMessages, FloatArray, IntArray
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -32,10 +29,10 @@ class Node:
     loss_mask: BoolArray  # [T], the tokens that the policy drew
     logprobs: FloatArray  # [T], 0 where unmasked
     policy_versions: IntArray  # [T], ``NO_VERSION`` where unmasked
-    turn: int = OBSERVED
-    """Number of the policy's turn on the way here, from 0."""
-    reward: float | None = None
-    """Reward of the turn, if it has one of its own."""
+    turn: int = NO_TURN
+    """Number of the policy's turn in the episode, from 0."""
+    reward: float = 0.0
+    """Reward of the turn."""
 
     def __post_init__(self) -> None:
         lengths = {len(array) for array in (self.token_ids, self.loss_mask, self.logprobs, self.policy_versions)}
@@ -51,11 +48,6 @@ class Node:
             found.append(parent)
         return found[::-1]
 
-    @property
-    def num_turns(self) -> int:
-        """Number of the policy's turns up to and including this node."""
-        return sum(node.turn != OBSERVED for node in self.path())
-
     def token_path(self) -> IntArray:
         """Return all tokens up to and including this node, as an engine gets them."""
         return np.concatenate([node.token_ids for node in self.path()])
@@ -70,7 +62,7 @@ class Branch:
     loss_mask: BoolArray  # [N]
     logprobs: FloatArray  # [N]
     policy_versions: IntArray  # [N]
-    turns: IntArray  # [N], ``OBSERVED`` where unmasked
+    turns: IntArray  # [N], ``NO_TURN`` where unmasked
 
 
 @dataclass(slots=True)
@@ -104,26 +96,28 @@ class EpisodeGraph:
         *,
         logprobs: FloatArray,
         policy_versions: IntArray,
-        end_ids: IntArray | None = None,
     ) -> Node:
-        """Add a turn that the policy drew; ``end_ids`` close a turn that was cut off, and do not count."""
-        closing = np.zeros(0, np.int32) if end_ids is None else end_ids.astype(np.int32)
-        drawn = np.arange(len(token_ids) + len(closing)) < len(token_ids)
+        """Add a turn that the policy drew."""
         return self._add(
             Node(
                 parent=parent,
                 messages=message,
-                token_ids=np.concatenate([token_ids, closing]).astype(np.int32),
-                loss_mask=drawn,
-                logprobs=np.concatenate([logprobs, np.zeros(len(closing))]).astype(np.float32),
-                policy_versions=np.concatenate([policy_versions, np.full(len(closing), NO_VERSION)]).astype(np.int32),
-                turn=parent.num_turns,
+                token_ids=token_ids.astype(np.int32),
+                loss_mask=np.ones(len(token_ids), np.bool_),
+                logprobs=logprobs.astype(np.float32),
+                policy_versions=policy_versions.astype(np.int32),
+                turn=len(self.turns),
             )
         )
 
     def _add(self, node: Node) -> Node:
         self.nodes.append(node)
         return node
+
+    @property
+    def turns(self) -> list[Node]:
+        """Nodes that the policy drew, in this order."""
+        return [node for node in self.nodes if node.turn != NO_TURN]
 
     @property
     def leaves(self) -> list[Node]:
@@ -139,7 +133,7 @@ class EpisodeGraph:
         counted: set[int] = set()
         for leaf in self.leaves:
             nodes = leaf.path()
-            while nodes and (id(nodes[-1]) in counted or nodes[-1].turn == OBSERVED):
+            while nodes and (id(nodes[-1]) in counted or nodes[-1].turn == NO_TURN):
                 nodes.pop()  # nothing is trained behind the last turn that counts
             if nodes:
                 yield _branch(nodes, counted)
@@ -159,5 +153,5 @@ def _branch(nodes: list[Node], counted: set[int]) -> Branch:
         policy_versions=np.where(mask, np.concatenate([node.policy_versions for node in nodes]), NO_VERSION).astype(
             np.int32
         ),
-        turns=np.where(mask, turns, OBSERVED).astype(np.int32),
+        turns=np.where(mask, turns, NO_TURN).astype(np.int32),
     )

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpipe.common.imports import import_object
+from rlpipe.data.render.template import PROBE_WORD, ChatTemplate
+from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.tools import ToolCall
+from rlpipe.errors import ConfigError
 
 ID_CHARS = 9
 """Characters of a call's id; Mistral's templates take no other number."""
@@ -64,6 +68,50 @@ def parse_json(text: str, prefix: str) -> ParsedTurn:
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
+
+
+def open_parser(name: str, template: ChatTemplate, *, has_tools: bool) -> Parser:
+    """Return the parser that ``environment.parser`` names; ``auto`` tries them on a call that the template renders.
+
+    Raises ``ConfigError`` if no parser reads the template's calls, which only matters if there are tools.
+    """
+    if name in PARSERS:
+        return PARSERS[name]
+    if name != "auto":
+        parser: Parser = import_object(name, what="environment.parser", error=ConfigError)
+        return parser
+    for known in PARSERS.values():
+        if _reads_calls(known, template):
+            return known
+    if has_tools:
+        raise ConfigError(
+            "environment.parser: no known parser reads the calls that the model's chat template writes; set it to "
+            f"{' or '.join(PARSERS)}, or to file.py:name of your own"
+        )
+    return parse_text
+
+
+def parse_text(text: str, prefix: str) -> ParsedTurn:
+    """Read a turn without calls."""
+    rest, reasoning = split_reasoning(text)
+    return ParsedTurn(content=rest, reasoning=reasoning)
+
+
+def _reads_calls(parser: Parser, template: ChatTemplate) -> bool:
+    call = ToolCall(id="q8Zk3Lw7P", name="look", arguments={"at": PROBE_WORD, "far": True})
+    asked = {"role": "user", "content": "Where?"}
+    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    template = template.with_tools([schema])
+    try:
+        before = template.text([asked], add_generation_prompt=True)
+        whole = template.text([asked, ParsedTurn(content="", calls=[call]).as_message()])
+    except UnusableRow:
+        return False
+    text = whole.removeprefix(before)
+    for ends in template.tokenizer.all_special_tokens:
+        text = text.rstrip().removesuffix(ends)
+    found = parser(text.strip(), "")
+    return [(own.name, own.arguments) for own in found.calls] == [(call.name, call.arguments)]
 
 
 def split_reasoning(text: str) -> tuple[str, str | None]:

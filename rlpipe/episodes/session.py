@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from rlpipe.common.imports import describe_error
 from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.environment import Environment, as_messages, tools_of
 from rlpipe.episodes.graph import EpisodeGraph, Node
 from rlpipe.episodes.parsing import ParsedTurn, Parser
-from rlpipe.episodes.tools import Tool, Toolbox
+from rlpipe.episodes.tools import Tool, Toolbox, call_anywhere
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
-
-Value = TypeVar("Value")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -53,22 +51,32 @@ class Rules:
 class Episode:
     """An episode that is over."""
 
-    graph: EpisodeGraph
-    reward: float = 0.0
+    graph: EpisodeGraph = field(default_factory=EpisodeGraph)
     status: RolloutStatus = RolloutStatus.COMPLETED
     end: str = "done"
-    """Reason of its end: ``done``, ``max_turns``, ``length`` (no token is left) or ``timeout``."""
+    """Reason of its end: ``done``, ``max_turns``, ``length`` (no token is left), ``timeout`` or ``failed``."""
+    failure: str | None = None
+    """Error of the environment or of an engine, or None."""
+    opening: ChatMessages = field(default_factory=list)
+    """What the policy saw first."""
     messages: ChatMessages = field(default_factory=list)
-    num_turns: int = 0
+    """The conversation after that."""
     branches_by_reason: dict[str, int] = field(default_factory=dict)
     """Number of times that a conversation had to be rendered anew, by reason."""
 
+    @property
+    def turn_rewards(self) -> list[float]:
+        return [node.reward for node in self.graph.turns]
+
+    def end_early(self, end: str) -> None:
+        self.status, self.end = RolloutStatus.TRUNCATED, end
+
+    def fail(self, failure: str) -> None:
+        self.status, self.end, self.failure = RolloutStatus.FAILED, "failed", failure
+
 
 class Session:
-    """Plays one episode; the schemas of the tools replace those of the bridge's template.
-
-    An exception of the environment is raised by ``play``, after the environment has been closed.
-    """
+    """Plays one episode; the schemas of the tools replace those of the bridge's template."""
 
     def __init__(
         self,
@@ -86,43 +94,53 @@ class Session:
         self._environment, self._parser, self._draw, self._rules = environment, parser, draw, rules
 
     async def play(self, row: Mapping[str, Any], seed: int) -> Episode:
-        """Play an episode; a limit that it reaches truncates it, and what was played counts."""
-        episode = Episode(graph=EpisodeGraph())
+        """Play an episode; a limit that it reaches truncates it, an exception fails it, and what was played is kept."""
+        episode = Episode()
         limit = asyncio.timeout(self._rules.timeout_s)
         try:
             async with limit:
                 await self._play(episode, row, seed)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            _truncate(episode, "timeout")
+        except Exception as error:  # noqa: BLE001 - environments raise anything
+            if limit.expired():
+                episode.end_early("timeout")
+            else:
+                episode.fail(describe_error(error))
         finally:
-            await _value(self._environment.close())
+            await self._close(episode)
         return episode
 
+    async def _close(self, episode: Episode) -> None:
+        try:
+            async with asyncio.timeout(self._rules.tool_timeout_s):
+                await call_anywhere(self._environment.close)
+        except Exception as error:  # noqa: BLE001 - as above
+            episode.fail(f"close: {describe_error(error)}")
+
     async def _play(self, episode: Episode, row: Mapping[str, Any], seed: int) -> None:
-        first = as_messages(await _value(self._environment.reset(row, seed)))
-        episode.messages = self._template.with_system_prompt(first)
-        node = episode.graph.observe(None, episode.messages, self._rendered(episode.messages))
+        first = as_messages(await call_anywhere(self._environment.reset, row, seed))
+        episode.opening = self._template.with_system_prompt(first)
+        node = episode.graph.observe(None, episode.opening, self._rendered(episode.opening))
         for turn in range(self._rules.max_turns):
             context = node.token_path()
-            room = min(self._rules.max_tokens, self._rules.max_model_len - len(context))
+            room = self._rules.max_model_len - len(context)
             if room <= 0:
-                return _truncate(episode, "length")
-            answer = await self._draw(context, max_tokens=room, turn=turn)
+                return self._end_for_length(episode, len(context))
+            answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
             parsed = self._parser(self._text(answer), f"{turn}c")
-            episode.messages = [*episode.messages, parsed.as_message()]
-            episode.num_turns = turn + 1
-            if answer.finish_reason == "length" and len(context) + len(answer.token_ids) >= self._rules.max_model_len:
-                _add(episode, node, parsed, answer)
-                return _truncate(episode, "length")
-            new, reward, is_done = await self._respond(parsed)
-            episode.reward += reward
+            node = _add(episode, node, parsed, answer)
+            if answer.finish_reason == "length" and len(answer.token_ids) >= room:
+                return episode.end_early("length")
+            new, node.reward, is_done = await self._respond(parsed)
             if is_done or turn + 1 == self._rules.max_turns:
-                _add(episode, node, parsed, answer, reward=reward)
-                return None if is_done else _truncate(episode, "max_turns")
-            node = self._go_on(episode, node, parsed, answer, new, reward)
+                return None if is_done else episode.end_early("max_turns")
+            node = self._go_on(episode, node, parsed, new)
         return None
+
+    def _end_for_length(self, episode: Episode, num_tokens: int) -> None:
+        if episode.graph.turns:
+            return episode.end_early("length")
+        limit = self._rules.max_model_len
+        raise ValueError(f"what the policy sees first has {num_tokens} tokens, which leave no space in {limit}")
 
     async def _respond(self, parsed: ParsedTurn) -> tuple[ChatMessages, float, bool]:
         """Return the messages after a turn, its reward, and whether the episode is over."""
@@ -136,24 +154,21 @@ class Session:
                 0.0,
                 False,
             )
-        step = await _value(self._environment.step(parsed.content))
-        return as_messages(step.observation), step.reward, step.done
+        step = await call_anywhere(self._environment.step, parsed.content)
+        return as_messages(step.observation), float(step.reward), bool(step.done)
 
-    def _go_on(
-        self, episode: Episode, node: Node, parsed: ParsedTurn, answer: DrawnTurn, new: ChatMessages, reward: float
-    ) -> Node:
-        """Add a turn and what follows it; behind a turn that can't be bridged the conversation is rendered anew."""
-        episode.messages = [*episode.messages, *new]
+    def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
+        """Add what follows a turn; behind one that can't be bridged the conversation is rendered anew."""
+        episode.messages += new
         try:
             suffix = self._bridge.suffix(parsed.as_message(), new)
         except Unbridgeable:
-            _add(episode, node, parsed, answer, reward=reward)
             episode.branches_by_reason["unbridgeable"] = episode.branches_by_reason.get("unbridgeable", 0) + 1
-            return episode.graph.observe(None, episode.messages, self._rendered(episode.messages))
-        is_open = not len(answer.token_ids) or answer.token_ids[-1] not in self._bridge.end_ids
-        closing = np.array([suffix.end_id], np.int32) if is_open else None
-        drawn = _add(episode, node, parsed, answer, reward=reward, end_ids=closing)
-        return episode.graph.observe(drawn, new, suffix.token_ids)
+            whole = [*episode.opening, *episode.messages]
+            return episode.graph.observe(None, whole, self._rendered(whole))
+        is_open = not len(node.token_ids) or node.token_ids[-1] not in self._bridge.end_ids
+        closing = [suffix.end_id] if is_open else []
+        return episode.graph.observe(node, new, np.array([*closing, *suffix.token_ids], np.int32))
 
     def _rendered(self, messages: ChatMessages) -> IntArray:
         try:
@@ -169,30 +184,13 @@ class Session:
         return cast(str, self._template.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
-def _add(
-    episode: Episode,
-    node: Node,
-    parsed: ParsedTurn,
-    answer: DrawnTurn,
-    *,
-    reward: float | None = None,
-    end_ids: IntArray | None = None,
-) -> Node:
-    drawn = episode.graph.draw(
+def _add(episode: Episode, node: Node, parsed: ParsedTurn, answer: DrawnTurn) -> Node:
+    message = parsed.as_message()
+    episode.messages.append(message)
+    return episode.graph.draw(
         node,
-        [parsed.as_message()],
+        [message],
         np.array(answer.token_ids, np.int32),
         logprobs=np.array(answer.logprobs, np.float32),
         policy_versions=np.array(answer.policy_versions, np.int32),
-        end_ids=end_ids,
     )
-    drawn.reward = reward
-    return drawn
-
-
-def _truncate(episode: Episode, end: str) -> None:
-    episode.status, episode.end = RolloutStatus.TRUNCATED, end
-
-
-async def _value(found: Value | Awaitable[Value]) -> Value:
-    return await found if inspect.isawaitable(found) else cast(Value, found)

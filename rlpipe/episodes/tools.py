@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
@@ -87,11 +86,15 @@ class FunctionTool:
             made = self._model.model_validate(dict(arguments))
         except ValidationError as error:
             raise InvalidArguments(_describe(error)) from None
-        given = {key: getattr(made, key) for key in made.model_fields_set}
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**given)
-        found = await asyncio.to_thread(partial(self._function, **given))
-        return await found if isinstance(found, Awaitable) else found
+        return await call_anywhere(self._function, **{key: getattr(made, key) for key in made.model_fields_set})
+
+
+async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function or a coroutine function returns; a function runs in a thread, so that it may block."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    found = await asyncio.to_thread(function, *args, **kwargs)
+    return await found if inspect.isawaitable(found) else found
 
 
 def _arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:

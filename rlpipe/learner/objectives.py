@@ -41,6 +41,7 @@ class LearnerInputs:
     sampling_logprobs: Tensor  # [K]
     old_logprobs: Tensor | None = None  # [K]
     ref_logprobs: Tensor | None = None  # [K]
+    shares: Tensor | None = None  # [K]
     is_truth: bool = False
     """True for ground truths, whose likelihood is trained."""
 
@@ -64,6 +65,7 @@ class LearnerInputs:
             old_logprobs=self.old_logprobs,
             ref_logprobs=self.ref_logprobs,
             entropy=entropy,
+            shares=self.shares,
         )
 
 
@@ -81,6 +83,7 @@ def prepare(policy: Policy, micro_batch: MicroBatch) -> LearnerInputs:
         advantages=pick(micro_batch.advantages),
         sampling_logprobs=pick(micro_batch.logprobs),
         ref_logprobs=None if micro_batch.ref_logprobs is None else pick(micro_batch.ref_logprobs),
+        shares=None if micro_batch.shares is None else pick(micro_batch.shares),
     )
 
 

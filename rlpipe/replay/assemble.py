@@ -16,6 +16,8 @@ from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, Rollout, RolloutGrou
 
 EBFT = "ebft/"
 """Prefix of the metrics of EBFT's scorer."""
+OWN_METRICS = (EBFT, "episodes/", "tools/")
+"""Prefixes of metrics that no reward function has logged."""
 NO_SPREAD = 1e-8
 """Standard deviation below which rewards count as equal."""
 
@@ -126,7 +128,10 @@ def _advantages_std(group: RolloutGroup) -> float:
 
 def _without_loss(rollout: Rollout) -> Rollout:
     """Return a copy of the rollout in which no token is trained."""
-    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+    episode = rollout.episode
+    if episode is not None:
+        episode = replace(episode, branches=[_without_loss(branch) for branch in episode.branches])
+    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask), episode=episode)
 
 
 def set_advantages(
@@ -144,7 +149,8 @@ def set_advantages(
         pairwise = [np.nan_to_num(table[:, 0]) * reward_weights[DIVERSITY] for table in tables]
     for group, advantages in zip(groups, compute_advantages(rewards, algorithm.advantage, pairwise), strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
-            rollout.advantages = np.full(len(rollout.token_ids), advantage, np.float32)
+            for sequence in rollout.sequences:
+                sequence.advantages = np.full(len(sequence.token_ids), advantage, np.float32)
 
 
 def _reward_table(group: RolloutGroup, names: list[str]) -> FloatArray:
@@ -180,7 +186,7 @@ def reward_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         metrics[f"rewards/{name}/std"] = float(np.std(values))
     for name in sorted({name for group in groups for name in group.logged}):
-        key = name if name.startswith(EBFT) else f"logged/{name}"
+        key = name if name.startswith(OWN_METRICS) else f"logged/{name}"
         metrics[key] = float(np.mean([group.logged[name] for group in groups if name in group.logged]))
     return metrics
 

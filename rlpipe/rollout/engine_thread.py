@@ -15,7 +15,7 @@ from rlpipe.types import Buckets, EngineHealth, GroupRequest, RolloutGroup, Weig
 
 STOP_TIMEOUT_S = 60.0
 FIRST_ASKED_ID = 2**50
-"""First group id for ``EngineThread.ask``; no other group's id is in this range."""
+"""First group id for requests of ``ask`` and of clients; no other group's id is in this range."""
 
 
 @dataclass(slots=True)
@@ -37,9 +37,12 @@ class EngineThread:
         self.name = name
         self._changed = threading.Condition()
         self._submitted: list[GroupRequest] = []
-        self._finished: deque[RolloutGroup] = deque()
+        self._finished: dict[str, deque[RolloutGroup]] = {}
+        """Finished groups, by the name of the client that they are kept for."""
         self._loads: deque[_Load] = deque()
         self._asked: dict[int, Future[RolloutGroup]] = {}
+        self._of_clients: dict[int, tuple[str, int]] = {}
+        """Clients of requests with names of their own, and the ids that these gave them."""
         self._next_asked_id = FIRST_ASKED_ID
         self._outstanding: dict[int, int] = {}
         self._outstanding_tokens = 0
@@ -57,10 +60,16 @@ class EngineThread:
         with self._changed:
             return self._outstanding_tokens
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[GroupRequest], client: str = "") -> None:
+        """Accept requests; ``collect`` returns their groups to the same client, whose ids are its own."""
         with self._changed:
             self._check()
-            self._add(requests)
+            if not client:
+                self._add(requests)
+                return
+            ids = [self._take_id() for _ in requests]
+            self._of_clients |= {own: (client, request.group_id) for own, request in zip(ids, requests, strict=True)}
+            self._add([replace(request, group_id=own) for own, request in zip(ids, requests, strict=True)])
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
         """Sample one group and wait for it; ``collect`` does not return it, and the request's own id is ignored.
@@ -70,7 +79,7 @@ class EngineThread:
         answer: Future[RolloutGroup] = Future()
         with self._changed:
             self._check()
-            group_id, self._next_asked_id = self._next_asked_id, self._next_asked_id + 1
+            group_id = self._take_id()
             self._asked[group_id] = answer
             self._add([replace(request, group_id=group_id)])
         try:
@@ -78,13 +87,14 @@ class EngineThread:
         except FutureTimeout:
             raise WaitTimeout(f"engine {self.name} gave no answer within {timeout_s:g} s: {self.health()}") from None
 
-    def collect(self, timeout_s: float, max_groups: int) -> list[RolloutGroup]:
-        """Wait for a finished group, and return up to ``max_groups`` of them; none if ``timeout_s`` passes first."""
+    def collect(self, timeout_s: float, max_groups: int, client: str = "") -> list[RolloutGroup]:
+        """Wait for a client's finished group, and return up to ``max_groups``; none if ``timeout_s`` passes first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._finished or not self._alive, timeout_s)
-            if not self._finished:
+            self._changed.wait_for(lambda: self._finished.get(client) or not self._alive, timeout_s)
+            finished = self._finished.get(client, deque())
+            if not finished:
                 self._check()
-            return [self._finished.popleft() for _ in range(min(max_groups, len(self._finished)))]
+            return [finished.popleft() for _ in range(min(max_groups, len(finished)))]
 
     def load(self, manifest: WeightsManifest, buckets: Buckets, timeout_s: float) -> str:
         """Load a version between two steps, and return the digest of the weights that the engine then serves.
@@ -121,6 +131,10 @@ class EngineThread:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise WaitTimeout(f"engine {self.name} has not ended its current step within {timeout_s:g} s")
+
+    def _take_id(self) -> int:
+        own, self._next_asked_id = self._next_asked_id, self._next_asked_id + 1
+        return own
 
     def _add(self, requests: Sequence[GroupRequest]) -> None:
         self._submitted.extend(requests)
@@ -177,8 +191,9 @@ class EngineThread:
     def _hand_out(self, group: RolloutGroup) -> None:
         if group.group_id in self._asked:
             self._asked.pop(group.group_id).set_result(group)
-        else:
-            self._finished.append(group)
+            return
+        client, group.group_id = self._of_clients.pop(group.group_id, ("", group.group_id))
+        self._finished.setdefault(client, deque()).append(group)
 
     def _await_work(self, engine: Engine) -> list[GroupRequest] | None:
         with self._changed:

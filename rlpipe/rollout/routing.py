@@ -64,6 +64,11 @@ class Router:
         self._outstanding[engine] -= request.outstanding_tokens
         return request
 
+    def engine_of(self, group_id: int) -> str | None:
+        """Return the engine that works on a group, or None if none does."""
+        engine, _ = self._assigned.get(group_id, (None, None))
+        return engine
+
     @property
     def num_groups(self) -> int:
         """Number of groups that engines are working on."""
@@ -160,9 +165,12 @@ class Fleet:
         engine = self._engines[name]
         engine.heard_at = self._clock()
         if finished:
-            engine.failures_in_row = 0
+            self.finished_group(name)
         if engine.state is EngineState.SUSPECT:
             self._move(name, EngineState.HEALTHY)
+
+    def finished_group(self, name: str) -> None:
+        self._engines[name].failures_in_row = 0
 
     def died(self, name: str, reason: str) -> None:
         engine = self._engines[name]

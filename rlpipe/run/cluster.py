@@ -38,6 +38,8 @@ ENGINE_CALLS = 4
 """Concurrent calls of a rollout actor: a waiting collect, a load, a submission, a health check."""
 QUESTION_CALLS = 128
 """Concurrent questions from scoring processes that a rollout actor answers in addition."""
+TURN_CALLS = 4
+"""Concurrent submissions of turns that a rollout actor takes, beside one waiting call of each process of episodes."""
 ASYNC_CALLS = 1000
 """Concurrent calls of an actor whose methods are coroutines."""
 END_TIMEOUT_S = 60.0

@@ -81,7 +81,7 @@ class Controller:
         self._workers, self._replay, self._weights = workers, replay, weights
         self._algorithm, self._cluster = config.algorithm, config.cluster
         self._sampling, self._seed = config.rollout.sampling, config.seed
-        self._evaluate_every = config.data.held_out.every_steps
+        self._evaluate_every, self._last_evaluated = config.data.held_out.every_steps, first_step - 1
         self._prompts, self._evaluator, self._reporter = prompts, evaluator, reporter
         self._first_step, self._num_steps = first_step, config.algorithm.num_steps
         self._resume_state, self._next_group_id = resume_state, resume_state.next_group_id
@@ -104,9 +104,9 @@ class Controller:
             collected=self._scoring.collected,
             notice=self._notice,
             give_up=self.stop,
+            episodes=workers.episodes,
         )
         self._shares_gpus, self._load_timeout_s = shares_gpus(config), config.weights.timeout_s
-        self._last_evaluated = first_step - 1
         self._evaluations: list[asyncio.Task[None]] = []
         self._admitting: dict[int, asyncio.Future[None]] = {}
         """Ledger entries that are still being written, by group id."""
@@ -214,8 +214,11 @@ class Controller:
         if generated:
             groups = await self._ask(self._replay.unscored.remote(list(generated)), "groups without scores")
             for group in groups:
-                group.prompt = generated[group.group_id]
-                group.rollouts = [replace(rollout, task=group.prompt.task) for rollout in group]
+                prompt = generated[group.group_id]
+                if any(rollout.episode is not None for rollout in group):  # its prompt is what the environment said
+                    prompt = replace(prompt, prompt=group.prompt.prompt)
+                group.prompt = prompt
+                group.rollouts = [replace(rollout, task=prompt.task) for rollout in group]
             ids = {index: group.group_id for index, group in enumerate(groups)}
             tasks.create_task(self._scoring.score(ray.put(groups), ids))
 

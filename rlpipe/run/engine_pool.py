@@ -18,6 +18,7 @@ from rlpipe.actors.weights import NotLoaded
 from rlpipe.configs.schema.root_config import ClusterConfig
 from rlpipe.errors import EngineFailed, EngineNotStarted, InputError
 from rlpipe.rollout.routing import Fleet, Router
+from rlpipe.run.episode_pool import EpisodePool
 from rlpipe.types import GroupRequest
 
 POLL_S = 5.0
@@ -47,6 +48,8 @@ class EnginePool:
     work again once it has loaded the newest version. While no engine serves, requests wait; ``outage_s`` is the
     duration. An engine that dies more than ``cluster.max_engine_failures`` times in a row without finishing a group is
     retired; when all are retired, ``give_up`` is called.
+
+    With ``episodes``, its processes play the groups, and ask the engine that a group is assigned to for turns.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class EnginePool:
         collected: Collected,
         notice: Callable[[str, str], None],
         give_up: Callable[[EngineFailed], Awaitable[None]],
+        episodes: EpisodePool | None = None,
     ) -> None:
         self._engines, self._cluster = engines, cluster
         self._start, self._load_newest, self._collected, self._notice = start, load_newest, collected, notice
-        self._give_up = give_up
+        self._give_up, self._episodes = give_up, episodes
         self._router = Router()
         self._waiting: list[GroupRequest] = []
         self._fleet = Fleet(
@@ -93,7 +97,10 @@ class EnginePool:
             self._waiting.extend(requests)
             return
         for name, share in self._router.assign(requests, serving).items():
-            self._engines[name].submit.remote(share)
+            if self._episodes is not None:
+                self._episodes.play(name, share)
+            else:
+                self._engines[name].submit.remote(share)
 
     def published(self, version: int) -> None:
         """Record that a new version was published."""
@@ -122,6 +129,8 @@ class EnginePool:
         async with asyncio.TaskGroup() as tasks:
             for name in self._engines:
                 tasks.create_task(self._serve(name, tasks))
+            if self._episodes is not None:
+                tasks.create_task(self._episodes.run(self._played, self._notice))
             while True:
                 await asyncio.sleep(min(1.0, self._cluster.suspect_after_s / 2))
                 for name in self._fleet.check():
@@ -191,6 +200,18 @@ class EnginePool:
             if receipts:
                 tasks.create_task(self._redispatch(name, groups, receipts, requests))
 
+    async def _played(self, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
+        """Take groups whose episodes are over; their engine may have died meanwhile."""
+        ended = {receipt.group_id for receipt in receipts}
+        requests = [request for request in self._waiting if request.group_id in ended]
+        self._waiting = [request for request in self._waiting if request.group_id not in ended]
+        for group_id in ended:
+            if (engine := self._router.engine_of(group_id)) is not None:
+                self._fleet.finished_group(engine)
+            if (request := self._router.finish(group_id)) is not None:
+                requests.append(request)
+        await self._redispatch("episodes", groups, receipts, requests)
+
     def _dispatch_waiting(self) -> None:
         if self._waiting and self._fleet.serving:
             waiting, self._waiting = self._waiting, []
@@ -202,7 +223,7 @@ class EnginePool:
         try:
             await self._collected(groups, receipts)
         except ObjectsLost as loss:
-            self._notice(name, f"{len(requests)} groups of engine {name} are generated again: {loss}")
+            self._notice(name, f"{len(requests)} groups from {name} are generated again: {loss}")
             self.dispatch(requests)
 
     def _on_engine_death(self, name: str, reason: str) -> None:

@@ -288,6 +288,7 @@ async def _evaluate_once(run: Run, parts: Workers, prompts: Sequence[Prompt]) ->
         collected=flow.collected,
         notice=lambda _, message: logger.warning(message),
         give_up=end,
+        episodes=parts.episodes,
     )
     requests, metrics = evaluator.start(version=0)
     async with asyncio.TaskGroup() as tasks:

@@ -20,7 +20,7 @@ from rlpipe.configs.constraints import check_model
 from rlpipe.configs.options import changed_options, to_tree, to_yaml
 from rlpipe.configs.schema.model_config import ModelConfig, serves_adapter
 from rlpipe.configs.schema.rollout_config import RewardConfig, ScoringConfig
-from rlpipe.configs.schema.root_config import ClusterConfig, Config
+from rlpipe.configs.schema.root_config import ClusterConfig, Config, longest_conversation
 from rlpipe.data.sources.row_source import Cursor
 from rlpipe.errors import ConfigError, DataError, ModelError
 from rlpipe.hardware.dtype_speed import Products, kept_rates
@@ -33,7 +33,7 @@ from rlpipe.replay.ledger.query import ledger_path
 from rlpipe.replay.ledger.restore import RunStart, mark_output, why_unusable
 from rlpipe.run.cluster import Need
 from rlpipe.scoring.pools import FEATURE_PATH, feature_configs
-from rlpipe.scoring.rewards import RewardActor, check_reward, load_reward, missing_columns
+from rlpipe.scoring.rewards import ENVIRONMENT_PATH, RewardActor, check_reward, load_reward, missing_columns
 from rlpipe.tracking.phases import PHASES
 from rlpipe.types import Prompt
 
@@ -175,6 +175,10 @@ def _collect_rewards(
         if taken := rewards.keys() & features.keys():
             raise ConfigError(f"{', '.join(sorted(taken))} is a name of EBFT's rewards: rename yours")
         rewards |= features
+    if config.algorithm.kind == "rl" and config.environment.path is not None:
+        if "environment" in rewards:
+            raise ConfigError("environment is the name of the environment's own reward: rename yours")
+        rewards["environment"] = RewardConfig(path=ENVIRONMENT_PATH, weight=config.environment.weight)
     by = config.data.held_out.correct_by
     if config.algorithm.kind == "rl" and by is not None and by not in rewards:
         raise ConfigError(f"data.held_out.correct_by: no reward is called {by!r}; there are {', '.join(rewards)}")
@@ -250,7 +254,7 @@ def check_adapter_targets(run: Run) -> None:
 def check_context(run: Run) -> None:
     """Raise ``ConfigError`` if the longest prompt and completion exceed the policy's maximum number of positions."""
     rollout, prompt_tokens = run.config.rollout, run.config.data.max_prompt_tokens
-    wanted = rollout.max_model_len or prompt_tokens + rollout.sampling.max_tokens
+    wanted = longest_conversation(run.config)
     positions = _num_positions(run.model)
     if positions is not None and wanted > positions:
         limits = f"data.max_prompt_tokens={prompt_tokens} and rollout.sampling.max_tokens={rollout.sampling.max_tokens}"

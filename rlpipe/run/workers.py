@@ -16,12 +16,13 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from rlpipe.actors.dataset import DatasetActor, DatasetSetup
+from rlpipe.actors.episodes import EpisodeActor, EpisodeSetup
 from rlpipe.actors.replay import HookActor, ReplayActor, ReplaySetup
 from rlpipe.actors.reward import Engines, ScoringActor
-from rlpipe.actors.rollout import QUESTIONS, RolloutActor
+from rlpipe.actors.rollout import QUESTIONS, TURNS, RolloutActor
 from rlpipe.actors.weights import DirectWeightsActor, WeightsActor
 from rlpipe.configs.schema.rollout_config import RewardConfig
-from rlpipe.configs.schema.root_config import Config
+from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.preload import preloading
 from rlpipe.replay.ledger.query import ledger_path
@@ -29,6 +30,7 @@ from rlpipe.run.cluster import (
     ASYNC_CALLS,
     ENGINE_CALLS,
     QUESTION_CALLS,
+    TURN_CALLS,
     Need,
     Reservation,
     end_actors,
@@ -36,6 +38,7 @@ from rlpipe.run.cluster import (
     until_ready,
     wait_started,
 )
+from rlpipe.run.episode_pool import EpisodePool
 from rlpipe.run.prepare import ResumePoint, RewardLike, Run
 from rlpipe.run.scoring_pools import LearnerPool, ScorerPool, ScoringPool, Spawn
 from rlpipe.scoring.pools import FEATURE_PATH, RewardPool, resolve_pools, split_learner
@@ -55,6 +58,8 @@ class Workers:
     start_engine: Callable[[str], ObjectRef]
     """Makes an engine's process load its model."""
     pools: Sequence[ScoringPool]
+    episodes: EpisodePool | None = None
+    """Processes that play episodes, or None."""
 
     async def start(self, timeout_s: float) -> None:
         """Load the models of all engines and pools, and wait until they are ready; raise as ``until_ready``."""
@@ -62,6 +67,8 @@ class Workers:
             for name in self.engines:
                 tasks.create_task(self._start_engine(name, timeout_s))
             tasks.create_task(self._start_pools())
+            if self.episodes is not None:
+                tasks.create_task(self.episodes.start())
 
     async def _start_pools(self) -> None:
         with PHASES.phase("loading rewards"):
@@ -130,10 +137,20 @@ def pool_needs(pools: Iterable[RewardPool], *, served: bool) -> list[Need]:
     return [replace(need, name=f"{need.name}-{index}") for need, size in needs for index in range(size)]
 
 
+def episode_needs(config: Config) -> list[Need]:
+    """Return the needs of the processes that play episodes; none if the run has no environment."""
+    count = config.environment.num_processes if config.environment.is_used else 0
+    remedy = "lower environment.num_processes or environment.num_cpus"
+    return [
+        Need(name=f"episodes-{index}", num_cpus=config.environment.num_cpus, remedy=remedy) for index in range(count)
+    ]
+
+
 def generation_needs(run: Run) -> list[Need]:
     """Return the needs of all processes that generate and score groups."""
     pools = resolve_pools(run.config, run.rewards).values()
-    return [*engine_needs(run.config), *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
+    own = [*engine_needs(run.config), *episode_needs(run.config)]
+    return [*own, *pool_needs(pools, served=False), *pool_needs(pools, served=True)]
 
 
 def memory_limit(config: Config, members: Mapping[str, RewardConfig]) -> MemoryLimit | None:
@@ -215,7 +232,8 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
     actors_before = set(ray.util.list_named_actors())
     with ExitStack() as stack:
         scorer_needs = pool_needs(resolve_pools(config, run.rewards).values(), served=False)
-        places = Reservation([*needs.values(), *scorer_needs], cluster.schedule_timeout_s)
+        players = episode_needs(config)
+        places = Reservation([*needs.values(), *players, *scorer_needs], cluster.schedule_timeout_s)
         stack.callback(places.release)
         stack.callback(end_actors, actors_before)
         engines = {
@@ -225,7 +243,10 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
                 name,
                 reservation=places,
                 max_concurrency=ENGINE_CALLS,
-                concurrency_groups={QUESTIONS: QUESTION_CALLS},
+                concurrency_groups={
+                    QUESTIONS: QUESTION_CALLS,
+                    **({TURNS: TURN_CALLS + len(players)} if players else {}),
+                },
                 restarts=True,
                 stage=preloading.engine_stage(config),
             )
@@ -244,7 +265,36 @@ def open_workers(run: Run, replay: ActorHandle | None = None, *, cluster_is_own:
             ref: ObjectRef = call.remote(run.model, config.rollout, config.weights, config.data.max_prompt_tokens)
             return ref
 
-        yield Workers(engines=engines, start_engine=start_engine, pools=pools)
+        episodes = start_episodes(run, players, places, engines) if players else None
+        yield Workers(engines=engines, start_engine=start_engine, pools=pools, episodes=episodes)
+
+
+def start_episodes(
+    run: Run, needs: Sequence[Need], places: Reservation, engines: Mapping[str, ActorHandle]
+) -> EpisodePool:
+    """Start the processes that play episodes, without waiting until they are ready."""
+    config = run.config
+    setup = EpisodeSetup(
+        environment=config.environment,
+        model=run.model,
+        data=config.data,
+        max_model_len=longest_conversation(config),
+        engines=engines,
+        folder=os.getcwd(),
+    )
+    processes = {
+        need.name: start_actor(
+            EpisodeActor, need, need.name, setup, reservation=places, max_concurrency=ASYNC_CALLS, restarts=True
+        )
+        for need in needs
+    }
+
+    def start(name: str) -> ObjectRef:
+        call: Any = processes[name].start.options(max_task_retries=3)
+        ref: ObjectRef = call.remote()
+        return ref
+
+    return EpisodePool(processes, start=start, cluster=config.cluster)
 
 
 def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:

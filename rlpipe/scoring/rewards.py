@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlpipe.common.imports import import_object
 from rlpipe.configs.schema.model_config import ModelConfig
 from rlpipe.errors import RewardImportError
-from rlpipe.types import RolloutGroup
+from rlpipe.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from rlpipe.scoring.engine_chat import Chat
@@ -39,6 +39,14 @@ class Tokenizer(Protocol):
 def decode_completions(tokenizer: Tokenizer, group: RolloutGroup) -> list[str]:
     """Return the completion texts of a group, one per rollout, without special tokens."""
     return tokenizer.batch_decode([r.completion_ids.tolist() for r in group], skip_special_tokens=True)
+
+
+ENVIRONMENT_PATH = "rlpipe.scoring.rewards:environment"
+
+
+def environment(rollouts: Sequence[Rollout]) -> list[float | None]:
+    """Return the rewards that the run's environment gave."""
+    return [None if rollout.episode is None else rollout.episode.reward for rollout in rollouts]
 
 
 class RewardActor(ABC):

@@ -30,7 +30,7 @@ from rlpipe.scoring.rewards import (
 )
 from rlpipe.scoring.sandbox.sandbox import Sandbox, SandboxFailed
 from rlpipe.scoring.validation import check_scores, describe_exception, is_lack_of_memory
-from rlpipe.types import NO_VERSION, RolloutGroup
+from rlpipe.types import NO_VERSION, ChatMessages, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from rlpipe.scoring.engine_chat import Chat
@@ -80,7 +80,7 @@ class _RewardCall:
         self.arguments: dict[str, Any] = {name: [group.prompt.task[name]] * len(group) for name in self.columns}
         self.arguments |= {
             "prompts": [group.prompt.prompt] * len(group),
-            "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
+            "completions": [_messages(own, text) for own, text in zip(group, texts, strict=True)] if chat else texts,
             "completion_ids": [rollout.completion_ids.tolist() for rollout in group],
             "rollouts": group.rollouts,
             "trainer_state": _trainer_state(group, num_steps),
@@ -100,6 +100,10 @@ class _RewardCall:
     def finish(self) -> GroupScores:
         self.result.metrics = {name: sum(values) / len(values) for name, values in self._logged.items()}
         return self.result
+
+
+def _messages(rollout: Rollout, text: str) -> ChatMessages:
+    return [{"role": "assistant", "content": text}] if rollout.episode is None else rollout.episode.messages
 
 
 def _trainer_state(group: RolloutGroup, num_steps: int) -> TrainerState:

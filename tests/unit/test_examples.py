@@ -66,6 +66,7 @@ def test_there_is_an_example_in_every_folder() -> None:
         "ebft",
         "ebft_strided",
         "gsm8k",
+        "guess",
         "images",
         "judge",
         "math",

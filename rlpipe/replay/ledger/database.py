@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 from rlpipe.common.atomic_io import check_room
 from rlpipe.data.render.messages import content_text
 from rlpipe.errors import LedgerDamaged, LedgerError
-from rlpipe.types import ChatMessages, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
+from rlpipe.types import ChatMessages, EpisodeTrace, PlacedImage, Prompt, Rollout, RolloutGroup, RolloutStatus, Truth
 
 COMPRESSION = 1
 """zlib's fastest level; higher levels take three times as long to save a tenth of the size."""
@@ -30,9 +30,12 @@ TOKEN_ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 def pack_arrays(group: RolloutGroup) -> bytes:
     """Return the packed arrays of a group: the concatenated rollouts, and the prompt's tokens, truth and images."""
     arrays: dict[str, NDArray[Any]] = {"prompt": group.prompt.token_ids}
-    arrays["lengths"] = np.array([len(rollout.token_ids) for rollout in group], np.int32)
+    arrays["lengths"] = np.array([len(sequence.token_ids) for sequence in group.sequences], np.int32)
     for name in TOKEN_ARRAYS if len(group) else ():
-        arrays[name] = np.concatenate([getattr(rollout, name) for rollout in group])
+        arrays[name] = np.concatenate([getattr(sequence, name) for sequence in group.sequences])
+    if has_episodes(group):
+        arrays["num_sequences"] = np.array([len(rollout.sequences) for rollout in group], np.int32)
+        arrays["turns"] = np.concatenate([sequence.turns for sequence in group.sequences])
     if group.prompt.truth is not None:
         arrays |= {"truth": group.prompt.truth.token_ids, "truth_mask": group.prompt.truth.is_assistant}
     for index, image in enumerate(group.prompt.images):
@@ -61,11 +64,25 @@ def pack_record(group: RolloutGroup) -> str:
                 "rewards": rollout.rewards,
                 "reward": rollout.reward,
                 "advantage": None if rollout.advantages is None else float(rollout.advantages[-1]),
+                **({} if rollout.episode is None else {"episode": _episode_record(rollout.episode)}),
             }
             for rollout in group
         ],
     }
     return json.dumps(record, ensure_ascii=False, default=str)
+
+
+def has_episodes(group: RolloutGroup) -> bool:
+    return any(rollout.episode is not None for rollout in group)
+
+
+def _episode_record(episode: EpisodeTrace) -> dict[str, Any]:
+    return {
+        "messages": episode.messages,
+        "reward": episode.reward,
+        "turn_rewards": list(episode.turn_rewards),
+        "end": episode.end,
+    }
 
 
 def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[str, Any] | None = None) -> RolloutGroup:
@@ -86,13 +103,14 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
             for index, (place, num_tokens) in enumerate(arrays.get("image_places", np.zeros(0)).tolist())
         ),
     )
+    names = (*TOKEN_ARRAYS, "turns") if "turns" in arrays else TOKEN_ARRAYS
     ends = np.cumsum(arrays["lengths"])
-    parts = {name: np.split(arrays[name], ends[:-1]) for name in TOKEN_ARRAYS if len(ends)}
+    parts = {name: np.split(arrays[name], ends[:-1]) for name in names if len(ends)}
+    last = np.cumsum(arrays.get("num_sequences", np.ones(len(record["rollouts"]), np.int32))).tolist()
     rollouts = []
-    for index, entry in enumerate(record["rollouts"]):
+    for entry, start, stop in zip(record["rollouts"], [0, *last], last, strict=False):
         advantage = entry["advantage"]
-        length = int(arrays["lengths"][index])
-        rollouts.append(
+        first, *branches = [
             Rollout(
                 group_id=group_id,
                 sample_index=int(entry["sample_index"]),
@@ -102,11 +120,16 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
                 reward=_optional_number(entry["reward"]),
                 status=RolloutStatus(entry["status"]),
                 finish_reason=entry["finish_reason"],
-                advantages=None if advantage is None else np.full(length, advantage, np.float32),
+                advantages=None if advantage is None else np.full(int(arrays["lengths"][place]), advantage, np.float32),
                 images=prompt.images,
-                **{name: parts[name][index] for name in TOKEN_ARRAYS},
+                episode=None,
+                **{name: parts[name][place] for name in names},
             )
-        )
+            for place in range(start, stop)
+        ]
+        if "episode" in entry:
+            first.episode = _stored_episode(entry["episode"], branches)
+        rollouts.append(first)
     return RolloutGroup(
         group_id=group_id,
         prompt=prompt,
@@ -115,6 +138,18 @@ def unpack_group(group_id: int, record_text: str, packed: bytes, task: Mapping[s
         score_s=float(record["score_s"]),
         engine=record["engine"],
         logged={name: float(value) for name, value in record["logged"].items()},
+    )
+
+
+def _stored_episode(record: Mapping[str, Any], branches: Sequence[Rollout]) -> EpisodeTrace:
+    for message in record["messages"]:
+        content_text(message.get("content"))
+    return EpisodeTrace(
+        messages=record["messages"],
+        reward=_optional_number(record["reward"]),
+        turn_rewards=[float(value) for value in record["turn_rewards"]],
+        end=str(record["end"]),
+        branches=branches,
     )
 
 
@@ -132,7 +167,8 @@ def _optional_number(value: Any) -> float | None:
 
 NAME = "ledger.sqlite"
 NO_LEDGER = "it has no tables of a ledger"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION, WITH_EPISODES = 1, 2
+"""Versions of the records: those of ledgers without episodes, and with them."""
 
 SETTINGS: Mapping[str, type] = {
     "schema": int,
@@ -220,8 +256,8 @@ class Database:
             schema = self.get("schema")
             if schema is None:
                 raise self.damaged(NO_LEDGER)
-            if schema != SCHEMA_VERSION:
-                problem = f"schema {schema}, not {SCHEMA_VERSION}"
+            if schema not in (SCHEMA_VERSION, WITH_EPISODES):
+                problem = f"schema {schema}, not {SCHEMA_VERSION} or {WITH_EPISODES}"
                 raise LedgerDamaged(
                     f"{path} is not a ledger of this version of rlpipe ({problem}): use the version that wrote it, or "
                     "another output folder",
@@ -307,7 +343,8 @@ class Database:
                 for statement in filter(str.strip, SCHEMA.split(";")):
                     self._connection.execute(statement)
                 self._set(schema=SCHEMA_VERSION)
-            elif self.get("schema") == SCHEMA_VERSION:  # ledgers of earlier versions do not have all indices
+            # Ledgers of earlier versions do not have all indices.
+            elif self.get("schema") in (SCHEMA_VERSION, WITH_EPISODES):
                 for statement in SCHEMA.split(";"):
                     if "CREATE INDEX" in statement:
                         self._connection.execute(statement.replace("INDEX", "INDEX IF NOT EXISTS"))

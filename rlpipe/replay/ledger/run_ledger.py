@@ -23,7 +23,14 @@ import numpy as np
 from rlpipe.data.sources.row_source import Cursor, SkipRecord
 from rlpipe.errors import LedgerError
 from rlpipe.replay.buffer import GroupTicket
-from rlpipe.replay.ledger.database import Database, pack_arrays, pack_record, unpack_group
+from rlpipe.replay.ledger.database import (
+    WITH_EPISODES,
+    Database,
+    has_episodes,
+    pack_arrays,
+    pack_record,
+    unpack_group,
+)
 from rlpipe.replay.step_queue import StepReport
 from rlpipe.types import RolloutGroup
 
@@ -100,6 +107,8 @@ class Ledger(Database):
         now = time.time()
         with self._transaction():
             for group in groups:
+                if has_episodes(group):
+                    self._set(schema=WITH_EPISODES)
                 row = (
                     len(group),
                     group.num_tokens,

@@ -153,4 +153,4 @@ def test_every_token_is_scored_as_it_was_drawn(path: Path) -> None:
                 np.testing.assert_allclose(found[own], branch.logprobs[branch.loss_mask][own], atol=1e-4)
     assert seen == {1, 2}
     assert num_tokens > 1000
-    assert all(episode.num_turns == 5 or episode.end == "length" for episode in episodes)
+    assert all(len(episode.graph.turns) == 5 or episode.end == "length" for episode in episodes)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.episodes.graph import OBSERVED, Branch, EpisodeGraph, Node
-from rlpipe.types import NO_VERSION
+from rlpipe.episodes.graph import Branch, EpisodeGraph, Node
+from rlpipe.types import NO_TURN, NO_VERSION
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 10**6), st.booleans(), st.integers(0, 4), st.booleans()), min_size=1, max_size=12
@@ -32,9 +32,10 @@ def grow(steps: list[tuple[int, bool, int, bool]]) -> tuple[EpisodeGraph, list[i
             graph.observe(parent, [], token_ids)
             continue
         drawn += token_ids.tolist()
-        closing = ids(following) if is_cut else None
+        own = graph.draw(parent, [], token_ids, logprobs=-token_ids / 7, policy_versions=token_ids)
+        if is_cut:
+            graph.observe(own, [], ids(following))
         following += 1
-        graph.draw(parent, [], token_ids, logprobs=-token_ids / 7, policy_versions=token_ids, end_ids=closing)
     return graph, drawn
 
 
@@ -52,17 +53,17 @@ def test_each_drawn_token_is_trained_once_and_no_other(steps: list[tuple[int, bo
         np.testing.assert_allclose(branch.logprobs[mask], -branch.token_ids[mask] / 7, rtol=1e-6)
         assert (branch.policy_versions[~mask] == NO_VERSION).all()
         assert not branch.logprobs[~mask].any()
-        assert (branch.turns[~mask] == OBSERVED).all()
+        assert (branch.turns[~mask] == NO_TURN).all()
 
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
-def test_turns_are_counted_on_the_way_to_a_token(steps: list[tuple[int, bool, int, bool]]) -> None:
-    for branch in grow(steps)[0].branches():
+def test_turns_are_numbered_as_they_were_drawn(steps: list[tuple[int, bool, int, bool]]) -> None:
+    graph = grow(steps)[0]
+    assert [node.turn for node in graph.turns] == list(range(len(graph.turns)))
+    for branch in graph.branches():
         turns = branch.turns[branch.loss_mask]
         assert (np.diff(turns) >= 0).all()
-        of_nodes = [node.turn for node in branch.nodes if node.turn != OBSERVED]
-        assert of_nodes == list(range(len(of_nodes)))
 
 
 def make_rewritten() -> tuple[EpisodeGraph, Node]:

@@ -208,7 +208,7 @@ def test_groups_that_are_lost_on_their_way_are_generated_again() -> None:
         await scene.until(lambda: scene.collected == [0])
 
     scene = play(lambda: Scene("a"), act)
-    assert scene.said == ["1 groups of engine a are generated again: the machine is gone"]
+    assert scene.said == ["1 groups from a are generated again: the machine is gone"]
 
 
 def test_requests_wait_while_no_engine_serves() -> None:

@@ -1,0 +1,100 @@
+"""Actor that plays the episodes of groups against the run's engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ray.actor import ActorHandle
+
+from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.turns import TurnClient
+from rlpipe.common.imports import describe_error, enter_folder
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.episodes.groups import GroupPlayer, open_player
+from rlpipe.errors import RunError
+from rlpipe.types import GroupRequest, RolloutGroup
+
+THREADS_PER_EPISODE = 2
+"""Threads for methods and tools that block, beside those that hang beyond their time limit."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class EpisodeSetup:
+    """Settings of a process that plays episodes; ``folder`` is the driver's working directory."""
+
+    environment: EnvironmentConfig
+    model: ModelConfig
+    data: DataConfig
+    max_model_len: int
+    engines: Mapping[str, ActorHandle]
+    folder: str
+
+
+class EpisodeActor:
+    """Ray actor around a ``GroupPlayer``; its methods are coroutines on one event loop."""
+
+    def __init__(self, name: str, setup: EpisodeSetup) -> None:
+        self._name, self._setup = name, setup
+        self._player: GroupPlayer | None = None
+        self._client = TurnClient(name, setup.engines)
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._finished: list[RolloutGroup] = []
+        self._error: RunError | None = None
+        self._changed = asyncio.Event()
+
+    async def start(self) -> list[str]:
+        """Import the environment, and try the template's bridges; return messages for the user."""
+        if self._player is not None:
+            return []
+        setup = self._setup
+        enter_folder(setup.folder)
+        threads = THREADS_PER_EPISODE * setup.environment.concurrency
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="episode"))
+        self._player, messages = open_player(
+            setup.environment, setup.model, setup.data, max_model_len=setup.max_model_len, draw=self._client.draw
+        )
+        return messages
+
+    async def play(self, requests: Sequence[GroupRequest], engine: str) -> None:
+        """Play groups with an engine; of those that are being played already, open turns are drawn there again."""
+        for request in requests:
+            if request.group_id not in self._playing:
+                self._playing[request.group_id] = asyncio.create_task(self._play(request))
+        self._client.assign([request.group_id for request in requests], engine)
+
+    async def _play(self, request: GroupRequest) -> None:
+        assert self._player is not None, "start() comes first"
+        try:
+            self._finished.append(await self._player.play(request))
+        except RunError as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001 - a group that is lost in silence would hold up the run
+            self._error = RunError(f"episodes of group {request.group_id}: {describe_error(error)}")
+        finally:
+            del self._playing[request.group_id]
+            self._client.release(request.group_id)
+            self._changed.set()
+
+    async def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
+        """Return finished groups with their receipts, as soon as there is one; none after ``timeout_s``.
+
+        Raises ``EnvironmentFailed`` if a failure is to stop the run.
+        """
+        if not self._finished and self._error is None:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        if self._error is not None:
+            raise self._error
+        groups, self._finished = self._finished[:max_groups], self._finished[max_groups:]
+        for group in groups:
+            group.engine = self._name
+        return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups

@@ -1,0 +1,111 @@
+"""Turns that a process of episodes draws on the run's engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from rlpipe.actors.rollout import TURNS
+from rlpipe.errors import EngineFailed
+from rlpipe.types import GroupRequest, Rollout, RolloutGroup
+
+POLL_S = 10.0
+"""Longest wait for turns in one call of an engine, in seconds."""
+PAUSE_S = 0.2
+"""Seconds until an engine that failed is asked again."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    group_id: int
+    request: GroupRequest
+    answer: asyncio.Future[Rollout] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class TurnClient:
+    """Draws turns on the engine that their group is assigned to; for one event loop.
+
+    The turns of one pass of the loop go to an engine in one call, and so do its answers. The driver assigns the groups
+    of an engine that dies to another, by ``assign``; their open turns are then drawn there.
+    """
+
+    def __init__(self, client: str, engines: Mapping[str, ActorHandle]) -> None:
+        self._client, self._engines = client, engines
+        self._assigned: dict[int, str] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._next_id = 0
+        self._unsent: defaultdict[str, list[int]] = defaultdict(list)
+        self._polls: dict[str, asyncio.Task[None]] = {}
+        self._sends: set[asyncio.Task[None]] = set()
+
+    def assign(self, group_ids: Iterable[int], engine: str) -> None:
+        """Draw the groups' turns on this engine from now on, the open ones again."""
+        moved = {*group_ids}
+        self._assigned |= dict.fromkeys(moved, engine)
+        for number, turn in self._turns.items():
+            if turn.group_id in moved:
+                self._send(engine, number)
+
+    def release(self, group_id: int) -> None:
+        """Forget a group that is over."""
+        self._assigned.pop(group_id, None)
+
+    async def draw(self, request: GroupRequest) -> Rollout:
+        """Return one answer; raise ``EngineFailed`` if the engine can't sample the request."""
+        number, self._next_id = self._next_id, self._next_id + 1
+        turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number))
+        self._send(self._assigned[request.group_id], number)
+        try:
+            return await turn.answer
+        finally:
+            del self._turns[number]
+
+    def _send(self, engine: str, number: int) -> None:
+        if not self._unsent[engine]:
+            asyncio.get_running_loop().call_soon(self._flush, engine)
+        self._unsent[engine].append(number)
+        if engine not in self._polls or self._polls[engine].done():
+            self._polls[engine] = asyncio.create_task(self._poll(engine))
+
+    def _flush(self, engine: str) -> None:
+        numbers, self._unsent[engine] = self._unsent[engine], []
+        requests = [self._turns[number].request for number in dict.fromkeys(numbers) if number in self._turns]
+        sending = asyncio.create_task(self._submit(engine, requests))
+        self._sends.add(sending)
+        sending.add_done_callback(self._sends.discard)
+
+    async def _submit(self, engine: str, requests: list[GroupRequest]) -> None:
+        try:
+            await self._call(engine, "draw", requests)
+        except RayError:
+            return  # the engine has died, and the driver assigns its groups to another
+
+    def _call(self, engine: str, method: str, argument: Any) -> Any:
+        call: Any = getattr(self._engines[engine], method).options(concurrency_group=TURNS)
+        return call.remote(self._client, argument)
+
+    async def _poll(self, engine: str) -> None:
+        """Take an engine's answers for as long as turns are open."""
+        while self._turns:
+            try:
+                groups: list[RolloutGroup] = await self._call(engine, "drawn", POLL_S)
+            except RayError:
+                await asyncio.sleep(PAUSE_S)
+                continue
+            for group in groups:
+                self._answer(group)
+
+    def _answer(self, group: RolloutGroup) -> None:
+        turn = self._turns.get(group.group_id)
+        if turn is None or turn.answer.done():
+            return  # its episode is over, or another engine was faster
+        if group.failure is not None:
+            turn.answer.set_exception(EngineFailed(group.failure))
+        else:
+            turn.answer.set_result(group.rollouts[0])

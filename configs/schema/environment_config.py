@@ -1,0 +1,44 @@
+"""Options of episodes: what answers the policy, and the limits of a conversation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.configs.schema.option import MAX_PROCESSES, MAX_SECONDS, MAX_WEIGHT, Freezable, option
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig(Freezable):
+    path: str | None = option(
+        None, "package.module:name, or file.py:name, of an Environment class; null: rows have the first messages."
+    )
+    kwargs: dict[str, Any] = option({}, "Keyword arguments for the class.")
+    tools: list[Any] = option([], "Functions that the policy may call, each as package.module:name or file.py:name.")
+    weight: float = option(
+        1.0, "Weight of the environment's reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
+    )
+    max_turns: int = option(8, "Turns of the policy after which an episode ends.", minimum=1, maximum=100_000)
+    timeout_s: float = option(120.0, "Seconds after which an episode ends.", above=0, maximum=MAX_SECONDS)
+    tool_timeout_s: float = option(10.0, "Seconds that a tool's call may take.", above=0, maximum=MAX_SECONDS)
+    parser: str = option(
+        "auto",
+        "How tool calls are read: hermes, json, file.py:name of a function, or auto, by the chat template.",
+    )
+    on_error: str = option(
+        "drop_episode",
+        "What an exception of the environment does: drop the episode or its group, count as 0, or stop the run.",
+        choices=("drop_episode", "drop_group", "zero", "raise"),
+    )
+    num_processes: int = option(1, "Processes that play episodes.", minimum=1, maximum=MAX_PROCESSES)
+    num_cpus: float = option(
+        0.5, "CPUs that Ray reserves for each of these processes.", minimum=0, maximum=MAX_PROCESSES
+    )
+    concurrency: int = option(
+        64, "Episodes that a process plays at one time; further ones wait.", minimum=1, maximum=100_000
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run plays episodes."""
+        return self.path is not None or bool(self.tools)

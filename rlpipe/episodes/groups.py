@@ -1,0 +1,263 @@
+"""Episodes of one group: played side by side, and made into the rollouts that are scored and trained."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlpipe.common.imports import describe_error, import_object
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.episodes.bridge import Bridge, prove, turn_ends
+from rlpipe.episodes.environment import Environment, Observation, tools_of
+from rlpipe.episodes.parsing import Parser, open_parser
+from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
+from rlpipe.episodes.tools import FunctionTool, ToolUse
+from rlpipe.errors import ConfigError, EnvironmentFailed
+from rlpipe.rollout.multi_turn import MAX_SEED, SEED_STEP
+from rlpipe.types import (
+    NO_TURN,
+    NO_VERSION,
+    EpisodeTrace,
+    GroupRequest,
+    IntArray,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
+
+MIN_SIBLINGS = 2
+"""Episodes that a group must have left to be trained; a single one has nothing to be compared with."""
+
+
+class Given(Environment):
+    """The environment of rows that have the first messages themselves: the policy may call tools, and then answers."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        messages: Observation = row["prompt"]
+        return messages
+
+
+@dataclass(kw_only=True, frozen=True)
+class EpisodeKind:
+    """The environment and tools that a config names."""
+
+    make: Callable[[], Environment]
+    tools: Sequence[FunctionTool]
+    has_reward: bool
+    """Whether the environment gives rewards, beside those of reward functions."""
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools) or bool(tools_of(self.make()))
+
+
+def open_kind(config: EnvironmentConfig) -> EpisodeKind:
+    """Import the environment and tools of a config, and make one environment to try; raise ``ConfigError``."""
+    made: Callable[[], Environment] = Given
+    if config.path is not None:
+        found = import_object(config.path, what="environment.path", error=ConfigError)
+        if not (inspect.isclass(found) and issubclass(found, Environment)):
+            raise ConfigError(f"environment.path: {config.path} is not a class derived from rlpipe.Environment")
+        made = _Maker(found, dict(config.kwargs))
+        try:
+            made()
+        except Exception as error:  # a user's class raises anything
+            raise ConfigError(f"environment.path: {config.path} can't be made: {describe_error(error)}") from error
+    tools = [FunctionTool(import_object(path, what="environment.tools", error=ConfigError)) for path in config.tools]
+    return EpisodeKind(make=made, tools=tools, has_reward=config.path is not None)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    kind: type[Environment]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> Environment:
+        return self.kind(**self.kwargs)
+
+
+class DrawTurn(Protocol):
+    async def __call__(self, request: GroupRequest) -> Rollout:
+        """Draw one answer to the request's prompt, on the engine that its group is assigned to."""
+
+
+class GroupPlayer:
+    """Plays the episodes of groups; at most ``concurrency`` at one time."""
+
+    def __init__(
+        self,
+        kind: EpisodeKind,
+        config: EnvironmentConfig,
+        *,
+        bridge: Bridge,
+        parser: Parser,
+        max_model_len: int,
+        draw: DrawTurn,
+    ) -> None:
+        self._kind, self._config, self._bridge, self._parser, self._draw = kind, config, bridge, parser, draw
+        self._max_model_len = max_model_len
+        self._places = asyncio.Semaphore(config.concurrency)
+
+    async def play(self, request: GroupRequest) -> RolloutGroup:
+        """Return the group of a request; raise ``EnvironmentFailed`` if an episode fails and that is to stop the run.
+
+        Episodes that failed are left out, or count with a reward of 0, as ``environment.on_error`` says.
+        """
+        began = asyncio.get_running_loop().time()
+        played = await asyncio.gather(*(self._play_one(request, index) for index in range(request.group_size)))
+        episodes = [episode for episode, _ in played]
+        group = RolloutGroup(group_id=request.group_id, prompt=request.prompt, rollouts=[])
+        group.generate_s = asyncio.get_running_loop().time() - began
+        failures = [episode.failure for episode in episodes if episode.failure is not None]
+        if failures and self._config.on_error == "raise":
+            raise EnvironmentFailed(f"an episode of group {request.group_id} failed: {failures[0]}")
+        kept = [index for index, own in enumerate(episodes) if own.failure is None or self._config.on_error == "zero"]
+        is_dropped = bool(failures) and self._config.on_error == "drop_group"
+        if is_dropped or len(kept) < min(MIN_SIBLINGS, request.group_size):
+            group.failure = f"{len(failures)} of {request.group_size} episodes failed, the first with: {failures[0]}"
+            return group
+        group.rollouts = [
+            episode_rollout(request, place, episodes[index], has_reward=self._kind.has_reward)
+            for place, index in enumerate(kept)
+        ]
+        opening = next((own.opening for own in episodes if own.opening), [])
+        group.prompt = replace(request.prompt, prompt=opening)
+        group.logged = episode_metrics(episodes, [use for _, use in played])
+        return group
+
+    async def _play_one(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
+        async def draw(token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
+            number = turn * request.group_size + index
+            rollout = await self._draw(
+                replace(
+                    request,
+                    prompt=request.prompt.followed_by(token_ids),
+                    group_size=1,
+                    max_tokens=max_tokens,
+                    seed=(request.seed + SEED_STEP * number) % MAX_SEED,
+                )
+            )
+            mask = rollout.loss_mask
+            return DrawnTurn(
+                token_ids=rollout.token_ids[mask].tolist(),
+                logprobs=rollout.logprobs[mask].tolist(),
+                policy_versions=rollout.policy_versions[mask].tolist(),
+                finish_reason=rollout.finish_reason,
+            )
+
+        async with self._places:
+            rules = Rules(
+                max_turns=self._config.max_turns,
+                max_tokens=request.max_tokens,
+                max_model_len=self._max_model_len,
+                timeout_s=self._config.timeout_s,
+                tool_timeout_s=self._config.tool_timeout_s,
+            )
+            session = Session(
+                self._kind.make(), self._kind.tools, bridge=self._bridge, parser=self._parser, draw=draw, rules=rules
+            )
+            row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
+            return await session.play(row, request.seed), session.toolbox.use
+
+
+def open_player(
+    environment: EnvironmentConfig, model: ModelConfig, data: DataConfig, *, max_model_len: int, draw: DrawTurn
+) -> tuple[GroupPlayer, list[str]]:
+    """Return a player of a config's environment, and what the user should know of the model's chat template.
+
+    ``max_model_len`` is the limit on a conversation's tokens. Raises ``ConfigError`` if the environment, a tool or the
+    parser can't be used, and ``DataError`` if the model has no chat template.
+    """
+    kind = open_kind(environment)
+    template = ChatTemplate(load_tokenizer(model), data)
+    template.require()
+    bridge = Bridge(template, turn_ends(template, data))
+    bridge.refused = prove(bridge).refused
+    parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
+    player = GroupPlayer(kind, environment, bridge=bridge, parser=parser, max_model_len=max_model_len, draw=draw)
+    return player, [
+        f"after {messages} the conversation is rendered anew, as a sequence of its own: {reason}"
+        for messages, reason in bridge.refused.items()
+    ]
+
+
+def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_reward: bool) -> Rollout:
+    """Return an episode as a rollout; an episode in which nothing was drawn has the tokens of its opening, if any."""
+    rewards = episode.turn_rewards
+    rollout = Rollout(
+        group_id=request.group_id,
+        sample_index=index,
+        prompt_id=request.prompt.prompt_id,
+        task=request.prompt.task,
+        status=episode.status,
+        finish_reason=episode.end,
+        **_opening_arrays(episode),
+    )
+    sequences = [
+        replace(
+            rollout,
+            token_ids=branch.token_ids,
+            loss_mask=branch.loss_mask,
+            logprobs=branch.logprobs,
+            policy_versions=branch.policy_versions,
+            turns=branch.turns,
+        )
+        for branch in episode.graph.branches()
+    ]
+    first, *others = sequences or [rollout]
+    reward = 0.0 if episode.failure is not None else float(sum(rewards))
+    trace = EpisodeTrace(
+        messages=episode.messages,
+        reward=reward if has_reward else None,
+        turn_rewards=rewards,
+        end=episode.end,
+        branches=others,
+    )
+    return replace(first, episode=trace)
+
+
+def _opening_arrays(episode: Episode) -> dict[str, Any]:
+    token_ids = episode.graph.nodes[0].token_ids if episode.graph.nodes else np.zeros(1, np.int32)
+    length = len(token_ids)
+    return {
+        "token_ids": token_ids,
+        "loss_mask": np.zeros(length, np.bool_),
+        "logprobs": np.zeros(length, np.float32),
+        "policy_versions": np.full(length, NO_VERSION, np.int32),
+        "turns": np.full(length, NO_TURN, np.int32),
+    }
+
+
+def episode_metrics(episodes: Sequence[Episode], uses: Sequence[Mapping[str, ToolUse]]) -> dict[str, float]:
+    """Return means over a group's episodes of turns, sequences, ends and branches, and the counts of tool calls."""
+    metrics = {
+        "episodes/turns": _mean([len(own.graph.turns) for own in episodes]),
+        "episodes/branches": _mean([len(own.graph.branches()) for own in episodes]),
+        "episodes/truncated": _mean([own.status is RolloutStatus.TRUNCATED for own in episodes]),
+        "episodes/failed": _mean([own.failure is not None for own in episodes]),
+    }
+    reasons = Counter[str]()
+    for own in episodes:
+        reasons.update(own.branches_by_reason)
+    metrics |= {f"episodes/branches/{reason}": count / len(episodes) for reason, count in sorted(reasons.items())}
+    for name in sorted({name for use in uses for name in use}):
+        own_uses = [use[name] for use in uses if name in use]
+        metrics[f"tools/{name}/calls"] = _mean([use.calls for use in own_uses])
+        metrics[f"tools/{name}/errors"] = _mean([use.errors for use in own_uses])
+        metrics[f"tools/{name}/timeouts"] = _mean([use.timeouts for use in own_uses])
+        metrics[f"tools/{name}/seconds"] = _mean([use.seconds for use in own_uses])
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

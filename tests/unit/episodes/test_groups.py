@@ -1,0 +1,182 @@
+"""Tests of the episodes of a group: what becomes a rollout, and what a failure does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from episode_cases import CALL, Guess, ScriptedTurns
+from template_cases import made_tokenizer, shipped_templates
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.episodes.bridge import Bridge, prove, turn_ends
+from rlpipe.episodes.environment import Step
+from rlpipe.episodes.groups import EpisodeKind, GroupPlayer, open_kind
+from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
+from rlpipe.episodes.tools import FunctionTool
+from rlpipe.errors import ConfigError, EnvironmentFailed
+from rlpipe.replay.ledger.database import pack_arrays, pack_record, unpack_group
+from rlpipe.replay.ledger.run_ledger import Ledger
+from rlpipe.types import NO_TURN, GroupRequest, Prompt, RolloutGroup, RolloutStatus
+
+TEMPLATES = dict(shipped_templates())
+DATA = DataConfig(source="jsonl")
+KIND = EpisodeKind(make=Guess, tools=[], has_reward=True)
+
+
+def play(
+    *said: Sequence[str],
+    kind: EpisodeKind = KIND,
+    name: str = "trl/qwen2_5",
+    row: dict[str, Any] | None = None,
+    prompt: Any = (),
+    **options: Any,
+) -> tuple[RolloutGroup, ScriptedTurns]:
+    template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
+    bridge = Bridge(template, turn_ends(template, DATA))
+    bridge.refused = prove(bridge).refused
+    turns = ScriptedTurns(template, said)
+    player = GroupPlayer(
+        kind,
+        EnvironmentConfig(max_turns=5, timeout_s=20, **options),
+        bridge=bridge,
+        parser=parse_hermes,
+        max_model_len=4000,
+        draw=turns,
+    )
+    asked = Prompt(
+        prompt_id=4,
+        epoch=0,
+        token_ids=np.zeros(0, np.int32),
+        prompt=list(prompt),
+        task={"number": 20} if row is None else row,
+    )
+    request = GroupRequest(
+        group_id=7, prompt=asked, group_size=len(said), max_tokens=200, temperature=0.7, seed=0, min_version=3
+    )
+    return asyncio.run(player.play(request)), turns
+
+
+def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:
+    group, turns = play(["16", "20"], ["x", CALL, "20"])
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 0.9]
+    assert [list(rollout.episode.turn_rewards) for rollout in group if rollout.episode] == [[0, 1], [-0.1, 0, 1]]
+    assert [rollout.status for rollout in group] == [RolloutStatus.COMPLETED] * 2
+    assert {request.min_version for request in turns.requests} == {3}
+    assert {request.temperature for request in turns.requests} == {0.7}
+    assert len({request.seed for request in turns.requests}) == len(turns.requests) == 5
+    for rollout, num_turns in zip(group, (2, 3), strict=True):
+        assert rollout.turns is not None
+        assert np.array_equal(rollout.turns != NO_TURN, rollout.loss_mask)
+        assert {*rollout.turns[rollout.loss_mask].tolist()} == {*range(num_turns)}
+    assert isinstance(group.prompt.prompt, list)
+    assert "1-32? (seed 0)" in group.prompt.prompt[-1]["content"]
+    assert group.logged["episodes/turns"] == 2.5
+    assert group.logged["tools/hint/calls"] == 0.5
+    assert group.failure is None
+
+
+def test_rows_may_have_the_first_messages_themselves() -> None:
+    def multiply(a: int, b: int) -> int:
+        "Multiply two numbers."
+        return a * b
+
+    kind = EpisodeKind(make=open_kind(EnvironmentConfig()).make, tools=[FunctionTool(multiply)], has_reward=False)
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+    asked = [{"role": "user", "content": "6 * 7?"}]
+    group, turns = play([call, "42"], ["41"], kind=kind, prompt=asked)
+    assert [len(rollout.episode.messages) for rollout in group if rollout.episode] == [3, 1]
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [None, None]
+    tokenizer = made_tokenizer(TEMPLATES["trl/qwen2_5"])
+    assert "Multiply two numbers." in tokenizer.decode(turns.requests[0].prompt.token_ids)
+    assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(group.rollouts[0].token_ids)
+
+
+class Fragile(Guess):
+    async def step(self, action: str) -> Step:
+        if action == "0":
+            raise OSError("the board is gone")
+        return await super().step(action)
+
+
+FRAGILE = EpisodeKind(make=Fragile, tools=[], has_reward=True)
+
+
+def test_a_failed_episode_is_left_out_if_two_remain() -> None:
+    group, _ = play(["16", "0"], ["20"], ["20"], kind=FRAGILE)
+    assert group.failure is None
+    assert [rollout.sample_index for rollout in group] == [0, 1]
+    assert group.logged["episodes/failed"] == pytest.approx(1 / 3)
+    group, _ = play(["16", "0"], ["20"], kind=FRAGILE)
+    assert group.failure == "1 of 2 episodes failed, the first with: OSError: the board is gone"
+
+
+def test_a_failed_episode_may_cost_its_group_or_count_as_0_or_stop_the_run() -> None:
+    said = [["16", "0"], ["20"], ["20"]]
+    assert play(*said, kind=FRAGILE, on_error="drop_group")[0].failure is not None
+    group, _ = play(*said, kind=FRAGILE, on_error="zero")
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [0.0, 1.0, 1.0]
+    assert group.rollouts[0].num_loss_tokens > 0, "what was drawn is trained"
+    with pytest.raises(EnvironmentFailed, match="the board is gone"):
+        play(*said, kind=FRAGILE, on_error="raise")
+
+
+@pytest.mark.parametrize("name", ["trl/qwen2_5", "trl/deepseekv3"])
+def test_the_ledger_keeps_episodes_with_all_their_sequences(name: str, tmp_path: Path) -> None:
+    group, _ = play([CALL, "20"], ["16", "20"], name=name)
+    assert len(group.sequences) == (3 if name == "trl/deepseekv3" else 2)
+    for sequence in group.sequences:
+        sequence.advantages = np.full(len(sequence.token_ids), 0.5, np.float32)
+    found = unpack_group(7, pack_record(group), pack_arrays(group), {"number": 20})
+    for own, stored in zip(group.sequences, found.sequences, strict=True):
+        for array in ("token_ids", "loss_mask", "logprobs", "policy_versions", "turns", "advantages"):
+            assert np.array_equal(getattr(own, array), getattr(stored, array)), array
+    for first, other in zip(group, found, strict=True):
+        assert first.episode is not None
+        assert other.episode is not None
+        assert first.episode.messages == other.episode.messages
+        assert first.episode.turn_rewards == other.episode.turn_rewards
+    assert found.prompt.prompt == group.prompt.prompt
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.get("schema") == 1
+    ledger.generated([group])
+    assert ledger.get("schema") == 2
+    assert Ledger(tmp_path / "ledger.sqlite", read_only=True).get("schema") == 2
+
+
+def test_what_cannot_be_an_environment_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import rlpipe\nclass Own(rlpipe.Environment):\n"
+        "    def __init__(self, size): self.size = size\n    def reset(self, row, seed): return 'x'\n"
+        "class Other: pass\ndef tool(a): return a\n"
+    )
+    assert open_kind(EnvironmentConfig(path=f"{file}:Own", kwargs={"size": 3})).make().size == 3  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"Own can't be made: TypeError: .*'size'"):
+        open_kind(EnvironmentConfig(path=f"{file}:Own"))
+    with pytest.raises(ConfigError, match=r"not a class derived from rlpipe.Environment"):
+        open_kind(EnvironmentConfig(path=f"{file}:Other"))
+    with pytest.raises(ConfigError, match="its parameter a has no type"):
+        open_kind(EnvironmentConfig(tools=[f"{file}:tool"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"), [("trl/qwen2_5", "hermes"), ("trl/qwen3", "hermes"), ("trl/llama3_1", "json")]
+)
+def test_the_parser_follows_from_the_template(name: str, parser: str) -> None:
+    template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
+    assert open_parser("auto", template, has_tools=True) is PARSERS[parser]
+
+
+def test_a_template_without_calls_needs_no_parser_unless_there_are_tools() -> None:
+    tokenizer = made_tokenizer("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}")
+    template = ChatTemplate(tokenizer, DATA)
+    assert open_parser("auto", template, has_tools=False) is parse_text
+    with pytest.raises(ConfigError, match=r"environment\.parser"):
+        open_parser("auto", template, has_tools=True)
