@@ -12,9 +12,7 @@ from ray.actor import ActorHandle
 from rlpipe.actors.rollout import Receipt
 from rlpipe.actors.turns import TurnClient
 from rlpipe.common.imports import describe_error, enter_folder
-from rlpipe.configs.schema.data_config import DataConfig
-from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.episodes.groups import GroupPlayer, open_player
 from rlpipe.errors import RunError
 from rlpipe.types import GroupRequest, RolloutGroup
@@ -27,10 +25,7 @@ THREADS_PER_EPISODE = 2
 class EpisodeSetup:
     """Settings of a process that plays episodes; ``folder`` is the driver's working directory."""
 
-    environment: EnvironmentConfig
-    model: ModelConfig
-    data: DataConfig
-    max_model_len: int
+    config: Config
     engines: Mapping[str, ActorHandle]
     folder: str
 
@@ -53,11 +48,9 @@ class EpisodeActor:
             return []
         setup = self._setup
         enter_folder(setup.folder)
-        threads = THREADS_PER_EPISODE * setup.environment.concurrency
+        threads = THREADS_PER_EPISODE * setup.config.environment.concurrency
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="episode"))
-        self._player, messages = open_player(
-            setup.environment, setup.model, setup.data, max_model_len=setup.max_model_len, draw=self._client.draw
-        )
+        self._player, messages = open_player(setup.config, self._client.draw)
         return messages
 
     async def play(self, requests: Sequence[GroupRequest], engine: str) -> None:

@@ -9,6 +9,7 @@ import psutil
 TITLES = {
     "rollout": "ray::RolloutActor",
     "scorer": "ray::ScoringActor",
+    "episodes": "ray::EpisodeActor",
     "replay": "ray::ReplayActor",
     "weights": r"ray::\w*WeightsActor",
     "dataset": "ray::DatasetActor",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transformers.utils.logging import disable_progress_bar
 
-from rlpipe.configs.schema.root_config import Config, longest_conversation
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.prompts import open_run_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.data.row import UnusableRow
@@ -79,13 +79,8 @@ def _play(config: Config, request: GroupRequest) -> Rollout:
         return group.rollouts[0]
 
     async def play() -> Rollout:
-        player, _ = open_player(
-            replace(config.environment, on_error="raise"),
-            config.model,
-            data,
-            max_model_len=longest_conversation(config),
-            draw=draw,
-        )
+        environment = replace(config.environment, on_error="raise")
+        player, _ = open_player(replace(config, environment=environment), draw)
         group = await player.play(request)
         if group.failure is not None:
             raise EnvironmentFailed(group.failure)

@@ -28,6 +28,7 @@ FIRST_STAND_IN = 0xF0000
 """First of the private characters that stand for control tokens in texts."""
 USER_MESSAGE, RESULT, RESULTS = "a user's message", "a tool's result", "two results"
 RESULT_AND_USER = "a result and a user's message"
+SLOW_TOKENIZER = "the tokenizer is not a fast one, and does not say which tokens stand for which text"
 CALL_IDS = ("q8Zk3Lw7P", "t5Rm1Xc9V")
 Message = Mapping[str, Any]
 
@@ -56,6 +57,11 @@ class Suffix:
 
     end_id: int
     token_ids: IntArray
+
+    def behind(self, turn: IntArray, end_ids: Collection[int]) -> IntArray:
+        """Return the tokens behind a turn: the suffix, after an end token if the turn was cut off before its own."""
+        is_open = not len(turn) or turn[-1] not in end_ids
+        return np.array([*([self.end_id] if is_open else []), *self.token_ids], np.int32)
 
 
 @dataclass
@@ -93,13 +99,30 @@ class Bridge:
             raise Unbridgeable("the chat template leaves out what the assistant said before")
         encoded = self.template.encode_with_offsets(rendered)
         if encoded.offsets is None:
-            raise Unbridgeable("the tokenizer is not a fast one, and does not say which tokens stand for which text")
+            raise Unbridgeable(SLOW_TOKENIZER)
         ends = np.isin(encoded.token_ids, list(self.end_ids)) & (encoded.offsets[:, 0] > behind)
         if not ends.any():
             raise Unbridgeable("the chat template writes no end token behind the assistant's turn")
         end = int(np.flatnonzero(ends)[0])
         behind_end = texts.shown(encoded.token_ids[end + 1 :], encoded.offsets[end + 1 :], rendered)
         return Suffix(int(encoded.token_ids[end]), behind_end)
+
+    def whole(self, messages: ChatMessages) -> IntArray:
+        """Return the tokens of a conversation up to the policy's next turn.
+
+        Control tokens in texts of users and tools are encoded as plain text. Raises ``Unbridgeable``.
+        """
+        texts = ControlTokens(self.template, self._controls)
+        try:
+            text = self.template.text(texts.hidden(messages), add_generation_prompt=True)
+        except UnusableRow as error:
+            raise Unbridgeable(str(error)) from error
+        if not texts.hide_any:
+            return self.template.token_ids(text)
+        encoded = self.template.encode_with_offsets(text)
+        if encoded.offsets is None:
+            raise Unbridgeable(SLOW_TOKENIZER)
+        return texts.shown(encoded.token_ids, encoded.offsets, text)
 
 
 def kind_of(new: ChatMessages) -> str:
@@ -141,9 +164,18 @@ class ControlTokens:
         self._template, self._controls = template, controls
         self._hidden: dict[str, str] = {}
 
+    @property
+    def hide_any(self) -> bool:
+        return bool(self._hidden)
+
     def hidden(self, messages: ChatMessages) -> ChatMessages:
-        """Return the messages with a private character in place of each control token in their texts."""
-        return [{**message, "content": self._hide(message.get("content"))} for message in messages]
+        """Return the messages with a private character in place of each control token in texts of users and tools."""
+        return [
+            {**message, "content": self._hide(message.get("content"))}
+            if message["role"] in ("user", "tool")
+            else message
+            for message in messages
+        ]
 
     def _hide(self, content: Any) -> Any:
         if isinstance(content, list):

@@ -7,10 +7,11 @@ texts become lists of parts, old turns are rewritten or summed up.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlpipe.episodes.graph import EpisodeGraph, Node
 from rlpipe.types import NO_TURN, ChatMessages
@@ -43,70 +44,102 @@ class Continuation:
     """Reason why it begins anew."""
 
 
-def locate(graph: EpisodeGraph, messages: ChatMessages) -> Continuation:
-    """Return what a conversation, which ends where the policy is asked, continues.
+class Said(NamedTuple):
+    """A message in one form, whatever form it was written in."""
 
-    That is the policy's turn with the longest way to it, if all messages up to it are equal, or sent back changed in
-    ways that say the same (``is_same``), and no turn that the policy did not draw follows. Among equal ones it is the
-    newest.
-    """
-    best: tuple[int, Node] | None = None
-    shared = 0
-    for node in graph.nodes:
-        known = [message for own in node.path() for message in own.messages]
-        num_equal = _num_equal(known, messages)
-        shared = max(shared, num_equal)
-        is_whole = num_equal == len(known) < len(messages)
-        if node.turn != NO_TURN and is_whole and (best is None or num_equal >= best[0]):
-            best = num_equal, node
-    if best is not None and all(message["role"] != "assistant" for message in messages[best[0] :]):
-        return Continuation(node=best[1], new=messages[best[0] :])
-    return Continuation(node=None, new=messages, branching=_why(graph, messages, shared))
+    role: str
+    text: str
+    calls: tuple[tuple[str, str, str], ...]
+    """Ids, names and arguments of its calls."""
+    result_of: str | None
+    reasoning: str
+
+    @classmethod
+    def of(cls, message: Message) -> Said:
+        calls = tuple(
+            (str(call.get("id")), str(call["function"]["name"]), canonical(call["function"].get("arguments")))
+            for call in message.get("tool_calls") or ()
+        )
+        result_of = message.get("tool_call_id") or None
+        return cls(str(message.get("role")), text_of(message), calls, result_of, _reasoning(message))
+
+    def is_sent_back_as(self, sent: Said) -> bool:
+        """Return whether a message that was sent back says the same as this one.
+
+        Calls must have the same ids, names and arguments; beside them the text may be missing. Without calls the text
+        must be equal. Reasoning may be missing, but not differ.
+        """
+        if (self.role, self.calls, self.result_of) != (sent.role, sent.calls, sent.result_of):
+            return False
+        is_text_same = self.text == sent.text or bool(self.calls and not sent.text)
+        return is_text_same and sent.reasoning in ("", self.reasoning)
 
 
-def _why(graph: EpisodeGraph, messages: ChatMessages, num_shared: int) -> Branching:
-    if not graph.nodes:
-        return Branching.FIRST
-    openings = [node.messages for node in graph.nodes if node.parent is None]
-    first = [message for message in messages if message["role"] != "assistant"][:1]
-    if not num_shared and not any(_num_equal(opening, first) for opening in openings):
-        return Branching.SUBAGENT
-    longest = max(sum(len(own.messages) for own in node.path()) for node in graph.leaves)
-    return Branching.COMPACTED if len(messages) < longest else Branching.REWRITTEN
-
-
-def _num_equal(known: Sequence[Message], sent: Sequence[Message]) -> int:
-    """Return the length of the common beginning of two conversations."""
-    number = 0
-    for own, other in zip(known, sent, strict=False):
-        if not is_same(own, other):
-            break
-        number += 1
-    return number
+Known = dict[int, list[Said]]
+"""Messages of nodes, by the node's id in memory."""
 
 
 def is_same(known: Message, sent: Message) -> bool:
-    """Return whether a message that was sent back says what the known one says.
+    """Return whether a message that was sent back says what the known one says; see ``Said.is_sent_back_as``."""
+    return Said.of(known).is_sent_back_as(Said.of(sent))
 
-    Calls must have the same ids, names and arguments; beside them the text may be missing. Without calls the text must
-    be equal. Reasoning may be missing, but not differ.
+
+def locate(
+    graph: EpisodeGraph,
+    messages: ChatMessages,
+    *,
+    known: Known | None = None,
+    begins: Callable[[Node], bool] = lambda node: True,
+) -> Continuation:
+    """Return what a conversation, which ends where the policy is asked, continues.
+
+    That is the policy's turn with the longest way to it, if all messages up to it are equal, or sent back changed in
+    ways that say the same, and no turn that the policy did not draw follows. Among equal ones it is the newest.
+    ``known`` keeps the messages of nodes between calls; conversations count whose first node ``begins`` accepts.
     """
-    if known.get("role") != sent.get("role"):
-        return False
-    own, other = _calls(known), _calls(sent)
-    if own != other or (known.get("tool_call_id") or None) != (sent.get("tool_call_id") or None):
-        return False
-    text, sent_text = text_of(known), text_of(sent)
-    is_text_same = text == sent_text or bool(own and not sent_text)
-    reasoning, sent_reasoning = _reasoning(known), _reasoning(sent)
-    return is_text_same and (not sent_reasoning or sent_reasoning == reasoning)
+    known, sent = {} if known is None else known, [Said.of(message) for message in messages]
+    following: dict[int | None, list[tuple[int, Node]]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        following[None if node.parent is None else id(node.parent)].append((number, node))
+    best: tuple[int, int, Node] | None = None
+    shared = 0
+    reached = [(0, number, node) for number, node in following[None] if begins(node)]
+    while reached:
+        start, number, node = reached.pop()
+        if id(node) not in known:
+            known[id(node)] = [Said.of(message) for message in node.messages]
+        own = known[id(node)]
+        stop = start + _num_equal(own, sent[start:])
+        shared = max(shared, stop)
+        if stop < start + len(own) or stop == len(sent):
+            continue
+        if node.turn != NO_TURN and (best is None or (stop, number) > best[:2]):
+            best = stop, number, node
+        reached += [(stop, *child) for child in following[id(node)]]
+    if best is not None and all(message["role"] != "assistant" for message in messages[best[0] :]):
+        return Continuation(node=best[2], new=messages[best[0] :])
+    return Continuation(node=None, new=messages, branching=_why(graph, sent, shared))
 
 
-def _calls(message: Message) -> list[tuple[str, str, str]]:
-    return [
-        (str(call.get("id")), str(call["function"]["name"]), canonical(call["function"].get("arguments")))
-        for call in message.get("tool_calls") or ()
-    ]
+def _why(graph: EpisodeGraph, sent: Sequence[Said], num_shared: int) -> Branching:
+    if not graph.nodes:
+        return Branching.FIRST
+    openings = [[Said.of(message) for message in node.messages] for node in graph.nodes if node.parent is None]
+    first = [message for message in sent if message.role != "assistant"][:1]
+    if not num_shared and not any(_num_equal(opening, first) for opening in openings):
+        return Branching.SUBAGENT
+    longest = max(sum(len(own.messages) for own in node.path()) for node in graph.leaves)
+    return Branching.COMPACTED if len(sent) < longest else Branching.REWRITTEN
+
+
+def _num_equal(known: Sequence[Said], sent: Sequence[Said]) -> int:
+    """Return the length of the common beginning of two conversations."""
+    number = 0
+    for own, other in zip(known, sent, strict=False):
+        if not own.is_sent_back_as(other):
+            break
+        number += 1
+    return number
 
 
 def canonical(arguments: Any) -> str:

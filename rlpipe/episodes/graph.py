@@ -110,6 +110,16 @@ class EpisodeGraph:
             )
         )
 
+    def remove_turn(self, turn: Node) -> None:
+        """Remove a turn that nothing continues, and what was observed for it; later turns move up."""
+        assert turn in self.leaves, "nothing continues it"
+        self.nodes = [node for node in self.nodes if node is not turn]
+        asked = turn.parent
+        if asked is not None and asked.turn == NO_TURN and asked in self.leaves:
+            self.nodes = [node for node in self.nodes if node is not asked]
+        for number, node in enumerate(self.turns):
+            node.turn = number
+
     def _add(self, node: Node) -> Node:
         self.nodes.append(node)
         return node

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlpipe.common.imports import describe_error, import_object
-from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.configs.schema.model_config import ModelConfig
+from rlpipe.configs.schema.rollout_config import SamplingConfig
+from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
@@ -102,10 +102,11 @@ class GroupPlayer:
         bridge: Bridge,
         parser: Parser,
         max_model_len: int,
+        sampling: SamplingConfig,
         draw: DrawTurn,
     ) -> None:
         self._kind, self._config, self._bridge, self._parser, self._draw = kind, config, bridge, parser, draw
-        self._max_model_len = max_model_len
+        self._max_model_len, self._sampling = max_model_len, sampling
         self._places = asyncio.Semaphore(config.concurrency)
 
     async def play(self, request: GroupRequest) -> RolloutGroup:
@@ -136,7 +137,7 @@ class GroupPlayer:
         return group
 
     async def _play_one(self, request: GroupRequest, index: int) -> tuple[Episode, Mapping[str, ToolUse]]:
-        async def draw(token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
+        async def draw(token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
             number = turn * request.group_size + index
             rollout = await self._draw(
                 replace(
@@ -145,6 +146,7 @@ class GroupPlayer:
                     group_size=1,
                     max_tokens=max_tokens,
                     seed=(request.seed + SEED_STEP * number) % MAX_SEED,
+                    sampling=replace(self._sampling, stop=[*stop]) if stop else None,
                 )
             )
             mask = rollout.loss_mask
@@ -170,21 +172,27 @@ class GroupPlayer:
             return await session.play(row, request.seed), session.toolbox.use
 
 
-def open_player(
-    environment: EnvironmentConfig, model: ModelConfig, data: DataConfig, *, max_model_len: int, draw: DrawTurn
-) -> tuple[GroupPlayer, list[str]]:
+def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]:
     """Return a player of a config's environment, and what the user should know of the model's chat template.
 
-    ``max_model_len`` is the limit on a conversation's tokens. Raises ``ConfigError`` if the environment, a tool or the
+    Raises ``ConfigError`` if the environment, a tool or the
     parser can't be used, and ``DataError`` if the model has no chat template.
     """
-    kind = open_kind(environment)
-    template = ChatTemplate(load_tokenizer(model), data)
+    environment, kind = config.environment, open_kind(config.environment)
+    template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
-    bridge = Bridge(template, turn_ends(template, data))
+    bridge = Bridge(template, turn_ends(template, config.data))
     bridge.refused = prove(bridge).refused
     parser = open_parser(environment.parser, template, has_tools=kind.has_tools)
-    player = GroupPlayer(kind, environment, bridge=bridge, parser=parser, max_model_len=max_model_len, draw=draw)
+    player = GroupPlayer(
+        kind,
+        environment,
+        bridge=bridge,
+        parser=parser,
+        max_model_len=longest_conversation(config),
+        sampling=config.rollout.sampling,
+        draw=draw,
+    )
     return player, [
         f"after {messages} the conversation is rendered anew, as a sequence of its own: {reason}"
         for messages, reason in bridge.refused.items()

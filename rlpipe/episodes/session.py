@@ -10,7 +10,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from rlpipe.common.imports import describe_error
-from rlpipe.data.row import UnusableRow
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.environment import Environment, as_messages, tools_of
 from rlpipe.episodes.graph import EpisodeGraph, Node
@@ -30,8 +29,8 @@ class DrawnTurn:
 
 
 class Draw(Protocol):
-    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int) -> DrawnTurn:
-        """Draw the turn with this number behind the tokens ``[T]``."""
+    async def __call__(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+        """Draw the turn with this number behind the tokens ``[T]``; ``stop`` are further texts that end it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,7 +57,7 @@ class Episode:
     failure: str | None = None
     """Error of the environment or of an engine, or None."""
     opening: ChatMessages = field(default_factory=list)
-    """What the policy saw first."""
+    """Messages that the policy saw first."""
     messages: ChatMessages = field(default_factory=list)
     """The conversation after that."""
     branches_by_reason: dict[str, int] = field(default_factory=dict)
@@ -126,7 +125,7 @@ class Session:
             if room <= 0:
                 return self._end_for_length(episode, len(context))
             answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
-            parsed = self._parser(self._text(answer), f"{turn}c")
+            parsed = self._parser(read_turn(answer.token_ids, self._bridge), f"{turn}c")
             node = _add(episode, node, parsed, answer)
             if answer.finish_reason == "length" and len(answer.token_ids) >= room:
                 return episode.end_early("length")
@@ -166,22 +165,21 @@ class Session:
             episode.branches_by_reason["unbridgeable"] = episode.branches_by_reason.get("unbridgeable", 0) + 1
             whole = [*episode.opening, *episode.messages]
             return episode.graph.observe(None, whole, self._rendered(whole))
-        is_open = not len(node.token_ids) or node.token_ids[-1] not in self._bridge.end_ids
-        closing = [suffix.end_id] if is_open else []
-        return episode.graph.observe(node, new, np.array([*closing, *suffix.token_ids], np.int32))
+        return episode.graph.observe(node, new, suffix.behind(node.token_ids, self._bridge.end_ids))
 
     def _rendered(self, messages: ChatMessages) -> IntArray:
         try:
-            return self._template.token_ids(self._template.text(messages, add_generation_prompt=True))
-        except UnusableRow as error:
+            return self._bridge.whole(messages)
+        except Unbridgeable as error:
             raise ValueError(f"the conversation can't be rendered: {error}") from error
 
-    def _text(self, answer: DrawnTurn) -> str:
-        """Return a turn's text without its end token."""
-        token_ids = list(answer.token_ids)
-        if token_ids and token_ids[-1] in self._bridge.end_ids:
-            token_ids.pop()
-        return cast(str, self._template.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+def read_turn(token_ids: Sequence[int], bridge: Bridge) -> str:
+    """Return a turn's text, without its end token."""
+    own = list(token_ids)
+    if own and own[-1] in bridge.end_ids:
+        own.pop()
+    return cast(str, bridge.template.tokenizer.decode(own, skip_special_tokens=False))
 
 
 def _add(episode: Episode, node: Node, parsed: ParsedTurn, answer: DrawnTurn) -> Node:

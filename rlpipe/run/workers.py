@@ -22,7 +22,7 @@ from rlpipe.actors.reward import Engines, ScoringActor
 from rlpipe.actors.rollout import QUESTIONS, TURNS, RolloutActor
 from rlpipe.actors.weights import DirectWeightsActor, WeightsActor
 from rlpipe.configs.schema.rollout_config import RewardConfig
-from rlpipe.configs.schema.root_config import Config, longest_conversation
+from rlpipe.configs.schema.root_config import Config
 from rlpipe.plan.dtype_work import engine_products, learner_products
 from rlpipe.preload import preloading
 from rlpipe.replay.ledger.query import ledger_path
@@ -273,15 +273,7 @@ def start_episodes(
     run: Run, needs: Sequence[Need], places: Reservation, engines: Mapping[str, ActorHandle]
 ) -> EpisodePool:
     """Start the processes that play episodes, without waiting until they are ready."""
-    config = run.config
-    setup = EpisodeSetup(
-        environment=config.environment,
-        model=run.model,
-        data=config.data,
-        max_model_len=longest_conversation(config),
-        engines=engines,
-        folder=os.getcwd(),
-    )
+    setup = EpisodeSetup(config=replace(run.config, model=run.model), engines=engines, folder=os.getcwd())
     processes = {
         need.name: start_actor(
             EpisodeActor, need, need.name, setup, reservation=places, max_concurrency=ASYNC_CALLS, restarts=True
@@ -294,7 +286,7 @@ def start_episodes(
         ref: ObjectRef = call.remote()
         return ref
 
-    return EpisodePool(processes, start=start, cluster=config.cluster)
+    return EpisodePool(processes, start=start, cluster=run.config.cluster)
 
 
 def start_pools(run: Run, places: Reservation, engines: Engines) -> list[ScorerPool]:

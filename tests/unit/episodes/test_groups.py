@@ -14,6 +14,7 @@ from template_cases import made_tokenizer, shipped_templates
 
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Step
@@ -48,6 +49,7 @@ def play(
         bridge=bridge,
         parser=parse_hermes,
         max_model_len=4000,
+        sampling=SamplingConfig(),
         draw=turns,
     )
     asked = Prompt(

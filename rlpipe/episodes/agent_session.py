@@ -1,0 +1,286 @@
+"""One episode of a program that asks for chat completions, each of which is a turn of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.episodes.bridge import Bridge, Unbridgeable
+from rlpipe.episodes.echo import Branching, Continuation, Known, locate
+from rlpipe.episodes.graph import Node
+from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text
+from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, read_turn
+from rlpipe.types import ChatMessages, IntArray
+
+REFUSED: Mapping[str, Any] = {"n": (None, 1), "logprobs": (None, False), "best_of": (None, 1)}
+"""Options of a request that a turn can't have, with the values that ask for nothing."""
+
+
+class RequestRefused(Exception):
+    """Raised for a request that can't be answered, with the HTTP status and a code that a program can test."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Question:
+    """A request for one answer to a conversation."""
+
+    messages: ChatMessages
+    tools: Sequence[Any] = ()
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Question:
+        """Read the body of a request to ``/chat/completions``; raise ``RequestRefused`` if it is not one."""
+        for name, values in REFUSED.items():
+            if body.get(name) not in values:
+                raise RequestRefused(400, "unsupported", f"{name}={body[name]!r:.50} is not supported in training")
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(own, dict) for own in messages):
+            raise RequestRefused(400, "invalid", "messages has to be a list of at least one message")
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise RequestRefused(400, "invalid", f"max_tokens={limit!r:.50} is not a number of tokens")
+        stop = body.get("stop") or ()
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+            raise RequestRefused(400, "invalid", "stop has to be a text or a list of texts")
+        tools = body.get("tools") or ()
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
+            raise RequestRefused(400, "invalid", "tools has to be a list of objects")
+        return cls(messages=_as_read(messages), tools=tools, max_tokens=limit, stop=list(stop))
+
+    @property
+    def digest(self) -> str:
+        """A digest by which a repeated request is recognised."""
+        parts = (self.messages, self.tools, self.max_tokens, self.stop)
+        return sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _as_read(messages: ChatMessages) -> ChatMessages:
+    """Return messages as chat templates take them: known roles, and results with the names of their functions."""
+    names: dict[str, str] = {}
+    read: ChatMessages = []
+    for message in messages:
+        role = message.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise RequestRefused(400, "invalid", f"a message has the role {role!r:.50}")
+        _check_content(message.get("content"))
+        for call in message.get("tool_calls") or ():
+            try:
+                names[str(call.get("id"))] = call["function"]["name"]
+            except (TypeError, KeyError, AttributeError):
+                raise RequestRefused(400, "invalid", "a call has no function with a name") from None
+        own = {**message, "role": "system" if role == "developer" else role}
+        if role == "tool" and not own.get("name"):
+            own["name"] = names.get(str(own.get("tool_call_id")), "")
+        read.append(own)
+    if read[-1]["role"] == "assistant":
+        raise RequestRefused(400, "invalid", "the last message is the assistant's: there is nothing to answer")
+    return read
+
+
+def _check_content(content: Any) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return
+    raise RequestRefused(400, "unsupported", "a message's content has to be a text, or parts of text")
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """An answer that was drawn; it is part of the episode once the program has received it."""
+
+    id: str
+    parsed: ParsedTurn
+    finish_reason: str
+    num_prompt_tokens: int
+    num_tokens: int
+    continuation: Continuation
+    context: IntArray
+    """Tokens that the request adds."""
+    drawn: DrawnTurn
+    tools: str
+    branching: str | None
+    node: Node | None = None
+    """The turn in the graph, once it was delivered."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    answer: asyncio.Task[Answer]
+    is_received: bool = field(default=False)
+
+
+class AgentSession:
+    """The graph of one program's conversations; a request after ``seal`` is refused."""
+
+    def __init__(self, *, bridge: Bridge, parser: Parser, draw: Draw, rules: Rules) -> None:
+        self._bridge, self._parser, self._draw, self._rules = bridge, parser, draw, rules
+        self.episode = Episode()
+        self.rewards: dict[str, float] = {}
+        """Rewards of answers, by their ids, and of the whole episode, by an empty one."""
+        self._received: list[Answer] = []
+        self._known: Known = {}
+        self._tools: dict[int, str] = {}
+        """Tools of conversations, by the id in memory of their first node."""
+        self._asked: dict[str, _Asked] = {}
+        self._num_drawn = 0
+        self._is_sealed = False
+        self._templates: dict[str, ChatTemplate] = {}
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._is_sealed
+
+    def set_reward(self, reward: Any) -> None:
+        """Set the episode's reward, a number, or rewards of answers, by their ids; raise ``RequestRefused``."""
+        rewards = reward if isinstance(reward, dict) else {"": reward}
+        unknown = {*rewards} - {"", *(answer.id for answer in self._received)}
+        if unknown:
+            raise RequestRefused(400, "invalid", f"there is no answer {', '.join(map(repr, sorted(unknown)))}")
+        for value in rewards.values():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise RequestRefused(400, "invalid", f"the reward {value!r:.50} is not a finite number")
+        self.rewards = {own: float(value) for own, value in rewards.items()}
+
+    def seal(self) -> Episode:
+        """End the episode: what was not received is dropped, and further requests are refused.
+
+        Rewards of answers become those of their turns; the reward of the episode that of its last turn.
+        """
+        self._is_sealed = True
+        for answer in self._received:
+            assert answer.node is not None, "it was received"
+            answer.node.reward = self.rewards.get(answer.id, 0.0)
+        if "" in self.rewards and self._received:
+            self.episode.graph.turns[-1].reward = self.rewards[""]
+        for asked in self._asked.values():
+            asked.answer.cancel()
+        return self.episode
+
+    async def ask(self, question: Question, *, is_retry: bool) -> Answer:
+        """Return the policy's answer; a retry, or the question of an answer that was lost, gets the first one's."""
+        if self._is_sealed:
+            raise RequestRefused(409, "sealed", "the episode is over")
+        digest = question.digest
+        earlier = self._asked.get(digest)
+        if earlier is None or (earlier.is_received and not is_retry) or _has_failed(earlier.answer):
+            earlier = self._asked[digest] = _Asked(asyncio.ensure_future(self._answer(question)))
+        return await asyncio.shield(earlier.answer)
+
+    def received(self, question: Question, answer: Answer) -> None:
+        """Add an answer to the graph, as the program receives it; the next request may come before it all is sent."""
+        self._asked[question.digest].is_received = True
+        if answer.node is not None or self._is_sealed:
+            return
+        graph = self.episode.graph
+        begins = answer.continuation.node
+        observed = graph.observe(begins, answer.continuation.new, answer.context)
+        if begins is None:
+            self._tools[id(observed)] = answer.tools
+            self.episode.opening = self.episode.opening or answer.continuation.new
+        if answer.branching is not None:
+            counts = self.episode.branches_by_reason
+            counts[answer.branching] = counts.get(answer.branching, 0) + 1
+        self._received.append(answer)
+        answer.node = graph.draw(
+            observed,
+            [answer.parsed.as_message()],
+            np.array(answer.drawn.token_ids, np.int32),
+            logprobs=np.array(answer.drawn.logprobs, np.float32),
+            policy_versions=np.array(answer.drawn.policy_versions, np.int32),
+        )
+
+    def lost(self, question: Question, answer: Answer) -> None:
+        """Take an answer back that did not reach the program; if it asks again, it gets the same one."""
+        if answer.node is None or self._is_sealed or answer.node not in self.episode.graph.leaves:
+            return
+        self._asked[question.digest].is_received = False
+        self.episode.graph.remove_turn(answer.node)
+        self._received.remove(answer)
+        answer.node = None
+
+    async def _answer(self, question: Question) -> Answer:
+        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        if number >= self._rules.max_turns:
+            self.episode.end_early("max_turns")
+            raise RequestRefused(400, "max_turns", f"the episode has had its {self._rules.max_turns} turns")
+        tools = json.dumps(question.tools, sort_keys=True)
+        bridge = self._bridge_of(question.tools, tools)
+        place = locate(
+            self.episode.graph,
+            question.messages,
+            known=self._known,
+            begins=lambda node: self._tools.get(id(node)) == tools,
+        )
+        place, added, branching = self._continue(place, question.messages, bridge)
+        context = added if place.node is None else np.concatenate([place.node.token_path(), added])
+        room = self._rules.max_model_len - len(context)
+        if room <= 0:
+            self.episode.end_early("length")
+            limit = self._rules.max_model_len
+            message = f"the conversation has {len(context)} tokens; this run's limit is {limit}"
+            raise RequestRefused(400, "context_length_exceeded", message)
+        limit = min(self._rules.max_tokens, room, question.max_tokens or room)
+        drawn = await self._draw(context, max_tokens=limit, turn=number, stop=question.stop)
+        text = read_turn(drawn.token_ids, bridge)
+        for stop in question.stop:
+            text = text.partition(stop)[0]
+        parsed = self._parser(text, f"{number}c") if question.tools else parse_text(text, "")
+        if any(call.problem is not None for call in parsed.calls):
+            parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
+        return Answer(
+            id=f"chatcmpl-{number}",
+            parsed=parsed,
+            finish_reason=drawn.finish_reason,
+            num_prompt_tokens=len(context),
+            num_tokens=len(drawn.token_ids),
+            continuation=place,
+            context=added,
+            drawn=drawn,
+            tools=tools,
+            branching=branching,
+        )
+
+    def _continue(
+        self, place: Continuation, messages: ChatMessages, bridge: Bridge
+    ) -> tuple[Continuation, IntArray, str | None]:
+        """Return where a conversation goes on, the tokens it adds there, and why it begins anew if it does."""
+        node, reason = place.node, place.branching
+        if node is not None:
+            try:
+                return place, bridge.suffix(node.messages[-1], place.new).behind(node.token_ids, bridge.end_ids), None
+            except Unbridgeable:
+                place = Continuation(node=None, new=messages)
+        try:
+            whole = bridge.whole(messages)
+        except Unbridgeable as error:
+            raise RequestRefused(400, "invalid", f"the conversation can't be rendered: {error}") from error
+        if reason is Branching.FIRST:
+            return place, whole, None
+        return place, whole, "unbridgeable" if reason is None else reason.value
+
+    def _bridge_of(self, tools: Sequence[Any], key: str) -> Bridge:
+        if key not in self._templates:
+            self._templates[key] = self._bridge.template.with_tools(list(tools))
+        return replace(self._bridge, template=self._templates[key])
+
+
+def _has_failed(answer: asyncio.Task[Answer]) -> bool:
+    return answer.done() and (answer.cancelled() or answer.exception() is not None)

@@ -1,0 +1,45 @@
+"""Environments of whole runs, which take anything that a random policy says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import rlpipe
+
+NUM_TURNS = 3
+
+
+class Talk(rlpipe.Environment):
+    """Answer with the length of what was said, for three turns; digits earn a reward."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self._pause_s, self._left = pause_s, NUM_TURNS
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        return str(row["prompt"])
+
+    def step(self, action: str) -> rlpipe.Step:
+        time.sleep(self._pause_s)
+        self._left -= 1
+        share = sum(letter.isdigit() for letter in action) / max(len(action), 1)
+        return rlpipe.Step(str(len(action)), reward=share, done=not self._left)
+
+
+class Hanging(Talk):
+    """Hang in the second turn of one of four episodes."""
+
+    def step(self, action: str) -> rlpipe.Step:
+        if self._left == NUM_TURNS - 1 and len(action) % 4 == 0:
+            time.sleep(3600)
+        return super().step(action)
+
+
+class Broken(Talk):
+    """Fail in the second turn."""
+
+    def step(self, action: str) -> rlpipe.Step:
+        if self._left == NUM_TURNS - 1:
+            raise OSError("the board is gone")
+        return super().step(action)

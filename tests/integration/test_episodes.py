@@ -1,0 +1,118 @@
+"""Tests of runs that play episodes: their tokens, their accounts, and the death of every part."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from run_cases import HOLDS_LOGP_TO, make_config, read_adapter, trained_steps
+from signal_cases import assert_accounts_add_up, ledger_of, signals
+
+import rlpipe
+from rlpipe.configs.schema.root_config import Config
+from rlpipe.errors import EnvironmentFailed
+
+pytestmark = pytest.mark.ray
+
+NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE, NUM_TURNS = 6, 4, 4, 3
+FILE = Path(__file__).parents[1] / "helpers" / "environment_cases.py"
+SLOW = "environment.kwargs.pause_s=0.1"
+Make = Callable[..., Config]
+
+
+def episode_options(kind: str) -> list[str]:
+    return [
+        f"environment.path={FILE}:{kind}",
+        "environment.num_cpus=0.1",
+        f"algorithm.num_steps={NUM_STEPS}",
+        "checkpoint.every_steps=2",
+        "data.max_prompt_tokens=100",
+    ]
+
+
+@pytest.fixture
+def make(local_ray: None, tiny_policy: Path, prompts_file: Path) -> Make:
+    """Return a function that makes the config of a run in a folder."""
+
+    def of(output: Path, *overrides: str, kind: str = "Talk") -> Config:
+        return make_config(tiny_policy, prompts_file, output, *episode_options(kind), *overrides)
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def undisturbed_episodes(
+    local_ray: None, tiny_policy: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the output folder of a run that nothing disturbed."""
+    output = tmp_path_factory.mktemp("episodes")
+    options = [*episode_options("Talk"), SLOW]
+    summary = rlpipe.train(make_config(tiny_policy, prompts_file, output, *options))
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    return output
+
+
+def test_every_turn_is_trained_and_kept(undisturbed_episodes: Path) -> None:
+    assert_accounts_add_up(undisturbed_episodes, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
+    ledger = ledger_of(undisturbed_episodes)
+    assert ledger.get("schema") == 2
+    ids = [row[0] for row in ledger.rows("SELECT group_id FROM groups WHERE state = 'TRAINED'")]
+    groups = list(ledger.load(ids))
+    assert len(groups) == NUM_STEPS * GROUPS_PER_STEP
+    for rollout in (rollout for group in groups for rollout in group):
+        assert rollout.episode is not None
+        assert rollout.turns is not None
+        assert {*rollout.turns[rollout.loss_mask].tolist()} == {*range(NUM_TURNS)}
+        assert [message["role"] for message in rollout.episode.messages] == ["assistant", "user"] * 2 + ["assistant"]
+        assert rollout.rewards["environment"] == pytest.approx(sum(rollout.episode.turn_rewards))
+        assert rollout.rewards["digits"] is not None
+        assert np.array_equal(rollout.turns >= 0, rollout.loss_mask)
+    rows = trained_steps(undisturbed_episodes)
+    assert all(row["episodes/turns"] == NUM_TURNS and row["episodes/branches"] == 1 for row in rows)
+    assert any(row["reward"] > 0 for row in rows)
+
+
+def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
+    make: Make, undisturbed_episodes: Path, tmp_path: Path
+) -> None:
+    plan = {1: "rollout", 2: "episodes", 3: "replay", 4: "learner", 5: "scorer"}
+    with signals(tmp_path, plan, signal.SIGKILL) as killed:
+        summary = rlpipe.train(make(tmp_path, SLOW))
+    assert killed == list(plan.values())
+    assert summary["steps"] == NUM_STEPS
+    assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
+    expected, adapter = read_adapter(undisturbed_episodes / "policy"), read_adapter(tmp_path / "policy")
+    assert all(torch.equal(adapter[name], expected[name]) for name in expected)
+    said = "\n".join(event.message for event in ledger_of(tmp_path).events())
+    assert "engine rollout-0 died: " in said
+    assert "episodes-0 died: " in said
+
+
+def test_a_hanging_environment_costs_its_episode_the_time_limit(make: Make, tmp_path: Path) -> None:
+    options = ["algorithm.num_steps=2", "environment.timeout_s=3"]
+    rlpipe.train(make(tmp_path, *options, kind="Hanging"))
+    assert_accounts_add_up(tmp_path, num_steps=2, groups_per_step=GROUPS_PER_STEP)
+    assert any(row["episodes/truncated"] > 0 for row in trained_steps(tmp_path))
+
+
+def test_an_environment_that_fails_may_stop_the_run(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="the board is gone"):
+        rlpipe.train(make(tmp_path, "environment.on_error=raise", kind="Broken"))
+
+
+def test_an_environment_that_always_fails_ends_the_run(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(rlpipe.RunError, match=r"groups in a row failed.*the board is gone"):
+        rlpipe.train(make(tmp_path, kind="Broken"))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_turns_of_vllm_are_scored_as_they_were_drawn(make: Make, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    summary = rlpipe.train(make(tmp_path, "rollout.engine=vllm", "replay.max_staleness=1", "rollout.num_engines=2"))
+    assert summary["max_logprob_difference"] <= HOLDS_LOGP_TO
+    assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)

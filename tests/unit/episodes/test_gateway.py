@@ -1,0 +1,303 @@
+"""Tests of the gateway with OpenAI's own client: what programs get, and what of it becomes an episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from template_cases import made_tokenizer, shipped_templates
+
+from rlpipe.configs.schema.data_config import DataConfig
+from rlpipe.data.render.template import ChatTemplate
+from rlpipe.episodes.agent_session import AgentSession
+from rlpipe.episodes.bridge import Bridge, turn_ends
+from rlpipe.episodes.gateway import Gateway
+from rlpipe.episodes.parsing import parse_hermes
+from rlpipe.episodes.session import DrawnTurn, Episode, Rules
+from rlpipe.types import IntArray
+
+TEMPLATES = dict(shipped_templates())
+DATA = DataConfig(source="jsonl")
+RULES = Rules(max_turns=6, max_tokens=100, max_model_len=3000, timeout_s=20, tool_timeout_s=5)
+LOOK = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at":  "home"}}\n</tool_call>'
+
+
+@dataclass
+class Scene:
+    """A gateway with one episode, whose policy says given texts, each after a pause."""
+
+    said: Sequence[str]
+    pause_s: float = 0.0
+    rules: Rules = RULES
+    contexts: list[IntArray] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    stops: list[Sequence[str]] = field(default_factory=list)
+
+    async def __aenter__(self) -> Scene:
+        self.template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen2_5"]), DATA)
+        bridge = Bridge(self.template, turn_ends(self.template, DATA))
+        self.session = AgentSession(bridge=bridge, parser=parse_hermes, draw=self.draw, rules=self.rules)
+        self.gateway = Gateway()
+        await self.gateway.start()
+        self.key = self.gateway.open(self.session)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.gateway.stop()
+
+    async def draw(self, token_ids: IntArray, *, max_tokens: int, turn: int, stop: Sequence[str] = ()) -> DrawnTurn:
+        self.contexts.append(token_ids)
+        self.limits.append(max_tokens)
+        self.stops.append(stop)
+        await asyncio.sleep(self.pause_s)
+        own = [*self.template.token_ids(self.said[turn]).tolist(), self.template.tokenizer.eos_token_id]
+        return DrawnTurn(
+            token_ids=own, logprobs=[-0.5] * len(own), policy_versions=[turn] * len(own), finish_reason="stop"
+        )
+
+    def client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=self.key, **{"max_retries": 0, **options})
+
+
+def play(scene: Scene, program: Callable[[Scene], Awaitable[Any]]) -> tuple[Episode, Any]:
+    async def run() -> tuple[Episode, Any]:
+        async with scene:
+            found = await program(scene)
+            return scene.session.seal(), found
+
+    return asyncio.run(run())
+
+
+async def talk(scene: Scene, *, stream: bool = False) -> list[str]:
+    """Play a conversation with a tool, as programs do: what was answered is sent back as the client has it."""
+    client, messages, texts = scene.client(), [{"role": "user", "content": "Where?"}], []
+    for _ in range(3):
+        answer = await client.chat.completions.create(model="any", messages=messages, tools=[LOOK], temperature=0.1)
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        texts.append(message.content or "")
+        if message.tool_calls:
+            assert answer.choices[0].finish_reason == "tool_calls"
+            own = message.tool_calls[0]
+            messages.append({"role": "tool", "tool_call_id": own.id, "content": "<|im_end|>north"})
+        else:
+            messages.append({"role": "user", "content": "And then?"})
+    return texts
+
+
+def test_a_program_with_tools_is_one_sequence() -> None:
+    scene = Scene([CALL, "North.", "Then east."])
+    episode, texts = play(scene, talk)
+    assert texts == ["", "North.", "Then east."]
+    (branch,) = episode.graph.branches()
+    assert episode.branches_by_reason == {}
+    assert len(episode.graph.turns) == 3
+    for before, after in zip(scene.contexts, scene.contexts[1:], strict=False):
+        assert np.array_equal(after[: len(before)], before)
+    tokenizer = scene.template.tokenizer
+    drawn = [tokenizer.decode(branch.token_ids[branch.turns == turn]) for turn in range(3)]
+    assert drawn == [f"{text}<|im_end|>" for text in (CALL, "North.", "Then east.")]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (branch.token_ids == end).sum() == 7, "the planted control token is plain text"
+
+
+def test_a_stream_is_the_same_answer() -> None:
+    async def program(scene: Scene) -> tuple[str, list[Any], str | None]:
+        chunks = [
+            chunk
+            async for chunk in await scene.client().chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "Where?"}], tools=[LOOK], stream=True
+            )
+        ]
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        return "".join(c.choices[0].delta.content or "" for c in chunks), calls, chunks[-1].choices[0].finish_reason
+
+    episode, (text, calls, reason) = play(Scene([CALL]), program)
+    assert (text, reason) == ("", "tool_calls")
+    assert [call.function.arguments for call in calls] == ['{"at": "home"}']
+    assert len(episode.graph.turns) == 1
+
+
+def test_a_rewritten_history_is_a_branch_of_its_own() -> None:
+    async def program(scene: Scene) -> None:
+        client = scene.client()
+        asked = [{"role": "user", "content": "Where?"}]
+        await client.chat.completions.create(model="any", messages=asked)
+        rewritten = [*asked, {"role": "assistant", "content": "South."}, {"role": "user", "content": "And?"}]
+        await client.chat.completions.create(model="any", messages=rewritten)
+
+    episode, _ = play(Scene(["North.", "East."]), program)
+    assert episode.branches_by_reason == {"rewritten": 1}
+    assert [int(branch.loss_mask.sum()) for branch in episode.graph.branches()] == [
+        len(node.token_ids) for node in episode.graph.turns
+    ]
+
+
+def test_limits_may_shrink_and_stops_count_and_sampling_is_the_runs() -> None:
+    async def program(scene: Scene) -> list[str | None]:
+        client = scene.client()
+        texts = []
+        for limit in (7, 700):
+            answer = await client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": f"{limit}?"}], max_tokens=limit, stop=["th"]
+            )
+            texts.append(answer.choices[0].message.content)
+        return texts
+
+    scene = Scene(["North.", "East."])
+    _, texts = play(scene, program)
+    assert scene.limits == [7, 100]
+    assert [*scene.stops] == [["th"], ["th"]]
+    assert texts == ["Nor", "East."]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"n": 2}, "n=2 is not supported"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "parts of text",
+        ),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "the role 'nobody'"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(more: dict[str, Any], words: str) -> None:
+    async def program(scene: Scene) -> None:
+        body = {"model": "any", "messages": [{"role": "user", "content": "x"}], **more}
+        with pytest.raises(openai.BadRequestError, match=words):
+            await scene.client().chat.completions.create(**body)
+
+    episode, _ = play(Scene([]), program)
+    assert not episode.graph.nodes
+
+
+def test_keys_of_others_and_of_ended_episodes_reach_nothing() -> None:
+    async def program(scene: Scene) -> None:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        for key in ("", "rlpipe-other", scene.key[:-1]):
+            with pytest.raises(openai.AuthenticationError):
+                await scene.client().with_options(api_key=key or "none").chat.completions.create(**body)
+        scene.gateway.close(scene.key)
+        with pytest.raises(openai.ConflictError):
+            await scene.client().chat.completions.create(**body)
+
+    play(Scene(["x"]), program)
+
+
+def test_a_thousand_retries_get_the_same_answer() -> None:
+    async def program(scene: Scene) -> set[str | None]:
+        client, body = scene.client(), {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        header = {"x-stainless-retry-count": "1"}
+        made = client.chat.completions.create
+        first = asyncio.create_task(made(**body))  # type: ignore[call-overload]
+        answers = [await first]
+        for _ in range(20):
+            answers += await asyncio.gather(*(made(**body, extra_headers=header) for _ in range(50)))  # type: ignore[call-overload]
+        return {answer.id for answer in answers}
+
+    scene = Scene(["North."] * 6, pause_s=0.05)
+    episode, ids = play(scene, program)
+    assert len(ids) == len(scene.contexts) == len(episode.graph.turns) == 1
+
+
+def test_a_client_that_gives_up_and_asks_again_gets_the_turn_that_was_drawn() -> None:
+    async def program(scene: Scene) -> str | None:
+        body: dict[str, Any] = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+        with pytest.raises(openai.APITimeoutError):
+            await scene.client(timeout=0.1).chat.completions.create(**body)
+        await asyncio.sleep(0.4)
+        assert not scene.session.episode.graph.turns, "what was not received is not trained"
+        answer = await scene.client().chat.completions.create(**body)
+        return answer.choices[0].message.content
+
+    scene = Scene(["North.", "East."], pause_s=0.3)
+    episode, text = play(scene, program)
+    assert text == "North."
+    assert len(scene.contexts) == len(episode.graph.turns) == 1
+
+
+def test_the_end_of_an_episode_refuses_open_requests() -> None:
+    async def program(scene: Scene) -> None:
+        asked = asyncio.create_task(
+            scene.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "x"}])
+        )
+        await asyncio.sleep(0.2)
+        scene.session.seal()
+        with pytest.raises(openai.ConflictError):
+            await asked
+
+    episode, _ = play(Scene(["x"], pause_s=30), program)
+    assert not episode.graph.turns
+
+
+def test_turns_and_the_context_may_run_out() -> None:
+    async def program(scene: Scene) -> None:
+        client = scene.client()
+        for number in range(scene.rules.max_turns):
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": f"{number}"}])
+        with pytest.raises(openai.BadRequestError, match="has had its 2 turns"):
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "more"}])
+
+    episode, _ = play(Scene(["x"] * 3, rules=Rules(**{**RULES_AS_DICT, "max_turns": 2})), program)
+    assert episode.end == "max_turns"
+
+    async def long(scene: Scene) -> None:
+        with pytest.raises(openai.BadRequestError, match="this run's limit is 3000"):
+            await scene.client().chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "word " * 4000}]
+            )
+
+    assert play(Scene(["x"]), long)[0].end == "length"
+
+
+RULES_AS_DICT = {name: getattr(RULES, name) for name in RULES.__dataclass_fields__}
+
+
+def test_rewards_belong_to_answers_or_to_the_episode() -> None:
+    async def program(scene: Scene) -> None:
+        client = scene.client()
+        ids = []
+        for text in ("a", "b"):
+            answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}])
+            ids.append(answer.id)
+        headers = {"Authorization": f"Bearer {scene.key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for reward, status in (
+                ({ids[0]: 0.5, ids[1]: 2}, 200),
+                ({"other": 1}, 400),
+                ("x", 400),
+                (float("nan"), 400),
+            ):
+                async with http.post(f"{scene.gateway.base_url}/reward", json={"reward": reward}) as response:
+                    assert response.status == status
+
+    episode, _ = play(Scene(["x", "y"]), program)
+    assert episode.turn_rewards == [0.5, 2.0]
+
+
+def test_bodies_that_are_no_requests_are_refused() -> None:
+    async def program(scene: Scene) -> list[int]:
+        headers = {"Authorization": f"Bearer {scene.key}", "Content-Type": "application/json"}
+        url, statuses = f"{scene.gateway.base_url}/chat/completions", []
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for body in (b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": [1]}', b'{"messages": "x"}', b"\xff"):
+                with suppress(aiohttp.ClientError):
+                    async with http.post(url, data=body) as response:
+                        statuses.append(response.status)
+        return statuses
+
+    assert play(Scene([]), program)[1] == [400] * 7
