@@ -50,7 +50,9 @@ class EpisodeActor:
         enter_folder(setup.folder)
         threads = THREADS_PER_EPISODE * setup.config.environment.concurrency
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="episode"))
-        self._player, messages = open_player(setup.config, self._client.draw)
+        player, messages = open_player(setup.config, self._client.draw)
+        await player.start()
+        self._player = player
         return messages
 
     async def play(self, requests: Sequence[GroupRequest], engine: str) -> None:

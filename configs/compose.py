@@ -109,7 +109,7 @@ def find_wrong_sources(data: DataConfig) -> Iterator[ConfigError]:
 
 def require_rewards(config: Config, rewards: Sequence[Any] = ()) -> None:
     """Raise ``ConfigError`` if an RL run has no reward, neither in the config nor among ``rewards``."""
-    rewarded = config.algorithm.ebft.reward or config.scoring.rewards or rewards or config.environment.path
+    rewarded = config.algorithm.ebft.reward or config.scoring.rewards or rewards or config.environment.takes_rows
     if config.algorithm.kind == "rl" and not rewarded:
         raise ConfigError(
             "scoring.rewards: reinforcement learning needs a reward; set "

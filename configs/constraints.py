@@ -335,7 +335,10 @@ def check_environment(config: Config) -> Iterator[str]:
     environment = config.environment
     if not environment.is_used:
         return
-    name = "environment.path" if environment.path is not None else "environment.tools"
+    names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]
+    name = f"environment.{names[0]}"
+    if environment.agent is not None and len(names) > 1:
+        yield f"environment.agent: a program brings its own tools and answers; remove environment.{names[-1]}, or agent"
     if config.algorithm.ebft.reward:
         yield f"{name}: EBFT compares single completions with a ground truth; set algorithm.ebft.reward=false"
     if config.rollout.sampling.stop:

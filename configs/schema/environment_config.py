@@ -15,6 +15,10 @@ class EnvironmentConfig(Freezable):
     )
     kwargs: dict[str, Any] = option({}, "Keyword arguments for the class.")
     tools: list[Any] = option([], "Functions that the policy may call, each as package.module:name or file.py:name.")
+    agent: Any = option(
+        None,
+        "A program that asks for chat completions: file.py:name of a function, or {command: [program, argument, ...]}.",
+    )
     weight: float = option(
         1.0, "Weight of the environment's reward in the sum.", minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT
     )
@@ -41,4 +45,9 @@ class EnvironmentConfig(Freezable):
     @property
     def is_used(self) -> bool:
         """Whether the run plays episodes."""
-        return self.path is not None or bool(self.tools)
+        return self.takes_rows or bool(self.tools)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether rows go to an environment or agent as they are, which may give a reward."""
+        return self.path is not None or self.agent is not None

@@ -81,6 +81,7 @@ def _play(config: Config, request: GroupRequest) -> Rollout:
     async def play() -> Rollout:
         environment = replace(config.environment, on_error="raise")
         player, _ = open_player(replace(config, environment=environment), draw)
+        await player.start()
         group = await player.play(request)
         if group.failure is not None:
             raise EnvironmentFailed(group.failure)

@@ -154,7 +154,7 @@ def open_run_prompts(
         seed=config.seed,
         ebft=compared(config.algorithm),
         processor=processor_of(config.algorithm, model),
-        as_rows=config.environment.path is not None,
+        as_rows=config.environment.takes_rows,
         tried=tried,
     )
 

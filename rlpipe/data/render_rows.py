@@ -92,8 +92,8 @@ def prepare_rows(
     can't be used or stored, or is a stream; streams within a mix are skipped with a warning.
     """
     data = config.data
-    if config.algorithm.kind == "rl" and config.environment.path is not None:
-        raise DataError("environment.path: rows go to the environment as they are, and need no preparing")
+    if config.algorithm.kind == "rl" and config.environment.takes_rows:
+        raise DataError("environment: rows go to the environment as they are, and need no preparing")
     sources = all_sources(data)
     streams = [source for source in sources if source.data.streaming]
     if len(streams) == len(sources):

@@ -170,6 +170,10 @@ class AgentSession:
             answer.node.reward = self.rewards.get(answer.id, 0.0)
         if "" in self.rewards and self._received:
             self.episode.graph.turns[-1].reward = self.rewards[""]
+        self.episode.is_rewarded = bool(self.rewards) or self.episode.failure is not None
+        if self._received:
+            _, *later = self.episode.graph.turns[-1].path()
+            self.episode.messages = [message for node in later for message in node.messages]
         for asked in self._asked.values():
             asked.answer.cancel()
         return self.episode
@@ -221,6 +225,9 @@ class AgentSession:
         if number >= self._rules.max_turns:
             self.episode.end_early("max_turns")
             raise RequestRefused(400, "max_turns", f"the episode has had its {self._rules.max_turns} turns")
+        if question.tools and self._parser is parse_text:
+            message = "no known parser reads the calls of the policy's chat template: set environment.parser"
+            raise RequestRefused(400, "unsupported", message)
         tools = json.dumps(question.tools, sort_keys=True)
         bridge = self._bridge_of(question.tools, tools)
         place = locate(

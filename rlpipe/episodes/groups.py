@@ -17,8 +17,11 @@ from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.configs.schema.root_config import Config, longest_conversation
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.data.render.tokenizer import load_tokenizer
+from rlpipe.episodes.agent_session import AgentSession
+from rlpipe.episodes.agents import Access, Agent, open_agent
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Environment, Observation, tools_of
+from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
 from rlpipe.episodes.tools import FunctionTool, ToolUse
@@ -55,6 +58,8 @@ class EpisodeKind:
     tools: Sequence[FunctionTool]
     has_reward: bool
     """Whether the environment gives rewards, beside those of reward functions."""
+    agent: Agent | None = None
+    """Program that plays instead of an environment."""
 
     @property
     def has_tools(self) -> bool:
@@ -63,6 +68,8 @@ class EpisodeKind:
 
 def open_kind(config: EnvironmentConfig) -> EpisodeKind:
     """Import the environment and tools of a config, and make one environment to try; raise ``ConfigError``."""
+    if config.agent is not None:
+        return EpisodeKind(make=Given, tools=[], has_reward=True, agent=open_agent(config.agent))
     made: Callable[[], Environment] = Given
     if config.path is not None:
         found = import_object(config.path, what="environment.path", error=ConfigError)
@@ -108,6 +115,12 @@ class GroupPlayer:
         self._kind, self._config, self._bridge, self._parser, self._draw = kind, config, bridge, parser, draw
         self._max_model_len, self._sampling = max_model_len, sampling
         self._places = asyncio.Semaphore(config.concurrency)
+        self._gateway = Gateway() if kind.agent is not None else None
+
+    async def start(self) -> None:
+        """Open the gateway if programs play."""
+        if self._gateway is not None:
+            await self._gateway.start()
 
     async def play(self, request: GroupRequest) -> RolloutGroup:
         """Return the group of a request; raise ``EnvironmentFailed`` if an episode fails and that is to stop the run.
@@ -165,11 +178,33 @@ class GroupPlayer:
                 timeout_s=self._config.timeout_s,
                 tool_timeout_s=self._config.tool_timeout_s,
             )
+            if self._gateway is not None:
+                own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)
+                return await self._run_agent(own, request.prompt.task), {}
             session = Session(
                 self._kind.make(), self._kind.tools, bridge=self._bridge, parser=self._parser, draw=draw, rules=rules
             )
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
             return await session.play(row, request.seed), session.toolbox.use
+
+    async def _run_agent(self, session: AgentSession, row: Mapping[str, Any]) -> Episode:
+        assert self._gateway is not None
+        assert self._kind.agent is not None
+        episode, limit = session.episode, asyncio.timeout(self._config.timeout_s)
+        key = self._gateway.open(session)
+        try:
+            async with limit:
+                reward = await self._kind.agent.run(row, Access(base_url=self._gateway.base_url, api_key=key))
+                if reward is not None:
+                    session.set_reward(reward)
+        except Exception as error:  # noqa: BLE001 - programs raise anything
+            if limit.expired():
+                episode.end_early("timeout")
+            elif episode.status is RolloutStatus.COMPLETED:  # else it met a limit, and failed because of that
+                episode.fail(describe_error(error))
+        finally:
+            self._gateway.close(key)
+        return session.seal()
 
 
 def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]:
@@ -226,7 +261,7 @@ def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_
     reward = 0.0 if episode.failure is not None else float(sum(rewards))
     trace = EpisodeTrace(
         messages=episode.messages,
-        reward=reward if has_reward else None,
+        reward=reward if has_reward and episode.is_rewarded else None,
         turn_rewards=rewards,
         end=episode.end,
         branches=others,

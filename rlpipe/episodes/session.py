@@ -60,6 +60,8 @@ class Episode:
     """Messages that the policy saw first."""
     messages: ChatMessages = field(default_factory=list)
     """The conversation after that."""
+    is_rewarded: bool = True
+    """Whether the environment gave a reward, which may be 0."""
     branches_by_reason: dict[str, int] = field(default_factory=dict)
     """Number of times that a conversation had to be rendered anew, by reason."""
 

@@ -175,7 +175,7 @@ def _collect_rewards(
         if taken := rewards.keys() & features.keys():
             raise ConfigError(f"{', '.join(sorted(taken))} is a name of EBFT's rewards: rename yours")
         rewards |= features
-    if config.algorithm.kind == "rl" and config.environment.path is not None:
+    if config.algorithm.kind == "rl" and config.environment.takes_rows:
         if "environment" in rewards:
             raise ConfigError("environment is the name of the environment's own reward: rename yours")
         rewards["environment"] = RewardConfig(path=ENVIRONMENT_PATH, weight=config.environment.weight)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
+import psutil
 import pytest
 from episode_cases import CALL, Guess, ScriptedTurns
 from template_cases import made_tokenizer, shipped_templates
@@ -16,6 +20,7 @@ from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.configs.schema.rollout_config import SamplingConfig
 from rlpipe.data.render.template import ChatTemplate
+from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Step
 from rlpipe.episodes.groups import EpisodeKind, GroupPlayer, open_kind
@@ -45,7 +50,7 @@ def play(
     turns = ScriptedTurns(template, said)
     player = GroupPlayer(
         kind,
-        EnvironmentConfig(max_turns=5, timeout_s=20, **options),
+        EnvironmentConfig(**{"max_turns": 5, "timeout_s": 20.0, **options}),
         bridge=bridge,
         parser=parse_hermes,
         max_model_len=4000,
@@ -62,7 +67,12 @@ def play(
     request = GroupRequest(
         group_id=7, prompt=asked, group_size=len(said), max_tokens=200, temperature=0.7, seed=0, min_version=3
     )
-    return asyncio.run(player.play(request)), turns
+
+    async def run() -> RolloutGroup:
+        await player.start()
+        return await player.play(request)
+
+    return asyncio.run(run()), turns
 
 
 def test_siblings_play_the_same_game_and_each_is_a_rollout() -> None:
@@ -98,6 +108,118 @@ def test_rows_may_have_the_first_messages_themselves() -> None:
     tokenizer = made_tokenizer(TEMPLATES["trl/qwen2_5"])
     assert "Multiply two numbers." in tokenizer.decode(turns.requests[0].prompt.token_ids)
     assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(group.rollouts[0].token_ids)
+
+
+AGENT = """
+import json, sys
+from openai import OpenAI
+
+row, client = json.load(sys.stdin), OpenAI()
+messages = [{"role": "user", "content": "1-32?"}]
+for _ in range(5):
+    text = client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+    if int(text) == row["number"]:
+        break
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "no"}]
+print("some words")
+print(float(int(text) == row["number"]))
+"""
+
+
+def solve(row: dict[str, Any], episode: Access) -> float:
+    """Play as the command does, in a thread."""
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    messages: list[Any] = [{"role": "user", "content": "1-32?"}]
+    while True:
+        text = client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+        if text == str(row["number"]):
+            return 1.0
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "no"}]
+
+
+def agent_kind(agent: Any) -> EpisodeKind:
+    return open_kind(EnvironmentConfig(agent=agent))
+
+
+@pytest.mark.parametrize("as_command", [True, False])
+def test_a_program_plays_and_each_conversation_is_one_sequence(as_command: bool, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = {"command": [sys.executable, str(tmp_path / "agent.py")]}
+    group, turns = play(["16", "20"], ["20"], kind=agent_kind(command if as_command else f"{__file__}:solve"))
+    assert group.failure is None
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [1.0, 1.0]
+    assert [len(rollout.episode.messages) for rollout in group if rollout.episode] == [3, 1]
+    assert group.logged["episodes/branches"] == 1.0
+    assert len(turns.requests) == 3
+    for rollout, num_turns in zip(group, (2, 1), strict=True):
+        assert rollout.turns is not None
+        assert {*rollout.turns[rollout.loss_mask].tolist()} == {*range(num_turns)}
+
+
+def test_a_program_that_meets_a_limit_is_truncated() -> None:
+    group, _ = play(["1"] * 9, ["2"] * 9, kind=agent_kind(f"{__file__}:solve"), max_turns=3)
+    assert [(rollout.status, rollout.finish_reason) for rollout in group] == [
+        (RolloutStatus.TRUNCATED, "max_turns")
+    ] * 2
+    assert [rollout.num_loss_tokens for rollout in group] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; sys.exit('no such map')", "ended with exit code 1: no such map"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with exit code -9: it wrote no error"),
+        ("print({'a': 1}, flush=True); raise KeyError('x')", "KeyError: 'x'"),
+    ],
+)
+def test_a_command_that_fails_fails_its_episode(code: str, words: str) -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", code]}))
+    assert group.failure is not None
+    assert words in group.failure
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time, os\n"
+        f"child = subprocess.Popen(['sleep', '321'], start_new_session=True)\n"
+        f"open({str(tmp_path)!r} + '/' + str(child.pid), 'w').close()\n"
+        "sys.stdout.write('x' * 10_000_000); time.sleep(321)"
+    )
+    began = time.monotonic()
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", code]}), timeout_s=2.0)
+    assert time.monotonic() - began < 10
+    assert [rollout.finish_reason for rollout in group] == ["timeout"] * 2
+    children = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(children) == 2
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in children)
+
+
+def test_a_program_without_a_reward_is_scored_by_functions(tmp_path: Path) -> None:
+    code = "print('done')"
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", code]}))
+    assert [rollout.episode.reward for rollout in group if rollout.episode] == [None, None]
+
+
+@pytest.mark.parametrize("agent", [5, {"command": []}, {"command": "ls"}, {"other": 1}, [1], "no_module:f"])
+def test_what_is_no_program_is_refused_by_name(agent: Any) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.agent"):
+        open_kind(EnvironmentConfig(agent=agent))
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        ("1", 1),
+        ("x\n0.5\n", 0.5),
+        ('{"a": 1}', {"a": 1}),
+        ("", None),
+        ("true", None),
+        ("done", None),
+        ("[" * 9999, None),
+    ],
+)
+def test_the_reward_of_a_command_is_its_last_line(output: str, reward: Any) -> None:
+    assert read_reward(output) == reward
 
 
 class Fragile(Guess):

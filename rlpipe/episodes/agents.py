@@ -1,0 +1,155 @@
+"""Programs that play episodes against the run's gateway: a Python function, or a command of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from rlpipe.common.formatting import printable
+from rlpipe.common.imports import import_object
+from rlpipe.episodes.tools import call_anywhere
+from rlpipe.errors import ConfigError
+
+Reward = float | Mapping[str, float] | None
+"""Reward of an episode, or rewards of answers by their ids; None if reward functions score it."""
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""Variables of the run's environment that a command inherits."""
+MAX_OUTPUT_BYTES = 2**20
+END_S = 5.0
+"""Seconds that the processes of a command have to end, once killed."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Access:
+    """Address and key by which a program asks the policy during one episode."""
+
+    base_url: str
+    """URL of the gateway, for ``OPENAI_BASE_URL``."""
+    api_key: str
+
+
+class Agent(Protocol):
+    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+        """Play an episode, and return its reward; raises anything."""
+
+
+class FunctionAgent:
+    """A function ``solve(row, episode)``, or a coroutine function; a function runs in a thread."""
+
+    def __init__(self, path: str) -> None:
+        self._function = import_object(path, what="environment.agent", error=ConfigError)
+        if not callable(self._function):
+            raise ConfigError(f"environment.agent: {path} is not a function")
+
+    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+        reward: Reward = await call_anywhere(self._function, row, access)
+        return reward
+
+
+class AgentFailed(Exception):
+    """Raised if a command ends with an error; the message has the end of what it wrote."""
+
+
+class CommandAgent:
+    """A command that gets the row as JSON on standard input, and the gateway in ``OPENAI_BASE_URL`` and ``_API_KEY``.
+
+    Its reward is the last line of its output, if that is a number or an object of numbers. It runs in a session of its
+    own, with few variables and a temporary folder as its home, and all its processes are killed at the end.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+
+    async def run(self, row: Mapping[str, Any], access: Access) -> Reward:
+        with tempfile.TemporaryDirectory(prefix="rlpipe-agent-", ignore_cleanup_errors=True) as folder:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_variables(access, folder),
+                start_new_session=True,
+            )
+            try:
+                output, errors = await _talk(process, json.dumps(dict(row), default=str).encode())
+                code = await process.wait()
+            finally:
+                await _end(process)
+        if code != 0:
+            lines = errors.decode(errors="replace").strip().splitlines() or ["it wrote no error"]
+            raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {printable(lines[-1])[:500]}")
+        return read_reward(output.decode(errors="replace"))
+
+
+def open_agent(agent: Any) -> Agent:
+    """Return the agent that ``environment.agent`` names; raise ``ConfigError`` if it is none."""
+    if isinstance(agent, str):
+        return FunctionAgent(agent)
+    command = agent.get("command") if isinstance(agent, Mapping) and set(agent) == {"command"} else None
+    if not isinstance(command, Sequence) or isinstance(command, str) or not command:
+        raise ConfigError(
+            f"environment.agent: {agent!r:.200} is neither file.py:function nor {{command: [program, argument, ...]}}"
+        )
+    return CommandAgent([str(part) for part in command])
+
+
+def read_reward(output: str) -> Reward:
+    """Return the reward in the last line of a command's output, or None if there is none."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number or isinstance(value, dict) else None
+
+
+def _variables(access: Access, folder: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "HOME": folder, "TMPDIR": folder}
+    return {**kept, **own, "NO_PROXY": "127.0.0.1,localhost", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+async def _talk(process: asyncio.subprocess.Process, row: bytes) -> tuple[bytes, bytes]:
+    """Write the row, and return the ends of what the command wrote to both outputs."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    reading = asyncio.gather(_last_bytes(process.stdout), _last_bytes(process.stderr))
+    with suppress(ConnectionError):  # it may not read its row
+        process.stdin.write(row)
+        await process.stdin.drain()
+        process.stdin.close()
+    output, errors = await reading
+    return output, errors
+
+
+async def _last_bytes(stream: asyncio.StreamReader) -> bytes:
+    kept = b""
+    while part := await stream.read(2**16):
+        kept = (kept + part)[-MAX_OUTPUT_BYTES:]
+    return kept
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill a command's processes, also those that have left its process group."""
+    descendants: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        descendants = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for descendant in descendants:
+        with suppress(psutil.Error):
+            descendant.kill()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
