@@ -332,7 +332,17 @@ def check_lengths(config: Config) -> Iterator[str]:
 
 
 def check_environment(config: Config) -> Iterator[str]:
-    environment = config.environment
+    environment, advantage = config.environment, config.algorithm.advantage
+    if advantage.credit == "turns" and not environment.takes_rows:
+        yield (
+            "algorithm.advantage.credit: only the turns of an environment or agent have rewards; set environment.path, "
+            "or credit=episode"
+        )
+    elif advantage.credit == "turns" and advantage.name != "rloo":
+        yield (
+            "algorithm.advantage.credit: turns compares each turn with those of the other episodes, as rloo does; set "
+            "algorithm.advantage.name=rloo"
+        )
     if not environment.is_used:
         return
     names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]

@@ -89,6 +89,11 @@ class AdvantageConfig(Freezable):
         "group", "Standard deviation that advantages are divided by (grpo).", choices=("group", "batch", "none")
     )
     eps: float = option(1e-4, "Added to the standard deviation.", minimum=0, maximum=1)
+    credit: str = option(
+        "episode",
+        "What has an advantage: an episode, or each of its turns, by the rewards from there on (rloo).",
+        choices=("episode", "turns"),
+    )
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlpipe.algorithms.advantages import combine_rewards, compute_advantages
+from rlpipe.algorithms.turn_credit import turn_advantages
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.data.packing import pack_step
@@ -137,7 +138,11 @@ def _without_loss(rollout: Rollout) -> Rollout:
 def set_advantages(
     groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig, reward_weights: Mapping[str, float]
 ) -> None:
-    """Write each rollout's advantage to all its tokens."""
+    """Write each rollout's advantage to all its tokens, or the advantages of its turns to theirs."""
+    if algorithm.advantage.credit == "turns":
+        for group in groups:
+            _credit_turns(group, reward_weights.get("environment", 0.0))
+        return
     weights = np.array(list(reward_weights.values()), np.float32)
     rewards = [
         combine_rewards(_reward_table(group, list(reward_weights)), weights, algorithm.combine, algorithm.advantage.eps)
@@ -151,6 +156,21 @@ def set_advantages(
         for rollout, advantage in zip(group, advantages, strict=True):
             for sequence in rollout.sequences:
                 sequence.advantages = np.full(len(sequence.token_ids), advantage, np.float32)
+
+
+def _credit_turns(group: RolloutGroup, environment_weight: float) -> None:
+    """Write each turn's advantage to its tokens; what reward functions give counts for an episode's last turn."""
+    rewards = []
+    for rollout in group:
+        own = np.zeros(0) if rollout.episode is None else environment_weight * np.array(rollout.episode.turn_rewards)
+        if len(own):
+            own[-1] += (rollout.reward or 0.0) - own.sum()
+        rewards.append(own.tolist())
+    for rollout, advantages in zip(group, turn_advantages(rewards), strict=True):
+        for sequence in rollout.sequences:
+            sequence.advantages = np.zeros(len(sequence.token_ids), np.float32)
+            if sequence.turns is not None:
+                sequence.advantages[sequence.loss_mask] = advantages[sequence.turns[sequence.loss_mask]]
 
 
 def _reward_table(group: RolloutGroup, names: list[str]) -> FloatArray:

@@ -327,3 +327,12 @@ def test_shipped_algorithms_set_known_options_to_what_is_not_the_default(path: P
     assert names
     for name in names:
         assert OmegaConf.select(changed, name) != OmegaConf.select(defaults, name), f"{name} is the default"
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_the_branches_of_an_episode_weigh_as_much_as_one_sequence(aggregate: str) -> None:
+    config = LossConfig(aggregate=aggregate)
+    whole = make_inputs([[1.1, 0.9, 1.0, 1.05], [1.0, 0.95]], [2.0, -1.0])
+    parted = make_inputs([[1.1, 0.9, 1.0], [1.05], [1.0, 0.95]], [2.0, 2.0, -1.0])
+    parted = replace(parted, num_sequences=2, shares=torch.tensor([0.75] * 3 + [0.25] + [1.0] * 2, dtype=torch.float64))
+    assert gradient(parted, config) == pytest.approx(gradient(whole, config))

@@ -42,6 +42,7 @@ def play(
     name: str = "trl/qwen2_5",
     row: dict[str, Any] | None = None,
     prompt: Any = (),
+    max_model_len: int = 4000,
     **options: Any,
 ) -> tuple[RolloutGroup, ScriptedTurns]:
     template = ChatTemplate(made_tokenizer(TEMPLATES[name]), DATA)
@@ -53,7 +54,7 @@ def play(
         EnvironmentConfig(**{"max_turns": 5, "timeout_s": 20.0, **options}),
         bridge=bridge,
         parser=parse_hermes,
-        max_model_len=4000,
+        max_model_len=max_model_len,
         sampling=SamplingConfig(),
         draw=turns,
     )

@@ -1,12 +1,15 @@
 """Tests that the groups of a step become packed batches with advantages and metrics."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from replay_cases import group
 
 from rlpipe.configs.schema.algorithm_config import AdvantageConfig, AlgorithmConfig, LossConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.replay.assemble import assemble_step, step_metrics
-from rlpipe.types import RolloutGroup, RolloutStatus, TrainBatch
+from rlpipe.types import NO_TURN, EpisodeTrace, Rollout, RolloutGroup, RolloutStatus, TrainBatch
 
 
 def assemble(groups: list[RolloutGroup], algorithm: AlgorithmConfig, num_ranks: int = 1) -> list[TrainBatch]:
@@ -75,3 +78,54 @@ def test_what_rewards_log_is_averaged_over_the_groups_that_have_it() -> None:
 def test_a_rollout_without_reward_is_left_out_of_the_means() -> None:
     metrics = step_metrics([group(0, [1.0, None])], step=0)
     assert metrics["reward"] == 1.0
+
+
+def played(rollout: Rollout, turn_rewards: list[float], branches: tuple[Rollout, ...] = ()) -> Rollout:
+    """Return a rollout as an episode with one turn for each of its tokens; branches hold the last turns."""
+    turns = np.where(rollout.loss_mask, np.arange(len(rollout.token_ids)) - 2, NO_TURN).astype(np.int32)
+    trace = EpisodeTrace(
+        messages=[], reward=sum(turn_rewards), turn_rewards=turn_rewards, end="done", branches=branches
+    )
+    return replace(rollout, turns=turns, episode=trace, rewards={"environment": sum(turn_rewards)})
+
+
+def test_the_branches_of_an_episode_count_as_one_sequence() -> None:
+    made = group(0, [1.0, 0.0], lengths=[3, 2])
+    branch = group(0, [1.0], lengths=[1]).rollouts[0]
+    branch = replace(branch, turns=np.where(branch.loss_mask, 3, NO_TURN).astype(np.int32))
+    made.rollouts = [played(made.rollouts[0], [0, 0, 0, 1.0], (branch,)), played(made.rollouts[1], [0, 0])]
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="rloo"))
+    (batch,) = assemble_step(
+        [made],
+        step=0,
+        algorithm=algorithm,
+        learner=LearnerConfig(max_tokens_per_microbatch=64),
+        reward_weights={"environment": 1.0},
+        seed=0,
+    )
+    (mini,) = batch.mini_batches
+    assert (mini.num_sequences, mini.num_loss_tokens) == (2, 6)
+    (micro,) = mini.micro_batches
+    assert micro.num_sequences == 3
+    assert micro.shares is not None
+    assert [*micro.shares[micro.loss_mask]] == [0.75] * 3 + [0.25] + [1.0] * 2
+    assert [*micro.advantages[micro.loss_mask]] == [1.0] * 4 + [-1.0] * 2
+    assert batch.metrics["num_completion_tokens"] == 6
+
+
+def test_turns_may_have_advantages_of_their_own() -> None:
+    made = group(0, [0.0, 0.0], lengths=[3, 1])
+    made.rollouts = [played(made.rollouts[0], [0.5, 0.0, 1.0]), played(made.rollouts[1], [2.0])]
+    for rollout, reward in zip(made, (1.5 + 0.25, 2.0), strict=True):
+        rollout.reward = reward  # a reward function has added 0.25 to the first
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="rloo", credit="turns"))
+    (batch,) = assemble_step(
+        [made],
+        step=0,
+        algorithm=algorithm,
+        learner=LearnerConfig(max_tokens_per_microbatch=64),
+        reward_weights={"environment": 1.0, "right": 1.0},
+        seed=0,
+    )
+    (micro,) = batch.mini_batches[0].micro_batches
+    assert [*micro.advantages[micro.loss_mask]] == [1.75 - 2.0, 1.25, 1.25, 2.0 - 1.75]
