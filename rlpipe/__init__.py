@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlpipe.configs.compose import load_config as load_config
     from rlpipe.configs.schema.root_config import Config as Config
+    from rlpipe.episodes.adapters import from_gymnasium as from_gymnasium
+    from rlpipe.episodes.adapters import from_trl as from_trl
     from rlpipe.episodes.environment import Environment as Environment
     from rlpipe.episodes.environment import Step as Step
     from rlpipe.episodes.environment import tool as tool
@@ -53,6 +55,7 @@ HOMES = {
     "load_config": "rlpipe.configs.compose",
     "Config": "rlpipe.configs.schema.root_config",
     "RewardActor": "rlpipe.scoring.rewards",
+    **dict.fromkeys(("from_gymnasium", "from_trl"), "rlpipe.episodes.adapters"),
     **dict.fromkeys(("Environment", "Step", "tool"), "rlpipe.episodes.environment"),
     "Rollout": "rlpipe.types",
     "RolloutGroup": "rlpipe.types",

@@ -33,7 +33,7 @@ class RequestRefused(Exception):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Question:
+class ChatQuestion:
     """A request for one answer to a conversation."""
 
     messages: ChatMessages
@@ -42,7 +42,7 @@ class Question:
     stop: Sequence[str] = ()
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Question:
+    def parse(cls, body: Mapping[str, Any]) -> ChatQuestion:
         """Read the body of a request to ``/chat/completions``; raise ``RequestRefused`` if it is not one."""
         for name, values in REFUSED.items():
             if body.get(name) not in values:
@@ -103,7 +103,7 @@ def _check_content(content: Any) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class ChatAnswer:
     """An answer that was drawn; it is part of the episode once the program has received it."""
 
     id: str
@@ -123,7 +123,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Asked:
-    answer: asyncio.Task[Answer]
+    answer: asyncio.Task[ChatAnswer]
     is_received: bool = field(default=False)
 
 
@@ -135,7 +135,7 @@ class AgentSession:
         self.episode = Episode()
         self.rewards: dict[str, float] = {}
         """Rewards of answers, by their ids, and of the whole episode, by an empty one."""
-        self._received: list[Answer] = []
+        self._received: list[ChatAnswer] = []
         self._known: Known = {}
         self._tools: dict[int, str] = {}
         """Tools of conversations, by the id in memory of their first node."""
@@ -178,7 +178,7 @@ class AgentSession:
             asked.answer.cancel()
         return self.episode
 
-    async def ask(self, question: Question, *, is_retry: bool) -> Answer:
+    async def ask(self, question: ChatQuestion, *, is_retry: bool) -> ChatAnswer:
         """Return the policy's answer; a retry, or the question of an answer that was lost, gets the first one's."""
         if self._is_sealed:
             raise RequestRefused(409, "sealed", "the episode is over")
@@ -188,7 +188,7 @@ class AgentSession:
             earlier = self._asked[digest] = _Asked(asyncio.ensure_future(self._answer(question)))
         return await asyncio.shield(earlier.answer)
 
-    def received(self, question: Question, answer: Answer) -> None:
+    def received(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Add an answer to the graph, as the program receives it; the next request may come before it all is sent."""
         self._asked[question.digest].is_received = True
         if answer.node is not None or self._is_sealed:
@@ -211,7 +211,7 @@ class AgentSession:
             policy_versions=np.array(answer.drawn.policy_versions, np.int32),
         )
 
-    def lost(self, question: Question, answer: Answer) -> None:
+    def lost(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Take an answer back that did not reach the program; if it asks again, it gets the same one."""
         if answer.node is None or self._is_sealed or answer.node not in self.episode.graph.leaves:
             return
@@ -220,7 +220,7 @@ class AgentSession:
         self._received.remove(answer)
         answer.node = None
 
-    async def _answer(self, question: Question) -> Answer:
+    async def _answer(self, question: ChatQuestion) -> ChatAnswer:
         number, self._num_drawn = self._num_drawn, self._num_drawn + 1
         if number >= self._rules.max_turns:
             self.episode.end_early("max_turns")
@@ -252,7 +252,7 @@ class AgentSession:
         parsed = self._parser(text, f"{number}c") if question.tools else parse_text(text, "")
         if any(call.problem is not None for call in parsed.calls):
             parsed = parse_text(text, "")  # a call in a wrong form is a text for the program
-        return Answer(
+        return ChatAnswer(
             id=f"chatcmpl-{number}",
             parsed=parsed,
             finish_reason=drawn.finish_reason,
@@ -289,5 +289,5 @@ class AgentSession:
         return replace(self._bridge, template=self._templates[key])
 
 
-def _has_failed(answer: asyncio.Task[Answer]) -> bool:
+def _has_failed(answer: asyncio.Task[ChatAnswer]) -> bool:
     return answer.done() and (answer.cancelled() or answer.exception() is not None)

@@ -32,7 +32,7 @@ class Environment(ABC):
     Methods may be coroutines; others run in threads, one after the other, so that they may block.
 
     Methods marked by ``tool`` are offered to the policy; a turn that calls tools is answered by their results, and not
-    given to ``step``. An episode's reward is the sum of its steps' rewards.
+    given to ``step``. An episode's reward is the sum of its steps' rewards and the final one.
     """
 
     @abstractmethod
@@ -43,6 +43,16 @@ class Environment(ABC):
         """Answer a turn without tool calls; by default it ends the episode."""
         return Step(done=True)
 
+    def final_reward(self) -> float | Awaitable[float]:
+        """Return a reward that is added at the end of an episode, also if a limit has truncated it."""
+        return 0.0
+
+    def tools(self) -> list[FunctionTool]:
+        """Return the tools of the episode: by default the methods marked by ``tool``, in the order of the class."""
+        kinds = reversed(type(self).__mro__)
+        names = [name for kind in kinds for name, own in vars(kind).items() if _is_tool(own)]
+        return [FunctionTool(getattr(self, name), name=name) for name in dict.fromkeys(names)]
+
     def close(self) -> Awaitable[None] | None:
         """Free what the episode holds; called once, however the episode ends."""
         return None
@@ -52,12 +62,6 @@ def tool(function: Function) -> Function:
     """Mark a method of an environment as a tool; its schema comes from its signature and docstring."""
     setattr(function, MARK, True)
     return function
-
-
-def tools_of(environment: object) -> list[FunctionTool]:
-    """Return the tools of an environment, in the order in which its class defines them."""
-    names = [name for kind in reversed(type(environment).__mro__) for name, own in vars(kind).items() if _is_tool(own)]
-    return [FunctionTool(getattr(environment, name), name=name) for name in dict.fromkeys(names)]
 
 
 def _is_tool(own: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlpipe.episodes.agent_session import AgentSession, Answer, Question, RequestRefused
+from rlpipe.episodes.agent_session import AgentSession, ChatAnswer, ChatQuestion, RequestRefused
 
 MAX_BODY_BYTES = 64 * 2**20
 MODEL = "policy"
@@ -73,7 +73,7 @@ class Gateway:
         try:
             session = self._session(request)
             body = await _read(request)
-            question = Question.parse(body)
+            question = ChatQuestion.parse(body)
             is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
             answer = await _until_sealed(session, question, is_retry=is_retry)
         except RequestRefused as refusal:
@@ -111,7 +111,7 @@ async def _read(request: web.Request) -> Mapping[str, Any]:
     return body
 
 
-async def _until_sealed(session: AgentSession, question: Question, *, is_retry: bool) -> Answer:
+async def _until_sealed(session: AgentSession, question: ChatQuestion, *, is_retry: bool) -> ChatAnswer:
     try:
         return await session.ask(question, is_retry=is_retry)
     except asyncio.CancelledError:
@@ -129,7 +129,9 @@ def _refused(refusal: RequestRefused) -> web.Response:
     return web.json_response({"error": error}, status=refusal.status)
 
 
-async def _respond(request: web.Request, body: Mapping[str, Any], answer: Answer) -> tuple[web.StreamResponse, bool]:
+async def _respond(
+    request: web.Request, body: Mapping[str, Any], answer: ChatAnswer
+) -> tuple[web.StreamResponse, bool]:
     """Send an answer, as one object or as events; return the response, and whether the connection held."""
     if not body.get("stream"):
         response = web.Response(text=json.dumps(as_completion(answer)), content_type="application/json")
@@ -156,7 +158,7 @@ async def _is_sent(request: web.Request, response: web.Response) -> bool:
     return True
 
 
-def as_message(answer: Answer) -> dict[str, Any]:
+def as_message(answer: ChatAnswer) -> dict[str, Any]:
     """Return an answer as OpenAI's clients read it: the arguments of calls are texts."""
     parsed = answer.parsed
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content or (None if parsed.calls else "")}
@@ -174,11 +176,11 @@ def as_message(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _finish_reason(answer: Answer) -> str:
+def _finish_reason(answer: ChatAnswer) -> str:
     return FINISH_REASONS.get(answer.finish_reason, "tool_calls" if answer.parsed.calls else "stop")
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: ChatAnswer) -> dict[str, int]:
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": answer.num_tokens,
@@ -186,7 +188,7 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def as_completion(answer: Answer) -> dict[str, Any]:
+def as_completion(answer: ChatAnswer) -> dict[str, Any]:
     """Return an answer as the body of a response."""
     choice = {
         "index": 0,
@@ -197,7 +199,7 @@ def as_completion(answer: Answer) -> dict[str, Any]:
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def as_chunks(answer: Answer, *, with_usage: bool) -> list[dict[str, Any]]:
+def as_chunks(answer: ChatAnswer, *, with_usage: bool) -> list[dict[str, Any]]:
     """Return an answer as the events of a stream: all of it, then the reason of its end."""
     head = _head(answer, "chat.completion.chunk")
     delta = as_message(answer)
@@ -210,5 +212,5 @@ def as_chunks(answer: Answer, *, with_usage: bool) -> list[dict[str, Any]]:
     return [*chunks, {**head, "choices": [], "usage": _usage(answer)}] if with_usage else chunks
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": int(time.time()), "model": MODEL}

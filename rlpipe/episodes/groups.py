@@ -20,7 +20,7 @@ from rlpipe.data.render.tokenizer import load_tokenizer
 from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import Access, Agent, open_agent
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
-from rlpipe.episodes.environment import Environment, Observation, tools_of
+from rlpipe.episodes.environment import Environment, Observation
 from rlpipe.episodes.gateway import Gateway
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
@@ -63,7 +63,7 @@ class EpisodeKind:
 
     @property
     def has_tools(self) -> bool:
-        return bool(self.tools) or bool(tools_of(self.make()))
+        return bool(self.tools) or bool(self.make().tools())
 
 
 def open_kind(config: EnvironmentConfig) -> EpisodeKind:

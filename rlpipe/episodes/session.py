@@ -11,7 +11,7 @@ import numpy as np
 
 from rlpipe.common.imports import describe_error
 from rlpipe.episodes.bridge import Bridge, Unbridgeable
-from rlpipe.episodes.environment import Environment, as_messages, tools_of
+from rlpipe.episodes.environment import Environment, as_messages
 from rlpipe.episodes.graph import EpisodeGraph, Node
 from rlpipe.episodes.parsing import ParsedTurn, Parser
 from rlpipe.episodes.tools import Tool, Toolbox, call_anywhere
@@ -89,7 +89,7 @@ class Session:
         draw: Draw,
         rules: Rules,
     ) -> None:
-        self.toolbox = Toolbox([*tools_of(environment), *tools], timeout_s=rules.tool_timeout_s)
+        self.toolbox = Toolbox([*environment.tools(), *tools], timeout_s=rules.tool_timeout_s)
         self._template = bridge.template.with_tools(self.toolbox.schemas or None)
         self._bridge = replace(bridge, template=self._template)
         self._environment, self._parser, self._draw, self._rules = environment, parser, draw, rules
@@ -107,10 +107,17 @@ class Session:
             else:
                 episode.fail(describe_error(error))
         finally:
-            await self._close(episode)
+            await self._end(episode)
         return episode
 
-    async def _close(self, episode: Episode) -> None:
+    async def _end(self, episode: Episode) -> None:
+        """Ask for the final reward, and close the environment."""
+        try:
+            async with asyncio.timeout(self._rules.tool_timeout_s):
+                if episode.failure is None and episode.graph.turns:
+                    episode.graph.turns[-1].reward += float(await call_anywhere(self._environment.final_reward))
+        except Exception as error:  # noqa: BLE001 - as above
+            episode.fail(f"final_reward: {describe_error(error)}")
         try:
             async with asyncio.timeout(self._rules.tool_timeout_s):
                 await call_anywhere(self._environment.close)
