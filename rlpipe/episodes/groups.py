@@ -22,6 +22,7 @@ from rlpipe.episodes.agents import Access, Agent, open_agent
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Environment, Observation
 from rlpipe.episodes.gateway import Gateway
+from rlpipe.episodes.mcp_tools import McpServer, open_servers
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.session import DrawnTurn, Episode, Rules, Session
 from rlpipe.episodes.tools import FunctionTool, ToolUse
@@ -60,10 +61,12 @@ class EpisodeKind:
     """Whether the environment gives rewards, beside those of reward functions."""
     agent: Agent | None = None
     """Program that plays instead of an environment."""
+    servers: Sequence[McpServer] = ()
+    """MCP servers that each episode starts for itself."""
 
     @property
     def has_tools(self) -> bool:
-        return bool(self.tools) or bool(self.make().tools())
+        return bool(self.tools or self.servers or self.make().tools())
 
 
 def open_kind(config: EnvironmentConfig) -> EpisodeKind:
@@ -80,8 +83,13 @@ def open_kind(config: EnvironmentConfig) -> EpisodeKind:
             made()
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be made: {describe_error(error)}") from error
-    tools = [FunctionTool(import_object(path, what="environment.tools", error=ConfigError)) for path in config.tools]
-    return EpisodeKind(make=made, tools=tools, has_reward=config.path is not None)
+    tools = [
+        FunctionTool(import_object(entry, what="environment.tools", error=ConfigError))
+        for entry in config.tools
+        if not isinstance(entry, Mapping)
+    ]
+    servers = [McpServer.parse(entry) for entry in config.tools if isinstance(entry, Mapping)]
+    return EpisodeKind(make=made, tools=tools, has_reward=config.path is not None, servers=servers)
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,17 @@ class GroupPlayer:
         self._gateway = Gateway() if kind.agent is not None else None
 
     async def start(self) -> None:
-        """Open the gateway if programs play."""
+        """Open the gateway if programs play, and try the MCP servers; raise ``ConfigError`` if one can't be started."""
         if self._gateway is not None:
             await self._gateway.start()
+        try:
+            async with asyncio.timeout(self._config.timeout_s), open_servers(self._kind.servers):
+                pass
+        except Exception as error:
+            commands = ", ".join(server.command[0] for server in self._kind.servers)
+            raise ConfigError(
+                f"environment.tools: the MCP server {commands} can't be started: {describe_error(error)}"
+            ) from error
 
     async def play(self, request: GroupRequest) -> RolloutGroup:
         """Return the group of a request; raise ``EnvironmentFailed`` if an episode fails and that is to stop the run.
@@ -181,11 +197,22 @@ class GroupPlayer:
             if self._gateway is not None:
                 own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)
                 return await self._run_agent(own, request.prompt.task), {}
-            session = Session(
-                self._kind.make(), self._kind.tools, bridge=self._bridge, parser=self._parser, draw=draw, rules=rules
-            )
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
-            return await session.play(row, request.seed), session.toolbox.use
+            try:
+                async with open_servers(self._kind.servers) as served:
+                    session = Session(
+                        self._kind.make(),
+                        [*self._kind.tools, *served],
+                        bridge=self._bridge,
+                        parser=self._parser,
+                        draw=draw,
+                        rules=rules,
+                    )
+                    return await session.play(row, request.seed), session.toolbox.use
+            except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made
+                episode = Episode()
+                episode.fail(describe_error(error))
+                return episode, {}
 
     async def _run_agent(self, session: AgentSession, row: Mapping[str, Any]) -> Episode:
         assert self._gateway is not None

@@ -1,0 +1,87 @@
+"""Tools of MCP servers, each a command that an episode starts and ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.validators import validator_for
+
+from rlpipe.episodes.tools import InvalidArguments, Tool
+from rlpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+
+class ServerToolFailed(Exception):
+    """Raised if a server reports an error as a call's result; the message is that error."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class McpServer:
+    """Command of a server that speaks MCP over its standard input and output."""
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment, beside the few that every server gets."""
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> McpServer:
+        """Read an entry ``{mcp: {command: [...], env: {...}}}`` of the config; raise ``ConfigError``."""
+        given = entry.get("mcp") if set(entry) == {"mcp"} else None
+        command, env = (given.get("command"), given.get("env", {})) if isinstance(given, Mapping) else (None, {})
+        is_command = isinstance(command, Sequence) and not isinstance(command, str) and len(command) > 0
+        if not is_command or not isinstance(env, Mapping) or set(given or ()) - {"command", "env"}:
+            raise ConfigError(
+                f"environment.tools: {dict(entry)!r:.200} is neither file.py:function nor "
+                "{mcp: {command: [program, argument, ...], env: {NAME: value}}}"
+            )
+        assert command is not None
+        return cls(command=[str(part) for part in command], env={str(key): str(env[key]) for key in env})
+
+
+class McpTool:
+    """A tool of a running server; its arguments are checked against the server's schema."""
+
+    def __init__(self, client: Client, name: str, description: str, parameters: Mapping[str, Any]) -> None:
+        self.name, self._client = name, client
+        self._validator = validator_for(parameters)(parameters)
+        function = {"name": name, "description": description, "parameters": dict(parameters)}
+        self.schema: dict[str, Any] = {"type": "function", "function": function}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        problem: ValidationError | None = best_match(self._validator.iter_errors(dict(arguments)))
+        if problem is not None:
+            raise InvalidArguments(problem.message)
+        result = await self._client.call_tool(self.name, dict(arguments))
+        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        text = "\n".join(parts)
+        if result.is_error:
+            raise ServerToolFailed(text)
+        return text
+
+
+@asynccontextmanager
+async def open_servers(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]]:
+    """Start servers, yield their tools, and end the servers with all their processes."""
+    if not servers:
+        yield []
+        return
+    from mcp import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    with open(os.devnull, "w") as nowhere:
+        async with AsyncExitStack() as stack:
+            tools: list[Tool] = []
+            for server in servers:
+                program, *arguments = server.command
+                started = StdioServerParameters(command=program, args=arguments, env=dict(server.env))
+                client = await stack.enter_async_context(Client(stdio_client(started, errlog=nowhere)))
+                listed = await client.list_tools()
+                tools += [McpTool(client, own.name, own.description or "", own.input_schema) for own in listed.tools]
+            yield tools

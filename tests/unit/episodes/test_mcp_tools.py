@@ -1,0 +1,79 @@
+"""Tests of tools of MCP servers, which each episode has for itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_groups import play
+
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.episodes.groups import EpisodeKind, open_kind
+from rlpipe.errors import ConfigError
+from rlpipe.types import RolloutGroup
+
+FILE = Path(__file__).parents[2] / "helpers" / "mcp_case.py"
+ASKED = [{"role": "user", "content": "Count."}]
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def kind(pids: Path) -> EpisodeKind:
+    command = [sys.executable, str(FILE), str(pids)]
+    return open_kind(EnvironmentConfig(tools=[{"mcp": {"command": command, "env": {"WORD": "times"}}}]))
+
+
+def results(group: RolloutGroup, index: int) -> list[str]:
+    episode = group.rollouts[index].episode
+    assert episode is not None
+    return [message["content"] for message in episode.messages if message["role"] == "tool"]
+
+
+def assert_ended(pids: Path) -> None:
+    for pid in map(int, pids.read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_each_episode_has_a_server_of_its_own(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    said = [call("count", '{"step": 2}'), call("count", '{"step": "x"}'), call("fail"), "done"]
+    group, _ = play(said, said, kind=kind(pids), prompt=ASKED, timeout_s=60.0)
+    for index in range(2):
+        first, second, third = results(group, index)
+        assert first == "2 times"
+        assert second.startswith("Error: count does not take these arguments: 'x' is not of type 'integer'")
+        assert third == "Error: ServerToolFailed: Error executing tool fail"
+    assert len({*pids.read_text().split()}) >= 2
+    assert_ended(pids)
+
+
+def test_a_server_that_hangs_or_dies_costs_its_calls(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    began = time.monotonic()
+    hanging = [call("hang"), "done"]
+    dying = [call("leave"), call("count", '{"step": 1}'), "done"]
+    group, _ = play(hanging, dying, kind=kind(pids), prompt=ASKED, timeout_s=60.0, tool_timeout_s=2.0)
+    assert time.monotonic() - began < 40
+    assert results(group, 0) == ["Error: hang took longer than 2 seconds"]
+    assert all(text.startswith("Error: ") for text in results(group, 1))
+    assert [rollout.finish_reason for rollout in group] == ["done", "done"]
+    assert_ended(pids)
+
+
+def test_a_server_that_cannot_be_started_fails_before_the_run(tmp_path: Path) -> None:
+    broken = open_kind(EnvironmentConfig(tools=[{"mcp": {"command": [str(tmp_path / "nothing")]}}]))
+    with pytest.raises(ConfigError, match=r"environment\.tools: .*nothing"):
+        play(["x"], ["x"], kind=broken, prompt=ASKED)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"mcp": {}}, {"mcp": {"command": "ls"}}, {"mcp": {"command": ["a"], "b": 1}}, {}, {"x": 1}]
+)
+def test_what_is_no_server_is_refused_by_name(entry: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.tools"):
+        open_kind(EnvironmentConfig(tools=[entry]))
