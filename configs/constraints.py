@@ -347,8 +347,9 @@ def check_environment(config: Config) -> Iterator[str]:
         return
     names = [name for name in ("path", "agent", "tools") if getattr(environment, name)]
     name = f"environment.{names[0]}"
-    if environment.agent is not None and len(names) > 1:
-        yield f"environment.agent: a program brings its own tools and answers; remove environment.{names[-1]}, or agent"
+    if environment.agent is not None and names != ["agent"]:
+        other = next(name for name in names if name != "agent")
+        yield f"environment.agent: a program brings its own tools and answers; remove environment.{other}, or agent"
     if config.algorithm.ebft.reward:
         yield f"{name}: EBFT compares single completions with a ground truth; set algorithm.ebft.reward=false"
     if config.rollout.sampling.stop:

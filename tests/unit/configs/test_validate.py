@@ -204,6 +204,21 @@ def test_values_out_of_range_are_named_with_the_range(name: str, value: Any, mes
         ({"learner.max_tokens_per_microbatch": 1279}, "learner.max_tokens_per_microbatch", "set 1280 or more"),
         ({"rollout.max_model_len": 1279}, "rollout.max_model_len", "set 1280 or more"),
         (
+            {"environment.path": "m:E", "rollout.max_model_len": 99_999},
+            "learner.max_tokens_per_microbatch",
+            "set 99999 or more, or rollout.max_model_len=",
+        ),
+        ({"environment.tools": ["m:f"], "rollout.sampling.stop": ["x"]}, "environment.tools", "set it to []"),
+        ({"environment.path": "m:E", "data.chat": False}, "environment.path", "set data.chat=true"),
+        ({"environment.path": "m:E", "environment.agent": "m:f"}, "environment.agent", "remove environment.path"),
+        ({"environment.path": "m:E", "algorithm.ebft.reward": True}, "environment.path", "ebft.reward=false"),
+        ({"algorithm.advantage.credit": "turns"}, "algorithm.advantage.credit", "set environment.path"),
+        (
+            {"algorithm.advantage.credit": "turns", "environment.path": "m:E"},
+            "algorithm.advantage.credit",
+            "set algorithm.advantage.name=rloo",
+        ),
+        (
             {"algorithm.groups_per_step": 1, "algorithm.num_minibatches": 9},
             "algorithm.groups_per_step",
             "set it to 2 or more",
