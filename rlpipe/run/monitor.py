@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 import time
@@ -124,35 +125,51 @@ def describe_actors(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(Counter(names).items()))
 
 
-def end_soon(error: HeadLost) -> None:
-    """End this process with the error after ``LEAVE_S``; leaving a lost cluster would hang or hide the error."""
-
-    def end() -> None:
-        print(f"rlpipe: error: {printable(str(error))}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
-
-    timer = threading.Timer(LEAVE_S, end)
-    timer.daemon = True
-    timer.start()
-
-
 async def watch_hosts(say: Callable[[str], None]) -> None:
-    """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head."""
+    """Watch the hosts until cancelled; raise ``HeadLost`` after three quarters of Ray's limit for a silent head.
+
+    ``LEAVE_S`` later the process ends with that error, whatever else of it hangs.
+    """
     limit_s = 0.75 * float(os.environ.get(HEAD_OPTION, HEAD_LIMIT_S))
-    watch = HostWatch(say)
+    lost = HeadLost(
+        f"Ray's head at {ray.get_runtime_context().gcs_address} has not answered for {limit_s:.0f} s "
+        f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started again, the same "
+        "command continues from the newest checkpoint and the ledger"
+    )
+    watch, left = HostWatch(say), threading.Event()
+    guard = threading.Thread(target=_guard_head, args=(watch, limit_s + LEAVE_S, lost, left), daemon=True)
+    guard.start()
     listing = asyncio.ensure_future(_list(watch))
     try:
-        while True:
+        while watch.head_silent_s < limit_s:
             await asyncio.gather(asyncio.sleep(PROBE_S), *(_probe(watch, *entry) for entry in watch.hosts.items()))
             watch.check()
-            if watch.head_silent_s >= limit_s:
-                raise HeadLost(
-                    f"Ray's head at {ray.get_runtime_context().gcs_address} has not answered for {limit_s:.0f} s "
-                    f"(three quarters of {HEAD_OPTION}): it died or is cut off. Once the cluster has been started "
-                    "again, the same command continues from the newest checkpoint and the ledger"
-                )
+    except BaseException:
+        left.set()
+        raise
     finally:
         listing.cancel()
+    raise lost
+
+
+def _guard_head(watch: HostWatch, limit_s: float, lost: HeadLost, left: threading.Event) -> None:
+    """End this process once the head is silent for too long; leaving a lost cluster would hang, or hide the error.
+
+    This runs in a thread, as calls of Ray may block the event loop then.
+    """
+    while not left.wait(PROBE_S):
+        heads = [host for host in watch.hosts.values() if host.is_head]
+        if watch.head_silent_s >= limit_s and not any(map(_answers, heads)):
+            print(f"rlpipe: error: {printable(str(lost))}", file=sys.stderr, flush=True)
+            os._exit(lost.exit_code)
+
+
+def _answers(host: Host) -> bool:
+    try:
+        with socket.create_connection((host.address, host.port), timeout=PROBE_S):
+            return True
+    except OSError:
+        return False
 
 
 async def _list(watch: HostWatch) -> None:

@@ -28,7 +28,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.data.forward_logs import forward_logs
 from rlpipe.data.prompts import open_run_prompts
 from rlpipe.data.render.tokenizer import load_tokenizer
-from rlpipe.errors import ConfigError, EngineFailed, HeadLost, Interrupted, LedgerLost, RunError
+from rlpipe.errors import ConfigError, EngineFailed, Interrupted, LedgerLost, RunError
 from rlpipe.learner.checkpoint_files import list_checkpoints
 from rlpipe.learner.workload import read_workload
 from rlpipe.models.adapter import without_learner
@@ -42,7 +42,7 @@ from rlpipe.run.controller import Controller, add_evaluated
 from rlpipe.run.engine_pool import EnginePool
 from rlpipe.run.evaluation import Evaluator
 from rlpipe.run.learner_group import end_learner, start_learner
-from rlpipe.run.monitor import RunMonitor, end_soon, watch_hosts
+from rlpipe.run.monitor import RunMonitor, watch_hosts
 from rlpipe.run.prepare import (
     ResumePoint,
     RewardLike,
@@ -356,8 +356,6 @@ def _run(main: Coroutine[Any, Any, Result]) -> Result:
         error = death
     if isinstance(error, RayActorError):
         raise RunError(f"an actor of the run died: {error}") from None
-    if isinstance(error, HeadLost):
-        end_soon(error)
     raise error
 
 
