@@ -65,7 +65,8 @@ class EpisodeActor:
     async def _play(self, request: GroupRequest) -> None:
         assert self._player is not None, "start() comes first"
         try:
-            self._finished.append(await self._player.play(request))
+            group = await self._player.play(request)
+            self._finished.append(group)  # looked up now: ``collect`` has replaced the list meanwhile
         except RunError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - a group that is lost in silence would hold up the run

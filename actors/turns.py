@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -35,8 +36,9 @@ class TurnClient:
     of an engine that dies to another, by ``assign``; their open turns are then drawn there.
     """
 
-    def __init__(self, client: str, engines: Mapping[str, ActorHandle]) -> None:
-        self._client, self._engines = client, engines
+    def __init__(self, name: str, engines: Mapping[str, ActorHandle]) -> None:
+        # Another name in each process: engines may still hold answers for a dead process of the same actor.
+        self._client, self._engines = f"{name}-{uuid4().hex}", engines
         self._assigned: dict[int, str] = {}
         self._turns: dict[int, _Turn] = {}
         self._next_id = 0

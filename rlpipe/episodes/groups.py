@@ -196,7 +196,7 @@ class GroupPlayer:
             )
             if self._gateway is not None:
                 own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)
-                return await self._run_agent(own, request.prompt.task), {}
+                return _with_turns(await self._run_agent(own, request.prompt.task)), {}
             row = request.prompt.task if self._kind.has_reward else {"prompt": request.prompt.prompt}
             try:
                 async with open_servers(self._kind.servers) as served:
@@ -208,7 +208,7 @@ class GroupPlayer:
                         draw=draw,
                         rules=rules,
                     )
-                    return await session.play(row, request.seed), session.toolbox.use
+                    return _with_turns(await session.play(row, request.seed)), session.toolbox.use
             except Exception as error:  # noqa: BLE001 - a server may not start, or an environment not be made
                 episode = Episode()
                 episode.fail(describe_error(error))
@@ -259,6 +259,13 @@ def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]
         f"after {messages} the conversation is rendered anew, as a sequence of its own: {reason}"
         for messages, reason in bridge.refused.items()
     ]
+
+
+def _with_turns(episode: Episode) -> Episode:
+    """Fail an episode in which the policy was not asked, or did not answer in time: it has nothing to train."""
+    if not episode.graph.turns and episode.failure is None:
+        episode.fail(f"it ended without a turn of the policy ({episode.end})")
+    return episode
 
 
 def episode_rollout(request: GroupRequest, index: int, episode: Episode, *, has_reward: bool) -> Rollout:

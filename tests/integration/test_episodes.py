@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from run_cases import HOLDS_LOGP_TO, make_config, read_adapter, trained_steps
+from run_cases import HOLDS_LOGP_TO, largest_difference, make_config, read_adapter, trained_steps
 from signal_cases import assert_accounts_add_up, ledger_of, signals
 
 import rlpipe
 from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import EnvironmentFailed
+from rlpipe.types import RolloutGroup
 
 pytestmark = pytest.mark.ray
 
@@ -56,12 +56,17 @@ def undisturbed_episodes(
     return output
 
 
+def trained_groups(output: Path) -> list[RolloutGroup]:
+    ledger = ledger_of(output)
+    rows = ledger.rows("SELECT group_id FROM groups WHERE state = 'TRAINED' ORDER BY group_id")
+    return list(ledger.load(row[0] for row in rows))
+
+
 def test_every_turn_is_trained_and_kept(undisturbed_episodes: Path) -> None:
     assert_accounts_add_up(undisturbed_episodes, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     ledger = ledger_of(undisturbed_episodes)
     assert ledger.get("schema") == 2
-    ids = [row[0] for row in ledger.rows("SELECT group_id FROM groups WHERE state = 'TRAINED'")]
-    groups = list(ledger.load(ids))
+    groups = trained_groups(undisturbed_episodes)
     assert len(groups) == NUM_STEPS * GROUPS_PER_STEP
     for rollout in (rollout for group in groups for rollout in group):
         assert rollout.episode is not None
@@ -85,8 +90,11 @@ def test_a_run_whose_every_part_is_killed_ends_as_an_undisturbed_one(
     assert killed == list(plan.values())
     assert summary["steps"] == NUM_STEPS
     assert_accounts_add_up(tmp_path, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
-    expected, adapter = read_adapter(undisturbed_episodes / "policy"), read_adapter(tmp_path / "policy")
-    assert all(torch.equal(adapter[name], expected[name]) for name in expected)
+    for own, other in zip(trained_groups(tmp_path), trained_groups(undisturbed_episodes), strict=True):
+        for sequence, expected in zip(own.sequences, other.sequences, strict=True):
+            assert np.array_equal(sequence.token_ids, expected.token_ids), "turns that were drawn again are the same"
+    # Turns that an engine draws together differ from run to run, and with them the rounding of their log-probs.
+    assert largest_difference(read_adapter(undisturbed_episodes / "policy"), read_adapter(tmp_path / "policy")) < 1e-4
     said = "\n".join(event.message for event in ledger_of(tmp_path).events())
     assert "engine rollout-0 died: " in said
     assert "episodes-0 died: " in said

@@ -189,16 +189,27 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     began = time.monotonic()
     group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", code]}), timeout_s=2.0)
     assert time.monotonic() - began < 10
-    assert [rollout.finish_reason for rollout in group] == ["timeout"] * 2
+    assert group.failure is not None
+    assert "it ended without a turn of the policy (timeout)" in group.failure
     children = [int(path.name) for path in tmp_path.iterdir()]
     assert len(children) == 2
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in children)
 
 
-def test_a_program_without_a_reward_is_scored_by_functions(tmp_path: Path) -> None:
-    code = "print('done')"
-    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", code]}))
+def ask_once(row: dict[str, Any], episode: Access) -> None:
+    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1-32?"}])
+
+
+def test_a_program_without_a_reward_is_scored_by_functions() -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind(f"{__file__}:ask_once"))
     assert [rollout.episode.reward for rollout in group if rollout.episode] == [None, None]
+
+
+def test_a_program_that_never_asks_fails_its_episode() -> None:
+    group, _ = play(["1"], ["2"], kind=agent_kind({"command": [sys.executable, "-c", "print(1.0)"]}))
+    assert group.failure is not None
+    assert "it ended without a turn of the policy (done)" in group.failure
 
 
 @pytest.mark.parametrize("agent", [5, {"command": []}, {"command": "ls"}, {"other": 1}, [1], "no_module:f"])
