@@ -30,9 +30,9 @@ class Outcome:
     """Groups that earned nothing, whose prompts may be put back."""
 
     @property
-    def failures(self) -> list[str]:
-        """Reasons of the discarded groups that could not be sampled or scored."""
-        return [reason for reason in self.discarded.values() if not reason.startswith(NO_VARIANCE)]
+    def failures(self) -> dict[int, str]:
+        """Reasons of the discarded groups that could not be sampled or scored, by group id."""
+        return {group_id: why for group_id, why in self.discarded.items() if not why.startswith(NO_VARIANCE)}
 
 
 MIN_FAILURES = 8
@@ -44,19 +44,27 @@ class FailuresInARow:
 
     def __init__(self, groups_per_step: int) -> None:
         self._limit, self._count = max(groups_per_step, MIN_FAILURES), 0
+        self._unsampled = set[int]()
+        """Groups that could not be sampled, until they have passed the scorers, which have nothing to score."""
 
-    def sampled(self, failures: Sequence[str]) -> str | None:
+    def sampled(self, outcome: Outcome) -> str | None:
         """Add groups that could not be sampled; return the problem once a step's worth in a row has failed."""
+        self._unsampled |= outcome.failures.keys()
+        return self._add(outcome.failures)
+
+    def scored(self, outcome: Outcome, group_ids: Sequence[int]) -> str | None:
+        """Add those of the groups that could not be scored; return the problem as ``sampled`` does."""
+        sampled = {*group_ids} - self._unsampled
+        self._unsampled -= {*group_ids}
+        if sampled - outcome.failures.keys():
+            self._count = 0
+        return self._add({group_id: why for group_id, why in outcome.failures.items() if group_id in sampled})
+
+    def _add(self, failures: Mapping[int, str]) -> str | None:
         self._count += len(failures)
         if not failures or self._count < self._limit:
             return None
-        return f"{self._count} groups in a row failed, the last one with: {failures[-1]}"
-
-    def scored(self, failures: Sequence[str], num_groups: int) -> str | None:
-        """Add those of ``num_groups`` that could not be scored; return the problem as ``sampled`` does."""
-        if len(failures) < num_groups:
-            self._count = 0
-        return self.sampled(failures)
+        return f"{self._count} groups in a row failed, the last one with: {[*failures.values()][-1]}"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -285,7 +285,7 @@ class Controller:
         if training:
             call: Any = self._replay.generated.remote(groups, training)
             outcome = await self._ask(call, f"a receipt for the tokens of {len(training)} groups")
-            if (problem := self._failures.sampled(outcome.failures)) is not None:
+            if (problem := self._failures.sampled(outcome)) is not None:
                 await self.stop(EngineFailed(problem))
             await self._settle(outcome)
 
@@ -298,7 +298,7 @@ class Controller:
         if training:
             call: Any = self._replay.scored.remote(training, *scores)
             outcome = await self._ask(call, f"a receipt for the scores of {len(training)} groups")
-            if (problem := self._failures.scored(outcome.failures, len(training))) is not None:
+            if (problem := self._failures.scored(outcome, training)) is not None:
                 await self.stop(RewardFailed(problem))
             await self._settle(outcome)
 

@@ -316,18 +316,31 @@ def test_repeated_scores_name_prompts_that_earned_nothing_again(tmp_path: Path) 
 # Failures in a row ----------------------------------------------------------------------------------------------------
 
 
+def failing(reason: str, *group_ids: int) -> Outcome:
+    return Outcome(discarded=dict.fromkeys(group_ids, reason))
+
+
 def test_a_run_in_which_no_group_succeeds_any_more_is_noticed() -> None:
     failures = FailuresInARow(4)
-    assert failures.scored(["no judge"] * 7, 7) is None
-    assert failures.scored(["no judge"] * 7, 8) is None, "one group was scored"
-    assert failures.scored([], 1) is None
-    assert failures.scored(["no judge"] * 6, 6) is None
-    assert failures.sampled([]) is None, "groups that were sampled are not scored yet"
-    assert failures.sampled(["too long"]) is None
-    assert failures.scored(["no judge"], 1) == "8 groups in a row failed, the last one with: no judge"
-    assert failures.sampled(["too long"]) == "9 groups in a row failed, the last one with: too long"
+    assert failures.scored(failing("no judge", *range(7)), range(7)) is None
+    assert failures.scored(failing("no judge", *range(10, 17)), range(10, 18)) is None, "one group was scored"
+    assert failures.scored(Outcome(), [18]) is None
+    assert failures.scored(failing("no judge", *range(20, 26)), range(20, 26)) is None
+    assert failures.sampled(Outcome()) is None, "groups that were sampled are not scored yet"
+    assert failures.sampled(failing("too long", 30)) is None
+    assert failures.scored(failing("no judge", 31), [31]) == "8 groups in a row failed, the last one with: no judge"
+    assert failures.sampled(failing("too long", 32)) == "9 groups in a row failed, the last one with: too long"
+
+
+def test_groups_that_could_not_be_sampled_are_no_success_when_they_pass_the_scorers() -> None:
+    failures = FailuresInARow(4)
+    for group_id in range(7):
+        assert failures.sampled(failing("too long", group_id)) is None
+        assert failures.scored(Outcome(), [group_id]) is None
+    assert failures.sampled(failing("too long", 7)) == "8 groups in a row failed, the last one with: too long"
+    assert failures.scored(failing("too long", 7), [7]) is None, "a repeated call counts it once"
 
 
 def test_groups_without_reward_variance_are_no_failures() -> None:
     outcome = Outcome(discarded={1: f"{NO_VARIANCE} (attempt 1)", 2: "no judge"})
-    assert outcome.failures == ["no judge"]
+    assert outcome.failures == {2: "no judge"}
