@@ -1,6 +1,7 @@
 """A game of several turns: the policy guesses a number, and is told whether it is higher or lower."""
 
 import json
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import rlpipe
 
 LARGEST, NUM_GUESSES = 32, 5
+REWARD_PER_BIT = 0.1
+"""Reward for halving what is still possible; all of it is worth half a right guess."""
 
 
 class Guess(rlpipe.Environment):
@@ -16,16 +19,23 @@ class Guess(rlpipe.Environment):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         self._number, self._left = int(row["number"]), NUM_GUESSES
+        self._low, self._high = 1, LARGEST
         return f"1-{LARGEST}?"
 
     def step(self, action: str) -> rlpipe.Step:
         self._left -= 1
         if not action.isdecimal():
             return rlpipe.Step("a number", done=not self._left)
-        guess = int(action)
+        guess, before = int(action), self._high - self._low + 1
         if guess == self._number:
             return rlpipe.Step("right", reward=1.0, done=True)
-        return rlpipe.Step("higher" if guess < self._number else "lower", done=not self._left)
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+        else:
+            self._high = min(self._high, guess - 1)
+        bits = math.log2(before / (self._high - self._low + 1))
+        said = "higher" if guess < self._number else "lower"
+        return rlpipe.Step(said, reward=REWARD_PER_BIT * bits, done=not self._left)
 
 
 def warm_up(config: rlpipe.Config) -> None:
