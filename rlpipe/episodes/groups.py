@@ -171,7 +171,7 @@ class GroupPlayer:
             rollout = await self._draw(
                 replace(
                     request,
-                    prompt=request.prompt.followed_by(token_ids),
+                    prompt=replace(request.prompt.followed_by(token_ids), prompt="", task={}),
                     group_size=1,
                     max_tokens=max_tokens,
                     seed=(request.seed + SEED_STEP * number) % MAX_SEED,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rlpipe.episodes.environment import Environment, tool, tools_of
+from rlpipe.episodes.environment import Environment, tool
 from rlpipe.episodes.parsing import PARSERS, ParsedTurn, parse_hermes, parse_json
 from rlpipe.episodes.tools import FunctionTool, Toolbox, ToolCall, ToolResult
 from rlpipe.errors import ConfigError
@@ -157,7 +157,7 @@ class Game(Base):
 
 
 def test_an_environments_methods_are_tools() -> None:
-    hint, look = tools_of(Game())
+    hint, look = Game().tools()
     assert (hint.name, look.name) == ("hint", "look")
     assert hint.schema["function"]["description"] == "Give a better hint."
     assert asyncio.run(hint.call({"kind": "cold"})) == "cold!"
