@@ -9,7 +9,7 @@ from test_groups import play
 
 import rlpipe
 from rlpipe.episodes.adapters import read_action
-from rlpipe.episodes.groups import EpisodeKind
+from rlpipe.episodes.kinds import EpisodeKind
 from rlpipe.errors import ConfigError
 
 LEFT, DOWN, RIGHT, UP = "0", "1", "2", "3"

@@ -10,7 +10,7 @@ import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.groups import EpisodeKind, open_kind
+from rlpipe.episodes.kinds import EpisodeKind, open_kind
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "agent_programs.py"
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"b":  7, "a": 6}}\n</tool_call>'

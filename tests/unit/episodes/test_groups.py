@@ -23,7 +23,8 @@ from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Step
-from rlpipe.episodes.groups import EpisodeKind, GroupPlayer, open_kind
+from rlpipe.episodes.groups import GroupPlayer
+from rlpipe.episodes.kinds import EpisodeKind, open_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
 from rlpipe.episodes.tools import FunctionTool
 from rlpipe.errors import ConfigError, EnvironmentFailed

@@ -11,7 +11,7 @@ import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.groups import EpisodeKind, open_kind
+from rlpipe.episodes.kinds import EpisodeKind, open_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 

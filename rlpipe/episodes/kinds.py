@@ -1,0 +1,74 @@
+"""Kinds of episodes: the environment, tools, servers or program that a config names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.common.imports import describe_error, import_object
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.episodes.agents import Agent, open_agent
+from rlpipe.episodes.environment import Environment, Observation
+from rlpipe.episodes.mcp_tools import McpServer
+from rlpipe.episodes.tools import FunctionTool
+from rlpipe.errors import ConfigError
+
+
+class Given(Environment):
+    """The environment of rows that have the first messages themselves: the policy may call tools, and then answers."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        messages: Observation = row["prompt"]
+        return messages
+
+
+@dataclass(kw_only=True, frozen=True)
+class EpisodeKind:
+    """The environment and tools that a config names."""
+
+    make: Callable[[], Environment]
+    tools: Sequence[FunctionTool]
+    has_reward: bool
+    """Whether the environment gives rewards, beside those of reward functions."""
+    agent: Agent | None = None
+    """Program that plays instead of an environment."""
+    servers: Sequence[McpServer] = ()
+    """MCP servers that each episode starts for itself."""
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools or self.servers or self.make().tools())
+
+
+def open_kind(config: EnvironmentConfig) -> EpisodeKind:
+    """Import the environment and tools of a config, and make one environment to try; raise ``ConfigError``."""
+    if config.agent is not None:
+        return EpisodeKind(make=Given, tools=[], has_reward=True, agent=open_agent(config.agent))
+    made: Callable[[], Environment] = Given
+    if config.path is not None:
+        found = import_object(config.path, what="environment.path", error=ConfigError)
+        if not (inspect.isclass(found) and issubclass(found, Environment)):
+            raise ConfigError(f"environment.path: {config.path} is not a class derived from rlpipe.Environment")
+        made = _Maker(found, dict(config.kwargs))
+        try:
+            made()
+        except Exception as error:  # a user's class raises anything
+            raise ConfigError(f"environment.path: {config.path} can't be made: {describe_error(error)}") from error
+    tools = [
+        FunctionTool(import_object(entry, what="environment.tools", error=ConfigError))
+        for entry in config.tools
+        if not isinstance(entry, Mapping)
+    ]
+    servers = [McpServer.parse(entry) for entry in config.tools if isinstance(entry, Mapping)]
+    return EpisodeKind(make=made, tools=tools, has_reward=config.path is not None, servers=servers)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    kind: type[Environment]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> Environment:
+        return self.kind(**self.kwargs)
