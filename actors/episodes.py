@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 
-from rlpipe.actors.rollout import Receipt
+from rlpipe.actors.rollout import Receipt, with_receipts
 from rlpipe.actors.turns import TurnClient
 from rlpipe.common.imports import describe_error, enter_folder
 from rlpipe.configs.schema.root_config import Config
@@ -91,6 +91,4 @@ class EpisodeActor:
         if self._error is not None:
             raise self._error
         groups, self._finished = self._finished[:max_groups], self._finished[max_groups:]
-        for group in groups:
-            group.engine = self._name
-        return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
+        return with_receipts(groups, self._name)

@@ -19,8 +19,6 @@ QUESTIONS = "questions"
 """The concurrency group of ``ask``, which occupies a thread while the engine samples."""
 TURNS = "turns"
 """The concurrency group of the turns of episodes."""
-
-
 MAX_TURNS = 1024
 """Turns that a client gets at one time."""
 
@@ -31,6 +29,13 @@ class Receipt:
 
     group_id: int
     num_tokens: int
+
+
+def with_receipts(groups: list[RolloutGroup], name: str) -> tuple[list[Receipt], list[RolloutGroup]]:
+    """Return the receipts of groups, and the groups with the name of the actor that has finished them."""
+    for group in groups:
+        group.engine = name
+    return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
 
 
 class RolloutActor:
@@ -59,10 +64,7 @@ class RolloutActor:
 
     def collect(self, timeout_s: float, max_groups: int) -> tuple[list[Receipt], list[RolloutGroup]]:
         """Return finished groups with their receipts, as soon as there is one; none after ``timeout_s``."""
-        groups = self._engine.collect(timeout_s, max_groups)
-        for group in groups:
-            group.engine = self._name
-        return [Receipt(group_id=group.group_id, num_tokens=group.num_tokens) for group in groups], groups
+        return with_receipts(self._engine.collect(timeout_s, max_groups), self._name)
 
     def draw(self, client: str, requests: Sequence[GroupRequest]) -> None:
         """Begin to draw turns, which ``drawn`` returns to the same client."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -19,6 +20,9 @@ from rlpipe.rollout.factory import open_engine
 from rlpipe.run.prepare import prepare_run
 from rlpipe.types import GroupRequest, Prompt, Rollout
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def play_episode(config: Config, *, row: int, seed: int, temperature: float | None) -> list[ShownRow]:
     """Play an episode of the config's environment on a row, and return its sequences.
@@ -29,9 +33,9 @@ def play_episode(config: Config, *, row: int, seed: int, temperature: float | No
     if config.algorithm.kind != "rl" or not config.environment.is_used:
         raise ConfigError("the config plays no episodes: set environment.path or environment.tools")
     disable_progress_bar()
-    run = prepare_run(config)
-    tokenizer = load_tokenizer(run.model)
-    prompt = _prompt(config, row)
+    config = replace(config, model=prepare_run(config).model)
+    tokenizer = load_tokenizer(config.model)
+    prompt = _prompt(config, tokenizer, row)
     request = GroupRequest(
         group_id=0,
         prompt=prompt,
@@ -40,7 +44,7 @@ def play_episode(config: Config, *, row: int, seed: int, temperature: float | No
         temperature=config.rollout.sampling.temperature if temperature is None else temperature,
         seed=seed,
     )
-    rollout = _play(replace(config, model=run.model), request)
+    rollout = _play(config, request)
     assert rollout.episode is not None
     rewards = ", ".join(f"{reward:g}" for reward in rollout.episode.turn_rewards)
     shown = []
@@ -52,8 +56,8 @@ def play_episode(config: Config, *, row: int, seed: int, temperature: float | No
     return shown
 
 
-def _prompt(config: Config, row: int) -> Prompt:
-    source, _ = open_run_prompts(config, config.model, load_tokenizer(config.model), tried=False)
+def _prompt(config: Config, tokenizer: PreTrainedTokenizerBase, row: int) -> Prompt:
+    source, _ = open_run_prompts(config, config.model, tokenizer, tried=False)
     place = find_row(source, row)
     if place is None:
         raise DataError(f"--row {row}: the data have fewer rows")

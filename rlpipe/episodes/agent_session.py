@@ -193,23 +193,15 @@ class AgentSession:
         self._asked[question.digest].is_received = True
         if answer.node is not None or self._is_sealed:
             return
-        graph = self.episode.graph
         begins = answer.continuation.node
-        observed = graph.observe(begins, answer.continuation.new, answer.context)
+        observed = self.episode.graph.observe(begins, answer.continuation.new, answer.context)
         if begins is None:
             self._tools[id(observed)] = answer.tools
             self.episode.opening = self.episode.opening or answer.continuation.new
         if answer.branching is not None:
-            counts = self.episode.branches_by_reason
-            counts[answer.branching] = counts.get(answer.branching, 0) + 1
+            self.episode.branches_by_reason[answer.branching] += 1
         self._received.append(answer)
-        answer.node = graph.draw(
-            observed,
-            [answer.parsed.as_message()],
-            np.array(answer.drawn.token_ids, np.int32),
-            logprobs=np.array(answer.drawn.logprobs, np.float32),
-            policy_versions=np.array(answer.drawn.policy_versions, np.int32),
-        )
+        answer.node = self.episode.add_turn(observed, answer.parsed, answer.drawn)
 
     def lost(self, question: ChatQuestion, answer: ChatAnswer) -> None:
         """Take an answer back that did not reach the program; if it asks again, it gets the same one."""

@@ -173,8 +173,8 @@ class GroupPlayer:
 def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]:
     """Return a player of a config's environment, and what the user should know of the model's chat template.
 
-    Raises ``ConfigError`` if the environment, a tool or the
-    parser can't be used, and ``DataError`` if the model has no chat template.
+    Raises ``ConfigError`` if the environment, a tool or the parser can't be used, and ``DataError`` if the model has no
+    chat template.
     """
     environment, kind = config.environment, open_kind(config.environment)
     template = ChatTemplate(load_tokenizer(config.model), config.data)

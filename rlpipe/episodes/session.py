@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -62,12 +63,22 @@ class Episode:
     """The conversation after that."""
     is_rewarded: bool = True
     """Whether the environment gave a reward, which may be 0."""
-    branches_by_reason: dict[str, int] = field(default_factory=dict)
+    branches_by_reason: Counter[str] = field(default_factory=Counter)
     """Number of times that a conversation had to be rendered anew, by reason."""
 
     @property
     def turn_rewards(self) -> list[float]:
         return [node.reward for node in self.graph.turns]
+
+    def add_turn(self, parent: Node, parsed: ParsedTurn, drawn: DrawnTurn) -> Node:
+        """Add a turn that an engine drew to the graph."""
+        return self.graph.draw(
+            parent,
+            [parsed.as_message()],
+            np.array(drawn.token_ids, np.int32),
+            logprobs=np.array(drawn.logprobs, np.float32),
+            policy_versions=np.array(drawn.policy_versions, np.int32),
+        )
 
     def end_early(self, end: str) -> None:
         self.status, self.end = RolloutStatus.TRUNCATED, end
@@ -135,7 +146,8 @@ class Session:
                 return self._end_for_length(episode, len(context))
             answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
             parsed = self._parser(read_turn(answer.token_ids, self._bridge), f"{turn}c")
-            node = _add(episode, node, parsed, answer)
+            node = episode.add_turn(node, parsed, answer)
+            episode.messages += node.messages
             if answer.finish_reason == "length" and len(answer.token_ids) >= room:
                 return episode.end_early("length")
             new, node.reward, is_done = await self._respond(parsed)
@@ -171,7 +183,7 @@ class Session:
         try:
             suffix = self._bridge.suffix(parsed.as_message(), new)
         except Unbridgeable:
-            episode.branches_by_reason["unbridgeable"] = episode.branches_by_reason.get("unbridgeable", 0) + 1
+            episode.branches_by_reason["unbridgeable"] += 1
             whole = [*episode.opening, *episode.messages]
             return episode.graph.observe(None, whole, self._rendered(whole))
         return episode.graph.observe(node, new, suffix.behind(node.token_ids, self._bridge.end_ids))
@@ -189,15 +201,3 @@ def read_turn(token_ids: Sequence[int], bridge: Bridge) -> str:
     if own and own[-1] in bridge.end_ids:
         own.pop()
     return cast(str, bridge.template.tokenizer.decode(own, skip_special_tokens=False))
-
-
-def _add(episode: Episode, node: Node, parsed: ParsedTurn, answer: DrawnTurn) -> Node:
-    message = parsed.as_message()
-    episode.messages.append(message)
-    return episode.graph.draw(
-        node,
-        [message],
-        np.array(answer.token_ids, np.int32),
-        logprobs=np.array(answer.logprobs, np.float32),
-        policy_versions=np.array(answer.policy_versions, np.int32),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ MAX_GROUPS_PER_COLLECT = 64
 MAX_DEATHS = 5
 """Deaths of a process without a finished group in between, after which the run ends."""
 
-Finished = Callable[[ObjectRef, Sequence[Receipt]], Awaitable[None]]
+Finished = Callable[[ObjectRef, Sequence[Receipt]], Coroutine[Any, Any, None]]
 """Takes the reference to a list of groups, and their receipts."""
 
 
@@ -124,7 +124,7 @@ class EpisodePool:
                 num_deaths = 0
                 for receipt in receipts:
                     del self._playing[receipt.group_id]
-                tasks.create_task(_pass_on(finished, groups, receipts))
+                tasks.create_task(finished(groups, receipts))
 
     async def _replace(self, name: str, reason: str, notice: Callable[[str, str], None]) -> None:
         """Wait until Ray has replaced a process, and begin its groups again."""
@@ -133,7 +133,3 @@ class EpisodePool:
         notice("episodes", f"{name} died: {reason}; its {len(lost)} groups begin again")
         for own in lost:
             self._processes[name].play.remote([own.request], own.engine)
-
-
-async def _pass_on(finished: Finished, groups: ObjectRef, receipts: Sequence[Receipt]) -> None:
-    await finished(groups, receipts)
