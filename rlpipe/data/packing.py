@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlpipe.data.prefixes import PrefixIndex
 from rlpipe.data.render.processor import Encoded
 from rlpipe.errors import ConfigError
 from rlpipe.types import NO_GROUP, NO_VERSION, FloatArray, MicroBatch, MiniBatch, Rollout, TrainBatch
@@ -21,12 +23,15 @@ EVEN_LENGTH = 16384
 """Sequence length at which attention costs as much as all else: 12 times the hidden size, here taken as 1,365."""
 
 UNITS_PER_SHARE = 4
-"""Siblings stay together in units of at most 1/4 of a micro batch's tokens, and of a rank's share of the cost."""
+"""Siblings stay together in units of at most 1/4 of a micro batch's tokens, and of a rank's share of the cost.
+
+Tokens that an episode's branches share count once in this.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class _Unit:
-    """Sibling rollouts that stay together, so that a micro batch can process their common prompt once."""
+    """Sibling sequences that stay together, so that a micro batch can process once what they share."""
 
     members: list[int]  # places in the mini batch
     num_tokens: int
@@ -181,17 +186,30 @@ def _make_units(rollouts: list[Rollout], num_ranks: int, max_tokens: int) -> lis
     units = []
     for group in siblings.values():
         members: list[int] = []
-        num_tokens, cost = 0, 0.0
-        for index in group:
+        num_tokens, num_distinct, cost = 0, 0, 0.0
+        for index, shared in zip(group, _shared_with_branches([rollouts[index] for index in group]), strict=True):
             length = len(rollouts[index].token_ids)
-            if members and (num_tokens + length > max_tokens // UNITS_PER_SHARE or cost + costs[index] > max_cost):
+            if members and (
+                num_distinct + length - shared > max_tokens // UNITS_PER_SHARE
+                or num_tokens + length > max_tokens
+                or cost + costs[index] - shared > max_cost
+            ):
                 units.append(_Unit(members, num_tokens, cost))
-                members, num_tokens, cost = [], 0, 0.0
+                members, num_tokens, num_distinct, cost, shared = [], 0, 0, 0.0, 0
             members.append(index)
             num_tokens += length
-            cost += costs[index]
+            num_distinct += length - shared
+            cost += costs[index] - shared
         units.append(_Unit(members, num_tokens, cost))
     return units
+
+
+def _shared_with_branches(sequences: Sequence[Rollout]) -> Iterator[int]:
+    """Yield the tokens that each sequence has in common with an earlier branch of its own episode."""
+    for _, branches in groupby(sequences, key=lambda sequence: sequence.sample_index):
+        prefixes = PrefixIndex()
+        for branch in branches:
+            yield prefixes.add(branch.token_ids)[1]
 
 
 def _share_out(units: list[_Unit], num_ranks: int) -> list[list[_Unit]]:

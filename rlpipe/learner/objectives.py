@@ -29,6 +29,9 @@ from rlpipe.learner.strategies.sharding import Reduce
 from rlpipe.learner.workload import needs_reference
 from rlpipe.types import IntArray, MicroBatch, MiniBatch
 
+RUN, SHARED = "tokens/run", "tokens/shared"
+"""Metrics: tokens that passes run, and tokens of sequences that they do not, because other sequences share them."""
+
 
 @dataclass(kw_only=True, slots=True)
 class LearnerInputs:
@@ -321,6 +324,9 @@ class PolicyGradient(PackedRows):
         )
         loss_inputs = inputs.loss_inputs(logprobs, entropy, mini_batch, self._max_completion_tokens)
         output = policy_loss(loss_inputs, self._algorithm.loss, self._algorithm.correction)
+        run, shared = len(inputs.row.token_ids), inputs.row.num_shared
+        output.metrics.add_total(RUN, output.loss.new_tensor(run, dtype=torch.float64))
+        output.metrics.add_total(SHARED, output.loss.new_tensor(shared, dtype=torch.float64))
         if not self._algorithm.ebft.reward:
             return output
         output.metrics.add_total("ebft/rl_loss", output.loss)

@@ -1,4 +1,4 @@
-"""Packs a micro batch into one row in which sequences share their prompts, and its attention.
+"""Packs a micro batch into one row in which sequences share what they have in common, and its attention.
 
 Shapes: N tokens and S sequences of the micro batch, M tokens of its row, K loss tokens, L tokens of the longest
 sequence of a block.
@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 from inspect import signature
 from itertools import cycle, pairwise
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 
+from rlpipe.data.prefixes import PrefixIndex
 from rlpipe.errors import ModelError
 from rlpipe.kernels.strided_mask import StridedMask
 from rlpipe.types import Images, MicroBatch, PlacedImage
@@ -38,7 +40,7 @@ BLOCK_GROWTH = 1.5
 class AttentionLayout(Enum):
     """Ways to run the sequences of a micro batch."""
 
-    SHARED = "in one row, common prompts once, kept apart by the plan of its attention"
+    SHARED = "in one row, common beginnings once, kept apart by the plan of its attention"
     POSITIONS = "in one row, kept apart by position ids that restart"
     APART = "each in a row of its own, filled up at the end"
     ALONE = "each in a pass of its own"
@@ -83,6 +85,8 @@ class Row:
     """Places in the row of each sequence's tokens, on the host."""
     images: Images = ()
     """Images, with their places in the row."""
+    num_shared: int = 0
+    """Tokens of sequences that are not in the row, because an earlier sequence has them."""
     vision: Mapping[str, Tensor] = field(default_factory=dict)
     """Model inputs for the images, by argument name; on the host until a pass needs them."""
 
@@ -94,8 +98,10 @@ class _RowBuilder:
     sources: list[Indices] = field(default_factory=list)  # pieces of the micro batch, in the order of the row
     sequences: list[Indices] = field(default_factory=list)  # places in the row of each sequence's tokens
     num_tokens: int = 0
-    prompts: dict[tuple[bytes, ...], Indices] = field(default_factory=dict)
     images: list[PlacedImage] = field(default_factory=list)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    paths: list[Indices] = field(default_factory=list)  # places of each sequence in the prefix index
+    num_shared: int = 0
 
     def append(self, start: int, stop: int, images: Images = ()) -> Indices:
         """Append a piece of the micro batch, and return its places in the row."""
@@ -105,20 +111,36 @@ class _RowBuilder:
         self.num_tokens += stop - start
         return places
 
-    def append_prompt(self, token_ids: Indices, start: int, stop: int, images: Images) -> Indices:
-        key = (token_ids[start:stop].tobytes(), *(image.content for image in _within(images, start, stop)))
-        if key not in self.prompts:
-            self.prompts[key] = self.append(start, stop, images)
-        return self.prompts[key]
+    def append_shared(self, token_ids: Indices, start: int, stop: int, images: Images) -> Indices:
+        """Append what no earlier sequence begins with; return the places of all tokens, and note a new sequence."""
+        number, shared = self.prefixes.add(_told_apart(token_ids[start:stop], _within(images, start, stop), start))
+        known = self.paths[number][:shared] if shared else np.zeros(0, np.int64)
+        places = np.concatenate([known, self.append(start + shared, stop, images)])
+        self.paths.append(places)
+        self.num_shared += shared
+        if start + shared < stop:
+            self.sequences.append(places)
+        return places
+
+
+def _told_apart(token_ids: Indices, images: Images, start: int) -> Indices:
+    """Return the tokens of a sequence with numbers below 0 for those of images, which differ by their pixels."""
+    if not images:
+        return token_ids
+    told = token_ids.copy()
+    for image in images:
+        digest = int.from_bytes(blake2b(image.content, digest_size=7).digest(), "little")
+        told[image.place - start : image.place - start + image.num_tokens] = -1 - digest
+    return told
 
 
 def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.device) -> Row:
     """Plan the row of a micro batch, without the tokens that predict no loss token.
 
     A sequence is cut after the token that predicts its last loss token, and dropped if it has no loss tokens. In
-    ``AttentionLayout.SHARED``, sequences with equal tokens and images before their first loss token share these. A
-    micro batch without loss tokens becomes a row of one token, for a rank that runs it only because others have work.
-    If a micro batch has images, its row has at least one.
+    ``AttentionLayout.SHARED``, sequences share the tokens and images with which they begin alike. A micro
+    batch without loss tokens becomes a row of one token, for a rank that runs it only because others have work. If it
+    has images, its row has at least one.
     """
     loss_tokens = np.flatnonzero(micro_batch.loss_mask)
     builder = _RowBuilder()
@@ -128,16 +150,15 @@ def plan_row(micro_batch: MicroBatch, *, layout: AttentionLayout, device: torch.
     for index, (begin, end) in enumerate(pairwise(first_losses)):
         if begin == end:
             continue
-        start, first, last = int(starts[index]), int(loss_tokens[begin]), int(loss_tokens[end - 1])
+        start, last = int(starts[index]), int(loss_tokens[end - 1])
         if layout is AttentionLayout.ALONE:  # a token may attend to a later image, so all images are kept
             ends = [image.place + image.num_tokens for image in micro_batch.images if image.place < starts[index + 1]]
             last = max([last, *ends])
         if layout is AttentionLayout.SHARED:
-            prompt = builder.append_prompt(micro_batch.token_ids, start, first, micro_batch.images)
-            places = np.concatenate([prompt, builder.append(first, last, micro_batch.images)])
+            places = builder.append_shared(micro_batch.token_ids, start, last, micro_batch.images)
         else:
             places = builder.append(start, last, micro_batch.images)
-        builder.sequences.append(places)
+            builder.sequences.append(places)
         predictors.append(places[loss_tokens[begin:end] - 1 - start])
     if micro_batch.images and not builder.images:
         image = micro_batch.images[0]
@@ -170,6 +191,7 @@ def _to_row(
         attention=_plan_attention(builder, layout, device) if layout in PLANNED else None,
         sequences=builder.sequences,
         images=tuple(builder.images),
+        num_shared=builder.num_shared,
     )
 
 

@@ -16,7 +16,7 @@ from rlpipe.algorithms.metrics import MetricSums
 from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.errors import LearnerFailed
-from rlpipe.learner.objectives import Inputs, Objective, PolicyGradient, Supervised, make_reference
+from rlpipe.learner.objectives import RUN, SHARED, Inputs, Objective, PolicyGradient, Supervised, make_reference
 from rlpipe.learner.policy import Policy
 from rlpipe.learner.strategies.optimizer import clipping_scale, learning_rate_factor
 from rlpipe.learner.strategies.sharding import Reduce
@@ -205,6 +205,8 @@ class Learner:
         reduce = self.policy.sharding.reduce
         sums.load(*(reduce(part, operation) for part, operation in zip(sums.state(), operations, strict=True)))
         values = sums.values()
+        if SHARED in values:
+            values["tokens/shared_ratio"] = values[SHARED] / (values[RUN] + values.pop(SHARED))
         return values | {name: value / num_updates for name, value in values.items() if name in LOSSES}
 
 

@@ -111,7 +111,7 @@ def _rollouts(config: Config) -> Iterator[Rollout]:
             sample_index=sample,
             prompt_id=group,
             task={},
-            token_ids=np.broadcast_to(np.int32(group), length),
+            token_ids=np.where(mask, index, group).astype(np.int32),  # siblings share their prompt alone
             loss_mask=mask,
             logprobs=numbers,
             policy_versions=versions,

@@ -12,10 +12,10 @@ from rlpipe.configs.schema.algorithm_config import AlgorithmConfig
 from rlpipe.configs.schema.learner_config import LearnerConfig, OptimizerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
 from rlpipe.data.packing import pack_step
-from rlpipe.learner.policy import load_policy
+from rlpipe.learner.policy import Policy, load_policy
 from rlpipe.learner.step import Learner
 from rlpipe.learner.workload import Workload, needs_copy
-from rlpipe.types import NO_VERSION, Rollout, TrainBatch
+from rlpipe.types import NO_VERSION, MicroBatch, Rollout, TrainBatch
 
 
 def make_rollouts(*, num_groups: int = 4, group_size: int = 3, seed: int = 0) -> list[Rollout]:
@@ -89,6 +89,15 @@ def make_adapter_config(kind: str = "lora", **options: Any) -> AdapterConfig:
 def make_model_config(path: Path, *, adapter: str | AdapterConfig = "lora", **options: Any) -> ModelConfig:
     config = make_adapter_config(adapter) if isinstance(adapter, str) else adapter
     return ModelConfig(path=str(path), adapter=config, **{"dtype": "float32"} | options)
+
+
+def load_tiny(path: Path, **options: Any) -> Policy:
+    return load_policy(make_model_config(path, **options), LearnerConfig(), torch.device("cpu"))
+
+
+def micro_batch_of(rollouts: list[Rollout]) -> MicroBatch:
+    """Return one micro batch of all rollouts, in their order."""
+    return pack_step(rollouts, step=0, num_ranks=1, max_tokens=10_000)[0].mini_batches[0].micro_batches[0]
 
 
 def make_learner(

@@ -4,14 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_cases import make_batches, make_learner, make_model_config, make_rollouts
+from learner_cases import load_tiny, make_batches, make_learner, make_rollouts, micro_batch_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpipe.configs.schema.learner_config import LearnerConfig
 from rlpipe.configs.schema.model_config import AdapterConfig, ModelConfig
-from rlpipe.data.packing import pack_step
 from rlpipe.errors import ConfigError, ModelError
-from rlpipe.learner.policy import Policy, load_policy
+from rlpipe.learner.policy import load_policy
 from rlpipe.learner.row_plan import AttentionLayout, plan_row
 from rlpipe.models.tiny import make_tiny_policy
 from rlpipe.types import MicroBatch, Rollout
@@ -25,14 +24,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_policy(tmp_path_factory.mktemp("tiny"), hidden_size=64, num_layers=2, intermediate_size=96)
 
 
-def load(path: Path, **options: object) -> Policy:
-    return load_policy(make_model_config(path, **options), LearnerConfig(), CPU)
-
-
-def micro_batch_of(rollouts: list[Rollout]) -> MicroBatch:
-    return pack_step(rollouts, step=0, num_ranks=1, max_tokens=10_000)[0].mini_batches[0].micro_batches[0]
-
-
 def logprobs_alone(model: PreTrainedModel, rollout: Rollout, temperature: float) -> torch.Tensor:
     """Return log-probs of transformers' own forward pass over one sequence."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
@@ -44,7 +35,7 @@ def logprobs_alone(model: PreTrainedModel, rollout: Rollout, temperature: float)
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_rows_score_as_each_row_alone(tiny: Path, attention: str) -> None:
-    policy = load(tiny, attention=attention)
+    policy = load_tiny(tiny, attention=attention)
     model = AutoModelForCausalLM.from_pretrained(tiny)
     rollouts = make_rollouts()
     with policy.inference():
@@ -56,7 +47,7 @@ def test_packed_rows_score_as_each_row_alone(tiny: Path, attention: str) -> None
 
 
 def test_rows_would_leak_into_each_other_with_a_cache(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = load(tiny, attention="eager")
+    policy = load_tiny(tiny, attention="eager")
     rollouts = make_rollouts()
     backbone = policy.scorer.causal_model.base_model
     forward = backbone.forward
@@ -75,7 +66,7 @@ def test_shared_prompts_run_once_and_give_the_same_gradient(tiny: Path) -> None:
     assert len(shared.token_ids) < len(separate.token_ids) < micro_batch.num_tokens
     gradients = []
     for attention in ("sdpa", "eager"):
-        policy = load(tiny, adapter="none", attention=attention)
+        policy = load_tiny(tiny, adapter="none", attention=attention)
         scores, _ = policy.logprobs(micro_batch, temperature=1.0)
         (scores.square().sum() / micro_batch.loss_mask.sum()).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters().values()]))
@@ -91,7 +82,7 @@ def test_sliding_windows_hold_in_packed_rows(tiny: Path, tmp_path: Path) -> None
     micro_batch = micro_batch_of(make_rollouts())
     scores = []
     for path, attention in ((tmp_path, "sdpa"), (tmp_path, "eager"), (tiny, "sdpa")):
-        policy = load(path, attention=attention)
+        policy = load_tiny(path, attention=attention)
         with policy.inference():
             scores.append(policy.logprobs(micro_batch, temperature=1.0)[0])
     torch.testing.assert_close(scores[0], scores[1], atol=1e-5, rtol=0)
@@ -118,7 +109,7 @@ def test_gradient_checkpointing_changes_nothing(tiny: Path) -> None:
     micro_batch = micro_batch_of(make_rollouts())
     gradients = []
     for checkpointing in (False, True):
-        policy = load(tiny, gradient_checkpointing=checkpointing)
+        policy = load_tiny(tiny, gradient_checkpointing=checkpointing)
         for name, parameter in policy.trainable_parameters().items():
             if "lora_B" in name:
                 torch.nn.init.constant_(parameter, 0.01)
@@ -147,7 +138,7 @@ def test_an_adapter_on_the_lm_head_is_part_of_the_scores_and_can_be_switched_off
 def test_new_adapters_are_alike_for_the_same_seed_and_draw_nothing_from_the_run(tiny: Path) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    first, second = load(tiny).trainable_parameters(), load(tiny).trainable_parameters()
+    first, second = load_tiny(tiny).trainable_parameters(), load_tiny(tiny).trainable_parameters()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -155,7 +146,7 @@ def test_new_adapters_are_alike_for_the_same_seed_and_draw_nothing_from_the_run(
 def test_a_half_precision_policy_trains_float32_parameters(tiny: Path) -> None:
     micro_batch = micro_batch_of(make_rollouts())
     for adapter in ("lora", "none"):
-        exact = load(tiny, adapter=adapter)
+        exact = load_tiny(tiny, adapter=adapter)
         config = ModelConfig(path=str(tiny), dtype="bfloat16", adapter=AdapterConfig(kind=adapter, r=4))
         policy = load_policy(config, LearnerConfig(), CPU)
         assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
@@ -190,7 +181,7 @@ def test_models_that_change_their_logits_in_other_ways_are_refused(tiny: Path, t
     model.config.output_logit_soft_cap = 30.0
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="output_logit_soft_cap"):
-        load(tmp_path)
+        load_tiny(tmp_path)
 
 
 def test_scaled_logits_are_scaled(tiny: Path, tmp_path: Path) -> None:
@@ -199,8 +190,8 @@ def test_scaled_logits_are_scaled(tiny: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     micro_batch = micro_batch_of(make_rollouts())
     with torch.no_grad():
-        scaled, _ = load(tmp_path).logprobs(micro_batch, temperature=1.0)
-        expected, _ = load(tiny).logprobs(micro_batch, temperature=2.0)
+        scaled, _ = load_tiny(tmp_path).logprobs(micro_batch, temperature=1.0)
+        expected, _ = load_tiny(tiny).logprobs(micro_batch, temperature=2.0)
     torch.testing.assert_close(scaled, expected)
 
 
@@ -212,7 +203,7 @@ def test_several_ranks_need_a_strategy(tiny: Path) -> None:
 def test_an_empty_micro_batch_runs(tiny: Path) -> None:
     batch = make_batches(num_ranks=2, max_tokens=40)[0].mini_batches[0].micro_batches[0]
     batch.loss_mask[:] = False
-    policy = load(tiny)
+    policy = load_tiny(tiny)
     scores, entropy = policy.logprobs(batch, temperature=1.0, with_entropy=True)
     scores.sum().backward()
     assert not scores.any()
