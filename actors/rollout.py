@@ -70,6 +70,10 @@ class RolloutActor:
         """Begin to draw turns, which ``drawn`` returns to the same client."""
         self._engine.submit(requests, client)
 
+    def cancel(self, client: str, group_ids: Sequence[int]) -> None:
+        """Drop turns whose episodes are over."""
+        self._engine.cancel(client, group_ids)
+
     def drawn(self, client: str, timeout_s: float) -> list[RolloutGroup]:
         """Return a client's finished turns as soon as there are some; none after ``timeout_s``."""
         return self._engine.collect(timeout_s, MAX_TURNS, client)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -38,11 +38,12 @@ class TurnClient:
 
     def __init__(self, name: str, engines: Mapping[str, ActorHandle]) -> None:
         # Another name in each process: engines may still hold answers for a dead process of the same actor.
-        self._client, self._engines = f"{name}-{uuid4().hex}", engines
+        self._client, self._engines = f"{name}/{uuid4().hex}", engines
         self._assigned: dict[int, str] = {}
         self._turns: dict[int, _Turn] = {}
         self._next_id = 0
         self._unsent: defaultdict[str, list[int]] = defaultdict(list)
+        self._dropped: defaultdict[str, list[int]] = defaultdict(list)
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._sends: set[asyncio.Task[None]] = set()
 
@@ -59,12 +60,18 @@ class TurnClient:
         self._assigned.pop(group_id, None)
 
     async def draw(self, request: GroupRequest) -> Rollout:
-        """Return one answer; raise ``EngineFailed`` if the engine can't sample the request."""
+        """Return one answer; raise ``EngineFailed`` if the engine can't sample the request.
+
+        If it is cancelled, the engine stops to draw it.
+        """
         number, self._next_id = self._next_id, self._next_id + 1
         turn = self._turns[number] = _Turn(request.group_id, replace(request, group_id=number))
         self._send(self._assigned[request.group_id], number)
         try:
             return await turn.answer
+        except asyncio.CancelledError:
+            self._drop(number, request.group_id)
+            raise
         finally:
             del self._turns[number]
 
@@ -75,16 +82,30 @@ class TurnClient:
         if engine not in self._polls or self._polls[engine].done():
             self._polls[engine] = asyncio.create_task(self._poll(engine))
 
+    def _drop(self, number: int, group_id: int) -> None:
+        engine = self._assigned.get(group_id)
+        if engine is not None:
+            if not self._dropped[engine]:
+                asyncio.get_running_loop().call_soon(self._flush_dropped, engine)
+            self._dropped[engine].append(number)
+
+    def _flush_dropped(self, engine: str) -> None:
+        numbers, self._dropped[engine] = self._dropped[engine], []
+        self._begin(self._submit(engine, "cancel", numbers))
+
     def _flush(self, engine: str) -> None:
         numbers, self._unsent[engine] = self._unsent[engine], []
         requests = [self._turns[number].request for number in dict.fromkeys(numbers) if number in self._turns]
-        sending = asyncio.create_task(self._submit(engine, requests))
+        self._begin(self._submit(engine, "draw", requests))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        sending = asyncio.create_task(work)
         self._sends.add(sending)
         sending.add_done_callback(self._sends.discard)
 
-    async def _submit(self, engine: str, requests: list[GroupRequest]) -> None:
+    async def _submit(self, engine: str, method: str, argument: Any) -> None:
         try:
-            await self._call(engine, "draw", requests)
+            await self._call(engine, method, argument)
         except RayError:
             return  # the engine has died, and the driver assigns its groups to another
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,9 @@ class StandInEngine(ABC):
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._requests.extend(requests)
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        self._requests = [request for request in self._requests if request.group_id not in group_ids]
 
     @abstractmethod
     def step(self) -> list[RolloutGroup]: ...

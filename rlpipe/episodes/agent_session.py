@@ -213,8 +213,7 @@ class AgentSession:
         answer.node = None
 
     async def _answer(self, question: ChatQuestion) -> ChatAnswer:
-        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
-        if number >= self._rules.max_turns:
+        if self._num_drawn >= self._rules.max_turns:
             self.episode.end_early("max_turns")
             raise RequestRefused(400, "max_turns", f"the episode has had its {self._rules.max_turns} turns")
         if question.tools and self._parser is parse_text:
@@ -237,7 +236,9 @@ class AgentSession:
             message = f"the conversation has {len(context)} tokens; this run's limit is {limit}"
             raise RequestRefused(400, "context_length_exceeded", message)
         limit = min(self._rules.max_tokens, room, question.max_tokens or room)
-        drawn = await self._draw(context, max_tokens=limit, turn=number, stop=question.stop)
+        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        with self.episode.timed("engine_wait"):
+            drawn = await self._draw(context, max_tokens=limit, turn=number, stop=question.stop)
         text = read_turn(drawn.token_ids, bridge)
         for stop in question.stop:
             text = text.partition(stop)[0]

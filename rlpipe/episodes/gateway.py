@@ -6,10 +6,11 @@ Each episode has a key of its own, which reaches nothing else.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 from collections.abc import Mapping
-from secrets import token_urlsafe
+from secrets import token_bytes, token_hex
 from typing import Any
 
 from aiohttp import web
@@ -29,7 +30,7 @@ class Gateway:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
         self._sessions: dict[str, AgentSession] = {}
-        self._ended: set[str] = set()
+        self._secret = token_bytes(32)
         self._runner: web.AppRunner | None = None
         self.base_url = ""
         """URL for ``OPENAI_BASE_URL``; available once the server has started."""
@@ -52,22 +53,27 @@ class Gateway:
 
     def open(self, session: AgentSession) -> str:
         """Return a new key, of 256 bits, by which a program reaches the session."""
-        key = f"rlpipe-{token_urlsafe(32)}"
+        key = self._sign(token_hex(32))
         self._sessions[key] = session
         return key
 
     def close(self, key: str) -> None:
         """Refuse further requests with the key."""
         self._sessions.pop(key, None)
-        self._ended.add(key)
+
+    def _sign(self, number: str) -> str:
+        """Return a key that ``_session`` knows as one of this gateway's even after its episode."""
+        return f"rlpipe-{number}-{hmac.new(self._secret, number.encode(), 'sha256').hexdigest()}"
 
     def _session(self, request: web.Request) -> AgentSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if key in self._ended:
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        _, _, signed = key.partition("-")
+        if hmac.compare_digest(key.encode(), self._sign(signed.partition("-")[0]).encode()):
             raise RequestRefused(409, "sealed", "the episode is over")
-        if key not in self._sessions:
-            raise RequestRefused(401, "invalid_api_key", "the key is of no episode of this run")
-        return self._sessions[key]
+        raise RequestRefused(401, "invalid_api_key", "the key is of no episode of this run")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -62,13 +62,18 @@ def _opening_arrays(episode: Episode) -> dict[str, Any]:
 
 
 def episode_metrics(episodes: Sequence[Episode], uses: Sequence[Mapping[str, ToolUse]]) -> dict[str, float]:
-    """Return means over a group's episodes of turns, sequences, ends and branches, and the counts of tool calls."""
+    """Return means over a group's episodes: turns, tokens, sequences, ends, branches, seconds and tool calls."""
     metrics = {
         "episodes/turns": _mean([len(own.graph.turns) for own in episodes]),
         "episodes/branches": _mean([len(own.graph.branches()) for own in episodes]),
         "episodes/truncated": _mean([own.status is RolloutStatus.TRUNCATED for own in episodes]),
         "episodes/failed": _mean([own.failure is not None for own in episodes]),
     }
+    nodes = [node for own in episodes for node in own.graph.nodes]
+    metrics["tokens/sampled"] = sum(int(node.loss_mask.sum()) for node in nodes) / len(episodes)
+    metrics["tokens/observed"] = sum(int((~node.loss_mask).sum()) for node in nodes) / len(episodes)
+    for what in sorted({what for own in episodes for what in own.seconds}):
+        metrics[f"time/{what}"] = _mean([own.seconds.get(what, 0.0) for own in episodes])
     reasons = Counter[str]()
     for own in episodes:
         reasons.update(own.branches_by_reason)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -65,6 +67,18 @@ class Episode:
     """Whether the environment gave a reward, which may be 0."""
     branches_by_reason: Counter[str] = field(default_factory=Counter)
     """Number of times that a conversation had to be rendered anew, by reason."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that the episode waited, by what it waited for."""
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the time within the context to ``seconds``; waits that overlap count each."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
     @property
     def turn_rewards(self) -> list[float]:
@@ -136,7 +150,8 @@ class Session:
             episode.fail(f"close: {describe_error(error)}")
 
     async def _play(self, episode: Episode, row: Mapping[str, Any], seed: int) -> None:
-        first = as_messages(await call_anywhere(self._environment.reset, row, seed))
+        with episode.timed("environment"):
+            first = as_messages(await call_anywhere(self._environment.reset, row, seed))
         episode.opening = self._template.with_system_prompt(first)
         node = episode.graph.observe(None, episode.opening, self._rendered(episode.opening))
         for turn in range(self._rules.max_turns):
@@ -144,13 +159,15 @@ class Session:
             room = self._rules.max_model_len - len(context)
             if room <= 0:
                 return self._end_for_length(episode, len(context))
-            answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
+            with episode.timed("engine_wait"):
+                answer = await self._draw(context, max_tokens=min(self._rules.max_tokens, room), turn=turn)
             parsed = self._parser(read_turn(answer.token_ids, self._bridge), f"{turn}c")
             node = episode.add_turn(node, parsed, answer)
             episode.messages += node.messages
             if answer.finish_reason == "length" and len(answer.token_ids) >= room:
                 return episode.end_early("length")
-            new, node.reward, is_done = await self._respond(parsed)
+            with episode.timed("tool" if parsed.calls else "environment"):
+                new, node.reward, is_done = await self._respond(parsed)
             if is_done or turn + 1 == self._rules.max_turns:
                 return None if is_done else episode.end_early("max_turns")
             node = self._go_on(episode, node, parsed, new)

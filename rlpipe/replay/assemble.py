@@ -17,7 +17,10 @@ from rlpipe.types import DIVERSITY, NO_VERSION, FloatArray, Rollout, RolloutGrou
 
 EBFT = "ebft/"
 """Prefix of the metrics of EBFT's scorer."""
-OWN_METRICS = (EBFT, "episodes/", "tools/")
+OWN_METRICS = (
+    *(EBFT, "episodes/", "tools/", "tokens/sampled", "tokens/observed"),
+    *("time/engine_wait", "time/environment", "time/tool"),
+)
 """Prefixes of metrics that no reward function has logged."""
 NO_SPREAD = 1e-8
 """Standard deviation below which rewards count as equal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Protocol
@@ -55,6 +55,10 @@ class Engine(Protocol):
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Accept requests; a request that can't be sampled comes back as a group with its ``failure`` set."""
+        ...
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        """Drop requests, waiting or being sampled; their groups do not come back."""
         ...
 
     def step(self) -> list[RolloutGroup]:

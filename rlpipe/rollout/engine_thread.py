@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -39,10 +39,12 @@ class EngineThread:
         self._submitted: list[GroupRequest] = []
         self._finished: dict[str, deque[RolloutGroup]] = {}
         """Finished groups, by the name of the client that they are kept for."""
+        self._cancelled: set[int] = set()
         self._loads: deque[_Load] = deque()
         self._asked: dict[int, Future[RolloutGroup]] = {}
         self._of_clients: dict[int, tuple[str, int]] = {}
         """Clients of requests with names of their own, and the ids that these gave them."""
+        self._clients: dict[str, str] = {}
         self._next_asked_id = FIRST_ASKED_ID
         self._outstanding: dict[int, int] = {}
         self._outstanding_tokens = 0
@@ -61,15 +63,39 @@ class EngineThread:
             return self._outstanding_tokens
 
     def submit(self, requests: Sequence[GroupRequest], client: str = "") -> None:
-        """Accept requests; ``collect`` returns their groups to the same client, whose ids are its own."""
+        """Accept requests; ``collect`` returns their groups to the same client, whose ids are its own.
+
+        A client is named ``name/process``; the requests of an earlier process of the same name are dropped.
+        """
         with self._changed:
             self._check()
             if not client:
                 self._add(requests)
                 return
+            self._end_predecessor(client)
             ids = [self._take_id() for _ in requests]
             self._of_clients |= {own: (client, request.group_id) for own, request in zip(ids, requests, strict=True)}
             self._add([replace(request, group_id=own) for own, request in zip(ids, requests, strict=True)])
+
+    def cancel(self, client: str, group_ids: Collection[int]) -> None:
+        """Drop a client's requests; a group that has just finished is dropped as well."""
+        with self._changed:
+            self._check()
+            dropped = {own for own, (name, given) in self._of_clients.items() if name == client and given in group_ids}
+            finished = [group for group in self._finished.get(client, ()) if group.group_id not in group_ids]
+            self._finished[client] = deque(finished)
+            self._submitted = [request for request in self._submitted if request.group_id not in dropped]
+            self._cancelled |= dropped
+            for own in dropped:
+                del self._of_clients[own]
+                self._outstanding_tokens -= self._outstanding.pop(own, 0)
+
+    def _end_predecessor(self, client: str) -> None:
+        name = client.partition("/")[0]
+        earlier, self._clients[name] = self._clients.get(name, client), client
+        if earlier != client:
+            self.cancel(earlier, [given for of, given in self._of_clients.values() if of == earlier])
+            self._finished.pop(earlier, None)
 
     def ask(self, request: GroupRequest, timeout_s: float) -> RolloutGroup:
         """Sample one group and wait for it; ``collect`` does not return it, and the request's own id is ignored.
@@ -172,10 +198,13 @@ class EngineThread:
             engine.stop()
 
     def _take_turn(self, engine: Engine) -> bool:
-        requests = self._await_work(engine)
-        if requests is None:
+        work = self._await_work(engine)
+        if work is None:
             return False
+        requests, cancelled = work
         engine.submit(requests)
+        if cancelled:
+            engine.cancel(cancelled)
         if self._loads:
             self._try_load(engine)
         groups = engine.step() if engine.has_work else []
@@ -192,17 +221,21 @@ class EngineThread:
         if group.group_id in self._asked:
             self._asked.pop(group.group_id).set_result(group)
             return
+        if group.group_id in self._cancelled:  # while it was being sampled
+            return
         client, group.group_id = self._of_clients.pop(group.group_id, ("", group.group_id))
         self._finished.setdefault(client, deque()).append(group)
 
-    def _await_work(self, engine: Engine) -> list[GroupRequest] | None:
+    def _await_work(self, engine: Engine) -> tuple[list[GroupRequest], set[int]] | None:
+        """Return new requests, and requests to drop; None if the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._submitted or self._loads or engine.has_work)
             if self._stopping:
                 self._end_waits(EngineFailed(f"engine {self.name} was stopped"))
                 return None
             requests, self._submitted = self._submitted, []
-            return requests
+            cancelled, self._cancelled = self._cancelled, set()
+            return requests, cancelled
 
     def _try_load(self, engine: Engine) -> None:
         load = self._loads[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import cached_property
@@ -140,6 +140,9 @@ class HfEngine:
         now = time.perf_counter()
         self._waiting.extend((request, now) for request in requests)
         self._waiting.sort(key=lambda waiting: not waiting[0].has_priority)
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        self._waiting = [waiting for waiting in self._waiting if waiting[0].group_id not in group_ids]
 
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()

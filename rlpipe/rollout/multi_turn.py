@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,6 +45,12 @@ class TurnByTurn:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self._conversations |= {r.group_id: _Conversation(r) for r in requests if r.prompt.turns}
         self._engine.submit(requests)
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        parts = {part for part, (conversation, _) in self._parts.items() if conversation.group_id in group_ids}
+        self._parts = {part: own for part, own in self._parts.items() if part not in parts}
+        self._conversations = {own: each for own, each in self._conversations.items() if own not in group_ids}
+        self._engine.cancel({*group_ids, *parts})
 
     def step(self) -> list[RolloutGroup]:
         finished = []

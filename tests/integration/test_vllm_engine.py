@@ -120,6 +120,21 @@ def test_running_sequences_keep_their_adapter_and_new_ones_take_the_new_one(lora
     assert [versions([group]) for group in drain(lora_engine)] == [{4}]
 
 
+def test_cancelled_requests_end_and_others_go_on_unchanged(lora_engine: Engine) -> None:
+    undisturbed = sample(lora_engine, [long_request(0)])
+    lora_engine.submit([long_request(0), long_request(1), long_request(2, min_version=99)])
+    step_until_started(lora_engine)
+    assert lora_engine.health().outstanding_groups == 3
+    lora_engine.cancel({1, 2, 5})
+    assert lora_engine.health().outstanding_groups == 1
+    assert tokens(drain(lora_engine)) == tokens(undisturbed)
+    lora_engine.submit([long_request(3)])
+    step_until_started(lora_engine)
+    lora_engine.cancel({3})
+    assert not lora_engine.has_work
+    assert tokens(sample(lora_engine, [long_request(0)])) == tokens(undisturbed)
+
+
 def test_a_load_waits_for_a_free_slot(lora_engine: Engine, path: Path) -> None:
     for version in (5, 6, 7):
         load(lora_engine, publish_adapter(adapted(path, seed=version), version))

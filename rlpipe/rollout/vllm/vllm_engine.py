@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,14 @@ class VllmEngine:
         self._waiting.extend((request, now) for request in requests)
         if any(request.has_priority for request in requests):
             self._waiting = deque(sorted(self._waiting, key=lambda waiting: not waiting[0].has_priority))
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0].group_id not in group_ids)
+        self._ready = [group for group in self._ready if group.group_id not in group_ids]
+        running = [name for name, own in self._running.items() if own.request.group_id in group_ids]
+        self._llm.abort_request(running)
+        for name in running:
+            self._forget(name)
 
     def step(self) -> list[RolloutGroup]:
         start = time.perf_counter()
@@ -235,14 +243,18 @@ class VllmEngine:
         self._ready += [self._finish(output) for output in self._llm.step() if isinstance(output, RequestOutput)]
 
     def _finish(self, output: RequestOutput) -> RolloutGroup:
-        running = self._running.pop(output.request_id)
+        running = self._forget(output.request_id)
         request = running.request
-        self._num_sequences -= request.group_size
-        self._drop_unused(running.adapter_id)
         samples = [self._sample(completion, running) for completion in output.outputs]
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
         samples *= request.group_size // len(samples)
         return build_group(request, samples, time.perf_counter() - running.received_s)
+
+    def _forget(self, request_id: str) -> _Running:
+        running = self._running.pop(request_id)
+        self._num_sequences -= running.request.group_size
+        self._drop_unused(running.adapter_id)
+        return running
 
     def _sample(self, completion: CompletionOutput, running: _Running) -> Sample:
         assert isinstance(completion.logprobs, FlatLogprobs), "requests ask for flat log-probabilities"

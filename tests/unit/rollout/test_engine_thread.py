@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -36,6 +36,7 @@ class FakeEngine:
         self.fail_on: int | None = None
         self.steps_before_load = 0
         self.threads: set[int] = set()
+        self.cancelled: set[int] = set()
         self.stopped = False
 
     @property
@@ -45,6 +46,10 @@ class FakeEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self.threads.add(threading.get_ident())
         self.waiting.extend(requests)
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        self.cancelled |= {*group_ids}
+        self.waiting = [request for request in self.waiting if request.group_id not in group_ids]
 
     def step(self) -> list[RolloutGroup]:
         self.steps_before_load = max(0, self.steps_before_load - 1)
@@ -241,3 +246,53 @@ def test_the_end_of_a_step_that_hangs_is_not_awaited_for_ever(engine: FakeEngine
     released.set()
     thread.stop()
     assert engine.stopped
+
+
+def test_a_client_gets_its_own_groups_under_its_own_ids(thread: EngineThread) -> None:
+    thread.submit([request(5)])
+    thread.submit([request(5), request(6)], "one/1")
+    thread.submit([request(5)], "two/1")
+    assert {group.group_id for group in collect_for(thread, "one/1", 2)} == {5, 6}
+    assert [group.group_id for group in collect_for(thread, "two/1", 1)] == [5]
+    assert [group.group_id for group in collect(thread, 1)] == [5]
+
+
+def test_cancelled_requests_do_not_come_back(engine: FakeEngine, thread: EngineThread) -> None:
+    thread.submit([request(0, min_version=1), request(1, min_version=1)], "one/1")
+    thread.submit([request(0, min_version=1)], "two/1")
+    thread.cancel("one/1", [0, 7])
+    assert thread.outstanding_tokens == 2 * request(0).outstanding_tokens
+    thread.load(manifest(1), [], timeout_s=5)
+    assert [group.group_id for group in collect_for(thread, "one/1", 1)] == [1]
+    assert [group.group_id for group in collect_for(thread, "two/1", 1)] == [0]
+    assert len(engine.cancelled) <= 1
+    assert thread.outstanding_tokens == 0
+    assert thread.collect(0.01, 5, "one/1") == []
+    assert thread.collect(0.01, 5) == []
+
+
+def test_a_group_that_has_just_finished_is_dropped_as_well(thread: EngineThread) -> None:
+    thread.submit([request(0), request(1)], "one/1")
+    while thread.outstanding_tokens:
+        time.sleep(0.001)
+    thread.cancel("one/1", [0])
+    assert [group.group_id for group in thread.collect(5, 5, "one/1")] == [1]
+
+
+def test_a_restarted_client_does_not_get_what_was_drawn_for_the_process_before_it(thread: EngineThread) -> None:
+    thread.submit([request(0), request(1, min_version=1)], "one/1")
+    thread.submit([replace(request(0), group_size=3)], "one/2")
+    thread.load(manifest(1), [], timeout_s=5)
+    (group,) = collect_for(thread, "one/2", 1)
+    assert len(group) == 3
+    assert thread.outstanding_tokens == 0
+    assert thread.collect(0.01, 5, "one/1") == []
+
+
+def collect_for(thread: EngineThread, client: str, count: int) -> list[RolloutGroup]:
+    groups: list[RolloutGroup] = []
+    while len(groups) < count:
+        new = thread.collect(5, 1000, client)
+        assert new, f"only {len(groups)} of {count} groups came"
+        groups += new
+    return groups

@@ -332,3 +332,11 @@ def test_weights_that_come_directly_are_refused(path: Path) -> None:
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path=\S*nowhere"):
         open_hf(tmp_path / "nowhere")
+
+
+def test_cancelled_requests_are_not_sampled(path: Path) -> None:
+    engine = open_hf(path)
+    engine.submit([request(0), request(1), request(2, min_version=9)])
+    engine.cancel({1, 2})
+    assert [group.group_id for group in drain(engine)] == [0]
+    assert engine.health().outstanding_groups == 0

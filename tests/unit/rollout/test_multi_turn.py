@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,9 @@ class ScriptedEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         self.requests += requests
         self._waiting += requests
+
+    def cancel(self, group_ids: Collection[int]) -> None:
+        self._waiting = [request for request in self._waiting if request.group_id not in group_ids]
 
     def step(self) -> list[RolloutGroup]:
         waiting, self._waiting = self._waiting, []
@@ -103,6 +106,17 @@ def test_each_sibling_goes_on_from_what_it_has_said() -> None:
         assert not rollout.logprobs[~rollout.loss_mask].any()
         assert (rollout.group_id, rollout.sample_index, rollout.oldest_version) == (5, index, 0)
     assert engine.step() == []
+
+
+def test_a_cancelled_conversation_ends_in_the_middle() -> None:
+    inner = ScriptedEngine(by_length)
+    engine = TurnByTurn(inner)
+    engine.submit([make_request(), make_request(6)])
+    assert engine.step() == []
+    engine.cancel({5})
+    finished = [group for _ in range(4) for group in engine.step()]
+    assert [group.group_id for group in finished] == [6]
+    assert len([request for request in inner.requests if request.group_id >= FIRST_PART_ID]) == 2 + 4
 
 
 def test_further_turns_ask_as_the_first_did_with_seeds_of_their_own() -> None:
