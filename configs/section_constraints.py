@@ -174,7 +174,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
         yield "learner.optimizer.name: bitsandbytes is not installed; pip install 'rlpipe[qlora]', or set adamw"
     betas = optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"learner.optimizer.betas: {list(betas)} is not two numbers from 0 to below 1, such as [0.9,0.999]"
+        yield f"learner.optimizer.betas: {list(betas)!r:.200} is not two numbers from 0 to below 1, such as [0.9,0.999]"
 
 
 def check_schedule(learner: LearnerConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
