@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rlpipe.episodes.adapters import from_gymnasium as from_gymnasium
     from rlpipe.episodes.adapters import from_trl as from_trl
     from rlpipe.episodes.environment import Environment as Environment
-    from rlpipe.episodes.environment import Step as Step
     from rlpipe.episodes.environment import tool as tool
+    from rlpipe.episodes.tools import Step as Step
     from rlpipe.errors import ConfigError as ConfigError
     from rlpipe.errors import DataError as DataError
     from rlpipe.errors import EngineFailed as EngineFailed
@@ -56,7 +56,8 @@ HOMES = {
     "Config": "rlpipe.configs.schema.root_config",
     "RewardActor": "rlpipe.scoring.rewards",
     **dict.fromkeys(("from_gymnasium", "from_trl"), "rlpipe.episodes.adapters"),
-    **dict.fromkeys(("Environment", "Step", "tool"), "rlpipe.episodes.environment"),
+    **dict.fromkeys(("Environment", "tool"), "rlpipe.episodes.environment"),
+    "Step": "rlpipe.episodes.tools",
     "Rollout": "rlpipe.types",
     "RolloutGroup": "rlpipe.types",
     **dict.fromkeys(ERRORS, "rlpipe.errors"),

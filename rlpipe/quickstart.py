@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rlpipe.configs.schema.root_config import Config
 from rlpipe.errors import ModelError
 from rlpipe.models.gguf import convert
 from rlpipe.tracking.phases import PHASES
+from rlpipe.types import ChatMessages
 
 RowMap = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -44,6 +46,32 @@ def make_policy(config: Config) -> None:
     from rlpipe.models.tiny import make_tiny_policy
 
     make_tiny_policy(config.model.path, seed=config.seed)
+
+
+def teach(
+    config: Config, conversations: Iterable[ChatMessages], *, words: Sequence[str] = (), num_steps: int = 400
+) -> None:
+    """Train a policy of 0.4M parameters on conversations, by SFT, and save it at ``config.model.path``.
+
+    Each of ``words`` is one token. For functions that ``model.prepare`` of an example names.
+    """
+    from rlpipe.models.tiny import make_tiny_policy
+    from rlpipe.run.pipeline import train
+
+    output = Path(config.model.path).parent
+    shape = {"hidden_size": 128, "num_layers": 2, "intermediate_size": 384}
+    random = make_tiny_policy(output / "random", **shape, words=words, seed=config.seed)
+    rows = output / "conversations.jsonl"
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    options = [
+        *(f"name={config.name}_warm_up", f"output={output}", f"seed={config.seed}", "checkpoint=end"),
+        *("algorithm=sft", f"algorithm.num_steps={num_steps}", "algorithm.groups_per_step=64"),
+        *("model=full", f"model.path={random}", "model.dtype=float32", f"data.path={rows}"),
+        *("learner.num_cpus=2", "learner.optimizer.lr=2e-3", "learner.schedule.warmup_steps=10"),
+        "tracking.ray_metrics=false",
+    ]
+    with PHASES.phase("warming up the policy by supervised fine-tuning (only once)"):
+        train(load_config(options))
 
 
 def fetch_smollm2(config: Config) -> None:

@@ -1,13 +1,12 @@
 """A game of several turns: the policy guesses a number, and is told whether it is higher or lower."""
 
-import json
 import math
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import rlpipe
+from rlpipe.quickstart import teach
 
 LARGEST, NUM_GUESSES = 32, 5
 REWARD_PER_BIT = 0.1
@@ -39,41 +38,9 @@ class Guess(rlpipe.Environment):
 
 
 def warm_up(config: rlpipe.Config) -> None:
-    """Train a policy on games that were played at random, and save it at ``config.model.path``."""
-    output = Path(config.model.path).parent
-    output.mkdir(parents=True, exist_ok=True)
-    games = output / "games.jsonl"
+    """Train a policy on games that were played at random; ``model.prepare`` of the example."""
     rng = random.Random(config.seed)
-    games.write_text("".join(json.dumps({"messages": random_game(rng)}) + "\n" for _ in range(8000)))
-    rlpipe.train(
-        rlpipe.load_config(
-            [
-                "name=guess_warm_up",
-                f"output={output}",
-                f"seed={config.seed}",
-                "algorithm=sft",
-                "model=full",
-                f"model.path={output}/random",
-                "model.prepare=rlpipe.examples.guess.guess:make_policy",
-                "model.dtype=float32",
-                f"data.path={games}",
-                "algorithm.num_steps=400",
-                "algorithm.groups_per_step=64",
-                "learner.num_cpus=2",
-                "learner.optimizer.lr=2e-3",
-                "learner.schedule.warmup_steps=10",
-                "checkpoint=end",
-                "tracking.ray_metrics=false",
-            ]
-        )
-    )
-
-
-def make_policy(config: rlpipe.Config) -> None:
-    """Write a random policy of 0.4M parameters to ``config.model.path``."""
-    from rlpipe.models.tiny import make_tiny_policy
-
-    make_tiny_policy(config.model.path, hidden_size=128, num_layers=2, intermediate_size=384, seed=config.seed)
+    teach(config, (random_game(rng) for _ in range(8000)))
 
 
 def random_game(rng: random.Random) -> list[dict[str, str]]:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlpipe.episodes.environment import Environment, Observation, Step
-from rlpipe.episodes.tools import FunctionTool, call_anywhere
+from rlpipe.episodes.environment import Environment
+from rlpipe.episodes.tools import FunctionTool, Observation, Step, call_anywhere
 from rlpipe.errors import ConfigError
 
 Show = Callable[[Any, Any], str]

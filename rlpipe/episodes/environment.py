@@ -5,25 +5,13 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlpipe.episodes.tools import FunctionTool
+from rlpipe.episodes.tools import FunctionTool, Observation, Step
 from rlpipe.types import ChatMessages
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Observation = str | ChatMessages
-"""Text of a user's message, or messages."""
 MARK = "_rlpipe_tool"
-
-
-@dataclass(slots=True)
-class Step:
-    """An environment's answer to a turn of the policy."""
-
-    observation: Observation = ""
-    reward: float = 0.0
-    done: bool = False
 
 
 class Environment(ABC):
@@ -32,7 +20,8 @@ class Environment(ABC):
     Methods may be coroutines; others run in threads, one after the other, so that they may block.
 
     Methods marked by ``tool`` are offered to the policy; a turn that calls tools is answered by their results, and not
-    given to ``step``. An episode's reward is the sum of its steps' rewards and the final one.
+    given to ``step``. A tool that returns a ``Step`` gives the turn its reward, and may end the episode. An episode's
+    reward is the sum of its steps' rewards and the final one.
     """
 
     @abstractmethod

@@ -10,9 +10,9 @@ from typing import Any
 from rlpipe.common.imports import describe_error, import_object
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.episodes.agents import Agent, open_agent
-from rlpipe.episodes.environment import Environment, Observation
+from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.mcp_tools import McpServer
-from rlpipe.episodes.tools import FunctionTool
+from rlpipe.episodes.tools import FunctionTool, Observation
 from rlpipe.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.environment import Environment, as_messages
 from rlpipe.episodes.graph import EpisodeGraph, Node
 from rlpipe.episodes.parsing import ParsedTurn, Parser
-from rlpipe.episodes.tools import Tool, Toolbox, call_anywhere
+from rlpipe.episodes.tools import Tool, Toolbox, call_anywhere, one_at_a_time
 from rlpipe.types import ChatMessages, IntArray, RolloutStatus
 
 
@@ -114,7 +114,7 @@ class Session:
         draw: Draw,
         rules: Rules,
     ) -> None:
-        self.toolbox = Toolbox([*environment.tools(), *tools], timeout_s=rules.tool_timeout_s)
+        self.toolbox = Toolbox([*one_at_a_time(environment.tools()), *tools], timeout_s=rules.tool_timeout_s)
         self._template = bridge.template.with_tools(self.toolbox.schemas or None)
         self._bridge = replace(bridge, template=self._template)
         self._environment, self._parser, self._draw, self._rules = environment, parser, draw, rules
@@ -188,8 +188,8 @@ class Session:
                     {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
                     for call, result in zip(parsed.calls, results, strict=True)
                 ],
-                0.0,
-                False,
+                sum(result.reward for result in results),
+                any(result.done for result in results),
             )
         step = await call_anywhere(self._environment.step, parsed.content)
         return as_messages(step.observation), float(step.reward), bool(step.done)

@@ -14,9 +14,21 @@ from transformers.utils.chat_template_utils import parse_google_format_docstring
 
 from rlpipe.common.imports import describe_error
 from rlpipe.errors import ConfigError
+from rlpipe.types import ChatMessages
 
 MAX_RESULT_CHARS = 16_384
+Observation = str | ChatMessages
+"""Text of a user's message, or messages."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(slots=True)
+class Step:
+    """An environment's answer to a turn of the policy, or a tool's to a call."""
+
+    observation: Observation = ""
+    reward: float = 0.0
+    done: bool = False
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,6 +54,9 @@ class ToolResult:
     text: str
     failure: str | None = None
     """``error``, ``timeout`` or ``invalid``; None if the tool returned."""
+    reward: float = 0.0
+    done: bool = False
+    """Whether the call ends the episode."""
 
 
 class Tool(Protocol):
@@ -87,6 +102,30 @@ class FunctionTool:
         except ValidationError as error:
             raise InvalidArguments(_describe(error)) from None
         return await call_anywhere(self._function, **{key: getattr(made, key) for key in made.model_fields_set})
+
+
+def one_at_a_time(tools: Iterable[Tool]) -> list[Tool]:
+    """Return tools of one object so that calls of them wait for each other, since they may change it."""
+    lock = asyncio.Lock()
+    return [_Locked(tool, lock) for tool in tools]
+
+
+@dataclass(frozen=True)
+class _Locked:
+    tool: Tool
+    lock: asyncio.Lock
+
+    @property
+    def name(self) -> str:
+        return self.tool.name
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return self.tool.schema
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        async with self.lock:
+            return await self.tool.call(arguments)
 
 
 async def call_anywhere(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +214,7 @@ class Toolbox:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return ToolResult(text=self._cut(as_text(await tool.call(call.arguments))))
+                return self._result(await tool.call(call.arguments))
         except InvalidArguments as error:
             return ToolResult(text=f"Error: {call.name} does not take these arguments: {error}", failure="invalid")
         except Exception as error:  # noqa: BLE001 - tools raise anything, and the policy reads it
@@ -187,6 +226,12 @@ class Toolbox:
             return ToolResult(text=self._cut(f"Error: {describe_error(error)}"), failure="error")
         finally:
             use.seconds += clock() - began
+
+    def _result(self, value: Any) -> ToolResult:
+        if not isinstance(value, Step):
+            return ToolResult(text=self._cut(as_text(value)))
+        text = self._cut(as_text(value.observation))
+        return ToolResult(text=text, reward=float(value.reward), done=bool(value.done))
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._max_chars:

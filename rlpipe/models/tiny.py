@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -14,7 +16,9 @@ from rlpipe.common.atomic_io import whole_folder
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
-    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "<|assistant|>{% generation %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endgeneration %}"
     "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -22,11 +26,12 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Create a tokenizer with one token for every printable ASCII character, and one for each chat role."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *string.printable])}
+def make_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Create a tokenizer with a token for every printable ASCII character and chat role, and for each of ``words``."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *string.printable, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    pieces = [*map(re.escape, sorted(words, key=len, reverse=True)), r"[\s\S]"]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(pieces)), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -48,10 +53,14 @@ def make_tiny_policy(
     num_kv_heads: int = 2,
     intermediate_size: int = 768,
     max_positions: int = 1024,
+    words: Sequence[str] = (),
     seed: int = 0,
 ) -> Path:
-    """Write a Qwen3-architecture model and its tokenizer to ``folder``, in fp32; the defaults make 3.2M parameters."""
-    tokenizer = make_tokenizer()
+    """Write a Qwen3-architecture model and its tokenizer to ``folder``, in fp32; the defaults make 3.2M parameters.
+
+    Each of ``words`` is one token, beside the characters.
+    """
+    tokenizer = make_tokenizer(words)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

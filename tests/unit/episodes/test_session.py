@@ -16,9 +16,10 @@ from template_cases import made_tokenizer, shipped_templates
 from rlpipe.configs.schema.data_config import DataConfig
 from rlpipe.data.render.template import ChatTemplate
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
-from rlpipe.episodes.environment import Environment, Step
+from rlpipe.episodes.environment import Environment, tool
 from rlpipe.episodes.parsing import parse_hermes
 from rlpipe.episodes.session import Episode, Rules, Session
+from rlpipe.episodes.tools import Step
 from rlpipe.types import RolloutStatus
 
 TEMPLATES = dict(shipped_templates())
@@ -91,6 +92,29 @@ def test_calls_are_answered_by_tools_and_other_turns_by_the_environment() -> Non
     assert "Give a hint." in session._template.tokenizer.decode(policy.contexts[0]), "the policy knows the tool"
     assert session.toolbox.use["hint"].calls == 1
     assert sum(episode.turn_rewards) == 1.0
+
+
+def test_a_tool_may_reward_a_turn_and_end_the_episode() -> None:
+    class Walk(Environment):
+        def reset(self, row: Mapping[str, Any], seed: int) -> str:
+            self.place = 0
+            return "go"
+
+        @tool
+        def hint(self, kind: str) -> Step:
+            "Walk on."
+            place = self.place
+            time.sleep(0.02)
+            self.place = place + 1
+            return Step(f"at {self.place}", reward=0.25 * self.place, done=self.place == 3)
+
+    episode, _, _, session = play(CALL, "I rest", CALL + CALL, "never", environment=Walk())
+    assert (episode.end, episode.status) == ("done", RolloutStatus.COMPLETED)
+    assert episode.turn_rewards == [0.25, 0.0]
+    episode, _, _, session = play(CALL, CALL + CALL, "never", environment=Walk())
+    assert (episode.end, episode.turn_rewards) == ("done", [0.25, 0.5 + 0.75])
+    assert [message["role"] for message in episode.messages] == ["assistant", "tool", "assistant"]
+    assert session.toolbox.use["hint"].calls == 3
 
 
 def test_a_call_in_a_wrong_form_is_answered_by_what_is_wrong() -> None:
