@@ -25,6 +25,12 @@ class EnvironmentConfig(Freezable):
     max_turns: int = option(8, "Turns of the policy after which an episode ends.", minimum=1, maximum=100_000)
     timeout_s: float = option(120.0, "Seconds after which an episode ends.", above=0, maximum=MAX_SECONDS)
     tool_timeout_s: float = option(10.0, "Seconds that a tool's call may take.", above=0, maximum=MAX_SECONDS)
+    history: str = option(
+        "keep",
+        "Earlier turns in the policy's context: as it drew them (keep), or as the chat template renders them again, "
+        "such as without their thoughts (template).",
+        choices=("keep", "template"),
+    )
     parser: str = option(
         "auto",
         "How tool calls are read: hermes, json, file.py:name of a function, or auto, by the chat template.",

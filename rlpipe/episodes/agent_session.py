@@ -17,7 +17,7 @@ from rlpipe.episodes.bridge import Bridge, Unbridgeable
 from rlpipe.episodes.echo import Branching, Continuation, Known, locate
 from rlpipe.episodes.graph import Node
 from rlpipe.episodes.parsing import ParsedTurn, Parser, parse_text
-from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, read_turn
+from rlpipe.episodes.session import Draw, DrawnTurn, Episode, Rules, behind, read_turn
 from rlpipe.types import ChatMessages, IntArray
 
 REFUSED: Mapping[str, Any] = {"n": (None, 1), "logprobs": (None, False), "best_of": (None, 1)}
@@ -263,18 +263,27 @@ class AgentSession:
     ) -> tuple[Continuation, IntArray, str | None]:
         """Return where a conversation goes on, the tokens it adds there, and why it begins anew if it does."""
         node, reason = place.node, place.branching
+        if node is not None and self._rules.history == "template":
+            whole = self._rendered(messages, bridge)
+            added = behind(node, whole)
+            if added is not None:
+                return place, added, None
+            return Continuation(node=None, new=messages), whole, Branching.REWRITTEN.value
         if node is not None:
             try:
                 return place, bridge.suffix(node.messages[-1], place.new).behind(node.token_ids, bridge.end_ids), None
             except Unbridgeable:
                 place = Continuation(node=None, new=messages)
-        try:
-            whole = bridge.whole(messages)
-        except Unbridgeable as error:
-            raise RequestRefused(400, "invalid", f"the conversation can't be rendered: {error}") from error
+        whole = self._rendered(messages, bridge)
         if reason is Branching.FIRST:
             return place, whole, None
         return place, whole, "unbridgeable" if reason is None else reason.value
+
+    def _rendered(self, messages: ChatMessages, bridge: Bridge) -> IntArray:
+        try:
+            return bridge.whole(messages)
+        except Unbridgeable as error:
+            raise RequestRefused(400, "invalid", f"the conversation can't be rendered: {error}") from error
 
     def _bridge_of(self, tools: Sequence[Any], key: str) -> Bridge:
         if key not in self._templates:

@@ -129,6 +129,7 @@ class GroupPlayer:
                 max_model_len=self._max_model_len,
                 timeout_s=self._config.timeout_s,
                 tool_timeout_s=self._config.tool_timeout_s,
+                history=self._config.history,
             )
             if self._gateway is not None:
                 own = AgentSession(bridge=self._bridge, parser=self._parser, draw=draw, rules=rules)

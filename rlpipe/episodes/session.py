@@ -47,6 +47,8 @@ class Rules:
     """Tokens of a conversation."""
     timeout_s: float
     tool_timeout_s: float
+    history: str = "keep"
+    """``keep``: earlier turns stay as they were drawn; ``template``: the chat template renders them again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -197,11 +199,18 @@ class Session:
     def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
         """Add what follows a turn; behind one that can't be bridged the conversation is rendered anew."""
         episode.messages += new
+        whole = [*episode.opening, *episode.messages]
+        if self._rules.history == "template":
+            rendered = self._rendered(whole)
+            added = behind(node, rendered)
+            if added is not None:
+                return episode.graph.observe(node, new, added)
+            episode.branches_by_reason["rewritten"] += 1
+            return episode.graph.observe(None, whole, rendered)
         try:
             suffix = self._bridge.suffix(parsed.as_message(), new)
         except Unbridgeable:
             episode.branches_by_reason["unbridgeable"] += 1
-            whole = [*episode.opening, *episode.messages]
             return episode.graph.observe(None, whole, self._rendered(whole))
         return episode.graph.observe(node, new, suffix.behind(node.token_ids, self._bridge.end_ids))
 
@@ -210,6 +219,12 @@ class Session:
             return self._bridge.whole(messages)
         except Unbridgeable as error:
             raise ValueError(f"the conversation can't be rendered: {error}") from error
+
+
+def behind(node: Node, rendered: IntArray) -> IntArray | None:
+    """Return the tokens of a rendered conversation behind a node; None if it does not begin with the node's tokens."""
+    known = node.token_path()
+    return rendered[len(known) :] if np.array_equal(rendered[: len(known)], known) else None
 
 
 def read_turn(token_ids: Sequence[int], bridge: Bridge) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -40,12 +40,13 @@ class Scene:
     said: Sequence[str]
     pause_s: float = 0.0
     rules: Rules = RULES
+    template_name: str = "trl/qwen2_5"
     contexts: list[IntArray] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
     stops: list[Sequence[str]] = field(default_factory=list)
 
     async def __aenter__(self) -> Scene:
-        self.template = ChatTemplate(made_tokenizer(TEMPLATES["trl/qwen2_5"]), DATA)
+        self.template = ChatTemplate(made_tokenizer(TEMPLATES[self.template_name]), DATA)
         bridge = Bridge(self.template, turn_ends(self.template, DATA))
         self.session = AgentSession(bridge=bridge, parser=parse_hermes, draw=self.draw, rules=self.rules)
         self.gateway = Gateway()
@@ -94,6 +95,24 @@ async def talk(scene: Scene, *, stream: bool = False) -> list[str]:
         else:
             messages.append({"role": "user", "content": "And then?"})
     return texts
+
+
+def test_with_the_templates_history_a_programs_earlier_thoughts_are_left_out() -> None:
+    said = [f"<think>\nhm {number}\n</think>\n\n{number}" for number in range(3)]
+
+    async def ask(scene: Scene) -> None:
+        client, messages = scene.client(), [{"role": "user", "content": "Count."}]
+        for _ in said:
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "Go on."})
+
+    for history, count in (("template", 3), ("keep", 1)):
+        scene = Scene(said, rules=replace(RULES, history=history), template_name="trl/qwen3")
+        episode, _ = play(scene, ask)
+        assert len(episode.graph.branches()) == count
+        assert len(episode.graph.turns) == 3
+        assert ("hm 0" in scene.template.tokenizer.decode(scene.contexts[-1])) == (history == "keep")
 
 
 def test_a_program_with_tools_is_one_sequence() -> None:

@@ -117,6 +117,34 @@ def test_a_tool_may_reward_a_turn_and_end_the_episode() -> None:
     assert session.toolbox.use["hint"].calls == 3
 
 
+THOUGHTS = [f"<think>\nIs it {number}?\n</think>\n\n{number}" for number in (16, 24, 20)]
+
+
+def test_with_the_templates_history_earlier_thoughts_are_left_out() -> None:
+    rules = replace(RULES, history="template")
+    episode, policy, _, session = play(*THOUGHTS, name="trl/qwen3", rules=rules)
+    branches = episode.graph.branches()
+    assert [sorted({*branch.turns.tolist()} - {-1}) for branch in branches] == [[0], [1], [2]]
+    assert episode.branches_by_reason == {"rewritten": 2}
+    conversation = [*episode.opening, *episode.messages]
+    for context, length in zip(policy.contexts, (2, 4, 6), strict=True):
+        rendered = session._template.text(conversation[:length], add_generation_prompt=True)
+        assert session._template.tokenizer.decode(context) == rendered
+        assert "Is it" not in rendered
+    kept, _, _, _ = play(*THOUGHTS, name="trl/qwen3")
+    assert len(kept.graph.branches()) == 1
+    assert kept.turn_rewards == episode.turn_rewards
+
+
+def test_with_the_templates_history_what_it_keeps_stays_one_sequence() -> None:
+    rules = replace(RULES, history="template", max_tokens=5)
+    for said in (["16", "24", "20"], ["16 and so on", "20"]):
+        episode, _, _, _ = play(*said, rules=rules, cut=[0] if len(said) == 2 else [])
+        assert len(episode.graph.branches()) == 1
+        assert not episode.branches_by_reason
+        assert sum(episode.turn_rewards) > 0.5
+
+
 def test_a_call_in_a_wrong_form_is_answered_by_what_is_wrong() -> None:
     episode, _, _, _ = play("<tool_call>{", '<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "20")
     answers = [message["content"] for message in episode.messages if message["role"] == "tool"]
