@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlpipe.configs.schema.option import MAX_PROCESSES, MAX_SECONDS, MAX_WEIGHT, Freezable, option
+from rlpipe.configs.schema.option import MAX_GIB, MAX_PROCESSES, MAX_SECONDS, MAX_WEIGHT, Freezable, option
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,18 @@ class EnvironmentConfig(Freezable):
     max_turns: int = option(8, "Turns of the policy after which an episode ends.", minimum=1, maximum=100_000)
     timeout_s: float = option(120.0, "Seconds after which an episode ends.", above=0, maximum=MAX_SECONDS)
     tool_timeout_s: float = option(10.0, "Seconds that a tool's call may take.", above=0, maximum=MAX_SECONDS)
+    isolation: str = option(
+        "process",
+        "Where an environment and tools run: in threads of the process that plays (thread), each episode and each call "
+        "of a function in a process of its own (process), or that without network (sandbox).",
+        choices=("thread", "process", "sandbox"),
+    )
+    memory_gb: float | None = option(
+        None,
+        "GiB that an episode's own process, or that of a call, may use; null: no limit.",
+        above=0,
+        maximum=MAX_GIB,
+    )
     history: str = option(
         "keep",
         "Earlier turns in the policy's context: as it drew them (keep), or as the chat template renders them again, "

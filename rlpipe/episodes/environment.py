@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rlpipe.episodes.tools import FunctionTool, Observation, Step
+from rlpipe.episodes.tools import FunctionTool, Observation, Step, Tool
 from rlpipe.types import ChatMessages
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ class Environment(ABC):
         """Return a reward that is added at the end of an episode, also if a limit has truncated it."""
         return 0.0
 
-    def tools(self) -> list[FunctionTool]:
+    def tools(self) -> Sequence[Tool]:
         """Return the tools of the episode: by default the methods marked by ``tool``, in the order of the class."""
         kinds = reversed(type(self).__mro__)
         names = [name for kind in kinds for name, own in vars(kind).items() if _is_tool(own)]

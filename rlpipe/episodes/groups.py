@@ -17,7 +17,8 @@ from rlpipe.episodes.agent_session import AgentSession
 from rlpipe.episodes.agents import Access
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.gateway import Gateway
-from rlpipe.episodes.kinds import EpisodeKind, open_kind
+from rlpipe.episodes.isolation import isolate
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.mcp_tools import open_servers
 from rlpipe.episodes.parsing import Parser, open_parser
 from rlpipe.episodes.rollouts import episode_metrics, episode_rollout
@@ -177,7 +178,8 @@ def open_player(config: Config, draw: DrawTurn) -> tuple[GroupPlayer, list[str]]
     Raises ``ConfigError`` if the environment, a tool or the parser can't be used, and ``DataError`` if the model has no
     chat template.
     """
-    environment, kind = config.environment, open_kind(config.environment)
+    environment = config.environment
+    kind = isolate(import_kind(environment), environment)
     template = ChatTemplate(load_tokenizer(config.model), config.data)
     template.require()
     bridge = Bridge(template, turn_ends(template, config.data))

@@ -12,7 +12,7 @@ from rlpipe.configs.schema.environment_config import EnvironmentConfig
 from rlpipe.episodes.agents import Agent, open_agent
 from rlpipe.episodes.environment import Environment
 from rlpipe.episodes.mcp_tools import McpServer
-from rlpipe.episodes.tools import FunctionTool, Observation
+from rlpipe.episodes.tools import FunctionTool, Observation, Tool
 from rlpipe.errors import ConfigError
 
 
@@ -29,40 +29,47 @@ class EpisodeKind:
     """The environment and tools that a config names."""
 
     make: Callable[[], Environment]
-    tools: Sequence[FunctionTool]
+    tools: Sequence[Tool]
     has_reward: bool
     """Whether the environment gives rewards, beside those of reward functions."""
     agent: Agent | None = None
     """Program that plays instead of an environment."""
     servers: Sequence[McpServer] = ()
     """MCP servers that each episode starts for itself."""
-
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools or self.servers or self.make().tools())
+    has_tools: bool = False
 
 
-def open_kind(config: EnvironmentConfig) -> EpisodeKind:
+def import_kind(config: EnvironmentConfig) -> EpisodeKind:
     """Import the environment and tools of a config, and make one environment to try; raise ``ConfigError``."""
     if config.agent is not None:
         return EpisodeKind(make=Given, tools=[], has_reward=True, agent=open_agent(config.agent))
     made: Callable[[], Environment] = Given
+    own_tools: Sequence[Tool] = ()
     if config.path is not None:
         found = import_object(config.path, what="environment.path", error=ConfigError)
         if not (inspect.isclass(found) and issubclass(found, Environment)):
             raise ConfigError(f"environment.path: {config.path} is not a class derived from rlpipe.Environment")
         made = _Maker(found, dict(config.kwargs))
         try:
-            made()
+            own_tools = made().tools()
         except Exception as error:  # a user's class raises anything
             raise ConfigError(f"environment.path: {config.path} can't be made: {describe_error(error)}") from error
-    tools = [
-        FunctionTool(import_object(entry, what="environment.tools", error=ConfigError))
-        for entry in config.tools
-        if not isinstance(entry, Mapping)
-    ]
+    tools = [_import_tool(entry, config) for entry in config.tools if not isinstance(entry, Mapping)]
     servers = [McpServer.parse(entry) for entry in config.tools if isinstance(entry, Mapping)]
-    return EpisodeKind(make=made, tools=tools, has_reward=config.path is not None, servers=servers)
+    return EpisodeKind(
+        make=made,
+        tools=tools,
+        has_reward=config.path is not None,
+        servers=servers,
+        has_tools=bool(tools or servers or own_tools),
+    )
+
+
+def _import_tool(entry: str, config: EnvironmentConfig) -> FunctionTool:
+    function = import_object(entry, what="environment.tools", error=ConfigError)
+    if getattr(function, "needs_sandbox", False) and config.isolation != "sandbox":
+        raise ConfigError(f"environment.tools: {entry} runs code of the model: set environment.isolation=sandbox")
+    return FunctionTool(function)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -142,7 +143,7 @@ class Session:
         try:
             async with asyncio.timeout(self._rules.tool_timeout_s):
                 if episode.failure is None and episode.graph.turns:
-                    episode.graph.turns[-1].reward += float(await call_anywhere(self._environment.final_reward))
+                    episode.graph.turns[-1].reward += _finite(await call_anywhere(self._environment.final_reward))
         except Exception as error:  # noqa: BLE001 - as above
             episode.fail(f"final_reward: {describe_error(error)}")
         try:
@@ -190,11 +191,11 @@ class Session:
                     {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
                     for call, result in zip(parsed.calls, results, strict=True)
                 ],
-                sum(result.reward for result in results),
+                sum(_finite(result.reward) for result in results),
                 any(result.done for result in results),
             )
         step = await call_anywhere(self._environment.step, parsed.content)
-        return as_messages(step.observation), float(step.reward), bool(step.done)
+        return as_messages(step.observation), _finite(step.reward), bool(step.done)
 
     def _go_on(self, episode: Episode, node: Node, parsed: ParsedTurn, new: ChatMessages) -> Node:
         """Add what follows a turn; behind one that can't be bridged the conversation is rendered anew."""
@@ -219,6 +220,12 @@ class Session:
             return self._bridge.whole(messages)
         except Unbridgeable as error:
             raise ValueError(f"the conversation can't be rendered: {error}") from error
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}; give a finite number")
+    return float(reward)
 
 
 def behind(node: Node, rendered: IntArray) -> IntArray | None:

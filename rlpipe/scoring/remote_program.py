@@ -58,7 +58,9 @@ class ProgramError(Exception):
     """Exception of the program that is not one of Python's own."""
 
 
-def start_program(command: list[str], folder: str, **options: Any) -> subprocess.Popen[bytes]:
+def start_program(
+    command: list[str], folder: str, *, stderr: int = subprocess.DEVNULL, **options: Any
+) -> subprocess.Popen[bytes]:
     """Start a confined Python process in its own session, without this process's environment.
 
     It may write only to ``folder``.
@@ -69,7 +71,7 @@ def start_program(command: list[str], folder: str, **options: Any) -> subprocess
         preexec_fn=confine,  # this process has one thread
         cwd=folder,
         env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         start_new_session=True,
         **options,
     )

@@ -41,16 +41,30 @@ class Limits:
 
     timeout_s: float
     memory: MemoryLimit | None
+    is_confined: bool = True
+    """False: the call's process may do whatever its user may."""
 
 
 def run_child(
-    function: Callable[..., Any], job: bytes, limits: Limits, answer_fd: int, server_fds: Sequence[int], scratch: str
+    function: Callable[..., Any],
+    job: bytes,
+    limits: Limits,
+    answer_fd: int,
+    server_fds: Sequence[int],
+    scratch: str,
+    kept_fds: Sequence[int] = (),
 ) -> NoReturn:
-    """Run one call, write its answer as JSON for ``rlpipe.scoring.sandbox.sandbox``, and end this process."""
+    """Run one call, write its answer as JSON for ``rlpipe.scoring.sandbox.sandbox``, and end this process.
+
+    The call may use ``kept_fds``.
+    """
     status = 1
     try:
         leave_server(server_fds)
-        lock_in(limits, scratch, [answer_fd])
+        if limits.is_confined:
+            lock_in(limits, scratch, [answer_fd, *kept_fds])
+        else:
+            limit_memory(limits, scratch)
         answer = answer_of(function, job, limits.memory)
         with open(answer_fd, "w") as file:
             json.dump(answer, file)
@@ -89,14 +103,11 @@ def lock_in(limits: Limits, scratch: str, outer_fds: Sequence[int]) -> None:
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    if limits.memory is not None:
-        allowed = limits.memory.apply()
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    limit_memory(limits, scratch)
     cpu_s = math.ceil(limits.timeout_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     limit_user_tasks(namespaces)
-    tempfile.tempdir = os.environ["TMPDIR"] = scratch
     drop_capabilities(keep_mapping=landlock_version() == 0)  # for bubblewrap
     # So that nothing that this process starts can reach the answer through /proc.
     call_prctl(PR_SET_DUMPABLE, 0)
@@ -104,8 +115,19 @@ def lock_in(limits: Limits, scratch: str, outer_fds: Sequence[int]) -> None:
     install_filter(build_filter(os.getpid(), [parent]))
 
 
+def limit_memory(limits: Limits, scratch: str) -> None:
+    """Set the call's memory limit, and its folder for temporary files."""
+    if limits.memory is not None:
+        allowed = limits.memory.apply()
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    tempfile.tempdir = os.environ["TMPDIR"] = scratch
+
+
 def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | None) -> dict[str, Any]:
-    """Call the function, and return its values with what was logged, or the failure."""
+    """Call the function, and return its values with what was logged, or the failure.
+
+    Without a number of values, its value is any JSON.
+    """
     logged: list[tuple[str, float]] = []
     tools = {"log_metric": lambda name, value: logged.append((str(name), float(value))), "log_extra": ignore_extra}
     try:
@@ -115,7 +137,8 @@ def answer_of(function: Callable[..., Any], job: bytes, memory: MemoryLimit | No
         returned = function(**{name: tools.get(name, value) for name, value in arguments.items()})
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))
-        return {"values": check_scores(returned, num_values), "logged": logged}
+        values = [returned] if num_values is None else check_scores(returned, num_values)
+        return {"values": values, "logged": logged}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; the reason is reported
         return {"failure": describe_exception(error) + describe_limit(error, memory)}
 

@@ -10,7 +10,7 @@ import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.kinds import EpisodeKind, open_kind
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "agent_programs.py"
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"b":  7, "a": 6}}\n</tool_call>'
@@ -22,7 +22,7 @@ ROW = {"question": "6 * 7?", "answer": 42}
 
 
 def program(framework: str) -> EpisodeKind:
-    return open_kind(EnvironmentConfig(agent={"command": [sys.executable, str(PROGRAM), framework]}))
+    return import_kind(EnvironmentConfig(agent={"command": [sys.executable, str(PROGRAM), framework]}))
 
 
 @pytest.mark.parametrize("framework", ["openai", "langgraph", "openai-agents"])

@@ -24,7 +24,7 @@ from rlpipe.episodes.agents import Access, read_reward
 from rlpipe.episodes.bridge import Bridge, prove, turn_ends
 from rlpipe.episodes.environment import Step
 from rlpipe.episodes.groups import GroupPlayer
-from rlpipe.episodes.kinds import EpisodeKind, open_kind
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.episodes.parsing import PARSERS, open_parser, parse_hermes, parse_text
 from rlpipe.episodes.tools import FunctionTool
 from rlpipe.errors import ConfigError, EnvironmentFailed
@@ -101,7 +101,7 @@ def test_rows_may_have_the_first_messages_themselves() -> None:
         "Multiply two numbers."
         return a * b
 
-    kind = EpisodeKind(make=open_kind(EnvironmentConfig()).make, tools=[FunctionTool(multiply)], has_reward=False)
+    kind = EpisodeKind(make=import_kind(EnvironmentConfig()).make, tools=[FunctionTool(multiply)], has_reward=False)
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
     asked = [{"role": "user", "content": "6 * 7?"}]
     group, turns = play([call, "42"], ["41"], kind=kind, prompt=asked)
@@ -140,7 +140,7 @@ def solve(row: dict[str, Any], episode: Access) -> float:
 
 
 def agent_kind(agent: Any) -> EpisodeKind:
-    return open_kind(EnvironmentConfig(agent=agent))
+    return import_kind(EnvironmentConfig(agent=agent))
 
 
 @pytest.mark.parametrize("as_command", [True, False])
@@ -216,7 +216,7 @@ def test_a_program_that_never_asks_fails_its_episode() -> None:
 @pytest.mark.parametrize("agent", [5, {"command": []}, {"command": "ls"}, {"other": 1}, [1], "no_module:f"])
 def test_what_is_no_program_is_refused_by_name(agent: Any) -> None:
     with pytest.raises(ConfigError, match=r"environment\.agent"):
-        open_kind(EnvironmentConfig(agent=agent))
+        import_kind(EnvironmentConfig(agent=agent))
 
 
 @pytest.mark.parametrize(
@@ -294,13 +294,13 @@ def test_what_cannot_be_an_environment_is_refused_by_name(tmp_path: Path) -> Non
         "    def __init__(self, size): self.size = size\n    def reset(self, row, seed): return 'x'\n"
         "class Other: pass\ndef tool(a): return a\n"
     )
-    assert open_kind(EnvironmentConfig(path=f"{file}:Own", kwargs={"size": 3})).make().size == 3  # type: ignore[attr-defined]
+    assert import_kind(EnvironmentConfig(path=f"{file}:Own", kwargs={"size": 3})).make().size == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"Own can't be made: TypeError: .*'size'"):
-        open_kind(EnvironmentConfig(path=f"{file}:Own"))
+        import_kind(EnvironmentConfig(path=f"{file}:Own"))
     with pytest.raises(ConfigError, match=r"not a class derived from rlpipe.Environment"):
-        open_kind(EnvironmentConfig(path=f"{file}:Other"))
+        import_kind(EnvironmentConfig(path=f"{file}:Other"))
     with pytest.raises(ConfigError, match="its parameter a has no type"):
-        open_kind(EnvironmentConfig(tools=[f"{file}:tool"]))
+        import_kind(EnvironmentConfig(tools=[f"{file}:tool"]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from test_groups import play
 
 from rlpipe.configs.schema.environment_config import EnvironmentConfig
-from rlpipe.episodes.kinds import EpisodeKind, open_kind
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
 from rlpipe.errors import ConfigError
 from rlpipe.types import RolloutGroup
 
@@ -25,7 +25,7 @@ def call(name: str, arguments: str = "{}") -> str:
 
 def kind(pids: Path) -> EpisodeKind:
     command = [sys.executable, str(FILE), str(pids)]
-    return open_kind(EnvironmentConfig(tools=[{"mcp": {"command": command, "env": {"WORD": "times"}}}]))
+    return import_kind(EnvironmentConfig(tools=[{"mcp": {"command": command, "env": {"WORD": "times"}}}]))
 
 
 def results(group: RolloutGroup, index: int) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_server_that_hangs_or_dies_costs_its_calls(tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_be_started_fails_before_the_run(tmp_path: Path) -> None:
-    broken = open_kind(EnvironmentConfig(tools=[{"mcp": {"command": [str(tmp_path / "nothing")]}}]))
+    broken = import_kind(EnvironmentConfig(tools=[{"mcp": {"command": [str(tmp_path / "nothing")]}}]))
     with pytest.raises(ConfigError, match=r"environment\.tools: .*nothing"):
         play(["x"], ["x"], kind=broken, prompt=ASKED)
 
@@ -76,4 +76,4 @@ def test_a_server_that_cannot_be_started_fails_before_the_run(tmp_path: Path) ->
 )
 def test_what_is_no_server_is_refused_by_name(entry: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"environment\.tools"):
-        open_kind(EnvironmentConfig(tools=[entry]))
+        import_kind(EnvironmentConfig(tools=[entry]))

@@ -1,0 +1,154 @@
+"""Process that has imported a run's environment and tools, and forks another for each episode and each call of a tool.
+
+It has one thread, so that it may fork. What it forks stays until its episode ends, is watched as a sandboxed call is,
+and ends with all that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from rlpipe.common.imports import describe_error, enter_folder
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.episodes.environment import Environment
+from rlpipe.episodes.kinds import import_kind
+from rlpipe.episodes.tools import InvalidArguments, Step, Tool, as_text
+from rlpipe.errors import InputError
+from rlpipe.scoring.processes import MemoryLimit
+from rlpipe.scoring.sandbox.call_runner import CallRunner, raise_priority
+from rlpipe.scoring.sandbox.confinement import remove_folder
+from rlpipe.scoring.sandbox.sandbox_child import Limits
+from rlpipe.scoring.sandbox.sandbox_server import try_confinement
+
+CHECK_S = 2.0
+"""Seconds between two checks of an episode's processes and their memory."""
+MAX_START_BYTES = 4096
+END_S = 10.0
+"""Seconds beyond its time limit after which an episode's process is ended, whatever it does."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class HostSetup:
+    """Settings of a host; ``folder`` is the run's working directory, ``scratch`` has its temporary files."""
+
+    config: EnvironmentConfig
+    folder: str
+    scratch: str
+
+
+class IsolatedHost:
+    """Serves the environment and tools of a config, each object in a process of its own."""
+
+    def __init__(self, setup: HostSetup) -> None:
+        config = self._config = setup.config
+        self._scratch = setup.scratch
+        enter_folder(setup.folder)
+        self._kind = import_kind(config)
+        self.schemas = [tool.schema for tool in self._kind.make().tools()]
+
+    def run(self, starts: socket.socket) -> None:
+        """Fork a process for each start that comes in, until the other side ends."""
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for what it forks
+        gc.collect()
+        gc.freeze()
+        while True:
+            started, fds, _, _ = socket.recv_fds(starts, MAX_START_BYTES, 2)
+            if not started:
+                return
+            if os.fork() == 0:
+                starts.close()
+                self._keep(*fds, tool=json.loads(started))
+            for fd in fds:
+                os.close(fd)
+
+    def _keep(self, control: int, link: int, *, tool: str | None) -> NoReturn:
+        """Run one object's process until it ends or is not wanted any more, and tell why it ended."""
+        config = self._config
+        time_s = config.timeout_s if tool is None else config.tool_timeout_s
+        limits = Limits(
+            timeout_s=time_s + config.tool_timeout_s + END_S,
+            memory=None if config.memory_gb is None else MemoryLimit(option="memory_gb", gb=config.memory_gb),
+            is_confined=config.isolation == "sandbox",
+        )
+        try:
+            with Connection(control) as asked_by:
+                runner = CallRunner(asked_by, self._scratch)
+                if limits.is_confined:
+                    raise_priority()
+                job = pickle.dumps((None, {"link": link, "tool": tool}))
+                reason, _ = runner.run(self._serve, job, limits, kept_fds=[link], check_s=CHECK_S)
+                asked_by.send_bytes(json.dumps(reason).encode())
+        except (EOFError, OSError):
+            pass  # nobody waits for it
+        finally:
+            os._exit(0)
+
+    def _serve(self, link: int, tool: str | None) -> None:
+        with Connection(link) as asked_by, asyncio.Runner() as runner:
+            try:
+                served = ServedObject(self._kind.make() if tool is None else None, self._kind.tools)
+            except Exception as error:  # noqa: BLE001 - a user's class raises anything
+                asked_by.send_bytes(json.dumps({"raised": describe_error(error)}).encode())
+                return
+            with suppress(EOFError):
+                while True:
+                    name, arguments = asked_by.recv()
+                    answer = runner.run(served.answer(name, arguments))
+                    asked_by.send_bytes(json.dumps(answer, default=str).encode())
+
+
+class ServedObject:
+    """An environment with its tools, or tools alone, whose methods another process calls."""
+
+    def __init__(self, environment: Environment | None, tools: Sequence[Tool]) -> None:
+        self._environment = environment
+        self._tools = {tool.name: tool for tool in (tools if environment is None else environment.tools())}
+
+    async def answer(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the value of a method, or what it raised, as JSON."""
+        try:
+            if name == "call":
+                tool, given = arguments
+                value = await self._tools[tool].call(given)
+                return {"value": asdict(value)} if isinstance(value, Step) else {"text": as_text(value)}
+            value = getattr(self._environment, name)(*arguments)
+            if asyncio.iscoroutine(value):
+                value = await value
+            return {"value": asdict(value) if isinstance(value, Step) else value}
+        except InvalidArguments as error:
+            return {"invalid": str(error)}
+        except Exception as error:  # noqa: BLE001 - a user's code raises anything
+            return {"raised": describe_error(error)}
+
+
+def main() -> None:
+    starts = socket.socket(fileno=int(sys.argv[1]))
+    setup: HostSetup = pickle.loads(starts.recv(2**20))
+    try:
+        obstacle = try_confinement() if setup.config.isolation == "sandbox" else None
+        if obstacle is not None:
+            starts.send(json.dumps({"obstacle": obstacle}).encode())
+            return
+        host = IsolatedHost(setup)
+        starts.send(json.dumps({"schemas": host.schemas}).encode())
+        host.run(starts)
+    except InputError as error:
+        starts.send(json.dumps({"wrong": str(error)}).encode())
+    finally:
+        remove_folder(setup.scratch)
+
+
+if __name__ == "__main__":
+    main()

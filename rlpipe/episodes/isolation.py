@@ -1,0 +1,257 @@
+"""Environments and tools in processes of their own, so that one that hangs, crashes or floods costs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlpipe.common.imports import describe_error
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.episodes.environment import Environment
+from rlpipe.episodes.isolated_host import HostSetup
+from rlpipe.episodes.kinds import EpisodeKind
+from rlpipe.episodes.tools import InvalidArguments, Observation, Step, Tool
+from rlpipe.errors import ConfigError
+from rlpipe.scoring.processes import run_module
+from rlpipe.scoring.sandbox.confinement import remove_folder
+from rlpipe.scoring.sandbox.sandbox import ONE_THREAD
+
+LENGTH = struct.Struct("!i")
+"""Length ahead of a request or answer, as in ``multiprocessing.connection``."""
+START_TIMEOUT_S = 300.0
+MAX_ANSWER_BYTES = 2**24
+MAX_SETUP_BYTES = 2**22
+REASON_S = 1.0
+"""Seconds in which a process that has ended is told why."""
+
+
+class Ended(Exception):
+    """Raised for a call of an object whose process has ended; the message is the reason."""
+
+
+class Raised(Exception):
+    """Raised for what a method raised in its process; the message is the error."""
+
+
+def isolate(kind: EpisodeKind, config: EnvironmentConfig) -> EpisodeKind:
+    """Return a kind whose environments and functions run in processes of their own, as ``environment.isolation`` says.
+
+    Raises ``ConfigError`` if this machine can't isolate them so.
+    """
+    if config.isolation == "thread" or (config.path is None and not kind.tools):
+        return kind
+    isolation = Isolation(config)
+    return replace(
+        kind,
+        make=isolation.make_environment if config.path is not None else kind.make,
+        tools=[isolation.isolate(tool) for tool in kind.tools],
+    )
+
+
+class Isolation:
+    """Processes for the environments and tools of a config; raises ``ConfigError`` if they can't be had."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._start()
+
+    def make_environment(self) -> Environment:
+        return IsolatedEnvironment(self, self._schemas)
+
+    def isolate(self, tool: Tool) -> Tool:
+        """Return a tool each of whose calls has a process of its own."""
+        return IsolatedTool(self, tool.schema)
+
+    def open(self, tool: str | None = None) -> ObjectLink:
+        """Start the process of an environment, or of one call of a tool."""
+        ours, theirs = socket.socketpair()
+        control, their_control = socket.socketpair()
+        with theirs, their_control:
+            fds = [their_control.fileno(), theirs.fileno()]
+            try:
+                socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
+            except OSError:  # the host has died, of what a user's code did at its import or of a lack of memory
+                self.close()
+                self._start()
+                socket.send_fds(self._starts, [json.dumps(tool).encode()], fds)
+        return ObjectLink(ours, control)
+
+    def close(self) -> None:
+        """End the host, and with it all processes that it has forked."""
+        self._starts.close()
+        self._host.kill()
+        self._host.wait()
+        remove_folder(self._scratch)
+
+    def _start(self) -> None:
+        self._scratch = tempfile.mkdtemp(prefix="rlpipe-episodes-")
+        self._starts, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._host: subprocess.Popen[bytes] = run_module(
+                "rlpipe.episodes.isolated_host",
+                [str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                environment=ONE_THREAD,
+            )
+        setup = HostSetup(config=self._config, folder=os.getcwd(), scratch=self._scratch)
+        self._starts.settimeout(START_TIMEOUT_S)
+        try:
+            self._starts.send(pickle.dumps(setup))
+            found = json.loads(self._starts.recv(MAX_SETUP_BYTES) or b"{}")
+        except OSError:
+            found = {}
+        self._starts.settimeout(None)
+        if "schemas" in found:
+            self._schemas: list[dict[str, Any]] = found["schemas"]
+            return
+        self.close()
+        isolation = f"environment.isolation={self._config.isolation}"
+        if "obstacle" in found:
+            raise ConfigError(f"{isolation} can't be used on this machine: {found['obstacle']}; set process")
+        reason = found.get("wrong", "its process died at the start, or took too long to import; its output says why")
+        raise ConfigError(f"{isolation}: {reason}")
+
+
+class ObjectLink:
+    """Calls the methods of one object in another process, one after the other; for one event loop.
+
+    A call that is cancelled ends the process, since it may hang.
+    """
+
+    def __init__(self, link: socket.socket, control: socket.socket) -> None:
+        self._socket, self._control = link, Connection(control.detach())
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._end: str | None = None
+
+    async def ask(self, name: str, *arguments: Any) -> dict[str, Any]:
+        """Return a method's answer; raise ``Ended``, ``Raised`` or ``InvalidArguments``."""
+        async with self._one_at_a_time:
+            if self._end is not None:
+                raise Ended(self._end)
+            try:
+                answer = await self._exchange(pickle.dumps((name, arguments)))
+            except asyncio.CancelledError:
+                self.close("its process was ended, because a call took too long")
+                raise
+            except ValueError as error:
+                self.close(f"its process wrote {error}")
+                raise Ended(f"its process wrote {error}") from None
+            except (OSError, EOFError) as error:
+                reason = f"its process ended ({describe_error(error)})"
+                try:
+                    reason = await asyncio.to_thread(self._reason) or reason
+                finally:
+                    self.close(reason)
+                raise Ended(reason) from None
+        if "invalid" in answer:
+            raise InvalidArguments(answer["invalid"])
+        if "raised" in answer:
+            raise Raised(answer["raised"])
+        return answer
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end is not None
+
+    def close(self, reason: str = "its process was ended") -> None:
+        """End the process, with all that it has started."""
+        self._end = self._end or reason
+        if self._streams is not None:
+            self._streams[1].close()
+        self._socket.close()
+        self._control.close()
+
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._socket)
+        reader, writer = self._streams
+        writer.write(LENGTH.pack(len(request)) + request)
+        await writer.drain()
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        if not 0 <= length <= MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of {length} bytes")
+        answer = json.loads(await reader.readexactly(length))
+        if not isinstance(answer, dict):
+            raise ValueError("an answer that is none")
+        return answer
+
+    def _reason(self) -> str:
+        """Return why the process has ended, as far as it is known."""
+        try:
+            reason = json.loads(self._control.recv_bytes()) if self._control.poll(REASON_S) else None
+        except (OSError, EOFError, ValueError):
+            return ""
+        return str(reason or "")
+
+
+class IsolatedEnvironment(Environment):
+    """An environment in a process of its own."""
+
+    def __init__(self, isolation: Isolation, schemas: list[dict[str, Any]]) -> None:
+        self._link = isolation.open()
+        self._schemas = schemas
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        observation: Observation = (await self._link.ask("reset", dict(row), seed))["value"]
+        return observation
+
+    async def step(self, action: str) -> Step:
+        return _as_step(await self._link.ask("step", action))
+
+    async def final_reward(self) -> float:
+        if self._link.has_ended:  # a call took too long
+            return 0.0
+        return float((await self._link.ask("final_reward"))["value"])
+
+    def tools(self) -> Sequence[Tool]:
+        return [_MethodTool(self._link, schema) for schema in self._schemas]
+
+    async def close(self) -> None:
+        try:
+            if not self._link.has_ended:
+                await self._link.ask("close")
+        finally:
+            self._link.close()
+
+
+class _MethodTool:
+    def __init__(self, link: ObjectLink, schema: dict[str, Any]) -> None:
+        self._link, self.schema = link, schema
+        self.name: str = schema["function"]["name"]
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        return _as_value(await self._link.ask("call", self.name, dict(arguments)))
+
+
+class IsolatedTool:
+    """A function as a tool, each call in a process of its own."""
+
+    def __init__(self, isolation: Isolation, schema: dict[str, Any]) -> None:
+        self._isolation, self.schema = isolation, schema
+        self.name: str = schema["function"]["name"]
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        link = self._isolation.open(self.name)
+        try:
+            return _as_value(await link.ask("call", self.name, dict(arguments)))
+        finally:
+            link.close()
+
+
+def _as_value(answer: Mapping[str, Any]) -> Any:
+    return _as_step(answer) if "value" in answer else answer["text"]
+
+
+def _as_step(answer: Mapping[str, Any]) -> Step:
+    return Step(**answer["value"])

@@ -1,0 +1,302 @@
+"""Tests of environments and tools in processes of their own: what hangs, dies or floods costs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlpipe.configs.schema.environment_config import EnvironmentConfig
+from rlpipe.episodes.environment import Environment
+from rlpipe.episodes.isolation import Ended, Isolation, Raised, isolate
+from rlpipe.episodes.kinds import EpisodeKind, import_kind
+from rlpipe.episodes.tools import Step, Toolbox, ToolCall
+from rlpipe.errors import ConfigError
+from rlpipe.scoring.sandbox.confinement import find_obstacle
+
+SOURCE = """
+import asyncio, os, pathlib, signal, socket, subprocess, sys, time
+import rlpipe
+
+class Counter(rlpipe.Environment):
+    def __init__(self, start=0):
+        self.count = start
+
+    async def reset(self, row, seed):
+        await asyncio.sleep(0)
+        self.row = row
+        return [{"role": "user", "content": f"{row['word']} {seed} {os.getpid()}"}]
+
+    def step(self, action):
+        if action == "raise":
+            raise ValueError("no such action")
+        if action == "hang":
+            time.sleep(1000)
+        if action == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "children":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        if action == "flood":
+            return rlpipe.Step("x" * 2**25)
+        if action == "write":
+            pathlib.Path(self.row["file"]).write_text("x")
+        if action == "connect":
+            socket.create_connection(("127.0.0.1", 9), 0.1)
+        self.count += 1
+        return rlpipe.Step(str(self.count), reward=0.5 * self.count, done=self.count == 3)
+
+    @rlpipe.tool
+    async def add(self, amount: int) -> rlpipe.Step:
+        "Add to the count."
+        self.count += amount
+        return rlpipe.Step(f"now {self.count}", reward=0.1)
+
+    @rlpipe.tool
+    def look(self) -> dict:
+        "Look."
+        return {"count": self.count}
+
+    def final_reward(self):
+        return 7.0
+
+def double(number: int) -> int:
+    "Double a number."
+    return 2 * number
+
+def stuck() -> str:
+    "Hang."
+    time.sleep(1000)
+
+def spawn() -> str:
+    "Leave a process behind."
+    return str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True).pid)
+
+def risky(code: str) -> str:
+    "Run code."
+    return str(eval(code))
+risky.needs_sandbox = True
+"""
+ISOLATIONS = [
+    "process",
+    pytest.param("sandbox", marks=pytest.mark.skipif(find_obstacle() is not None, reason="no sandbox here")),
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(textwrap.dedent(SOURCE))
+    return file
+
+
+@pytest.fixture(params=ISOLATIONS)
+def kind(file: Path, request: pytest.FixtureRequest) -> Iterator[EpisodeKind]:
+    config = EnvironmentConfig(
+        path=f"{file}:Counter",
+        kwargs={"start": 0},
+        tools=[f"{file}:{name}" for name in ("double", "stuck", "spawn")],
+        isolation=request.param,
+        timeout_s=20,
+    )
+    found = isolate(import_kind(config), config)
+    yield found
+    found.make.__self__.close()  # type: ignore[attr-defined]
+    wait_for(lambda: not own_processes())
+
+
+def own_processes() -> list[str]:
+    """Return the command lines of this process's descendants."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            found.append(" ".join(child.cmdline()))
+    return [line for line in found if line and "resource_tracker" not in line]
+
+
+def wait_for(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, own_processes()
+        time.sleep(0.02)
+
+
+def test_an_environment_plays_as_it_does_here(kind: EpisodeKind) -> None:
+    async def play() -> None:
+        environments = [kind.make(), kind.make()]
+        firsts = [await environment.reset({"word": "go"}, 3) for environment in environments]  # type: ignore[misc]
+        words = [first[0]["content"].split() for first in firsts]
+        assert [own[:2] for own in words] == [["go", "3"]] * 2
+        assert os.getpid() not in {int(own[2]) for own in words}
+        first, second = environments
+        assert await first.step("a") == Step("1", reward=0.5)  # type: ignore[misc]
+        assert await second.step("a") == Step("1", reward=0.5)  # type: ignore[misc]
+        tools = {tool.name: tool for tool in first.tools()}
+        assert list(tools) == ["add", "look"]
+        assert tools["add"].schema["function"]["parameters"]["properties"] == {"amount": {"type": "integer"}}
+        assert await tools["add"].call({"amount": 1}) == Step("now 2", reward=0.1)
+        assert await tools["look"].call({}) == '{"count": 2}'
+        assert await first.step("b") == Step("3", reward=1.5, done=True)  # type: ignore[misc]
+        assert await first.final_reward() == 7.0  # type: ignore[misc]
+        for environment in environments:
+            await environment.close()  # type: ignore[misc]
+
+    asyncio.run(play())
+    wait_for(lambda: len(own_processes()) == 1)
+
+
+def test_what_a_method_raises_is_told_and_the_episode_can_go_on(kind: EpisodeKind) -> None:
+    async def play() -> None:
+        environment = kind.make()
+        await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
+        with pytest.raises(Raised, match="no such action"):
+            await environment.step("raise")  # type: ignore[misc]
+        assert (await environment.step("a")).observation == "1"  # type: ignore[misc]
+        box = Toolbox(environment.tools(), timeout_s=5)
+        result = await box.call(ToolCall(id="1", name="add", arguments={"amount": "many"}))
+        assert result.failure == "invalid"
+        assert "amount" in result.text
+        await environment.close()  # type: ignore[misc]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("action", "words"), [("die", "SIGKILL|ended"), ("flood", "33554"), ("hang", "too long")])
+def test_what_ends_or_hangs_costs_its_own_episode(kind: EpisodeKind, action: str, words: str) -> None:
+    async def play() -> None:
+        bad, good = kind.make(), kind.make()
+        for environment in (bad, good):
+            await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
+        began = time.monotonic()
+        with pytest.raises((Ended, TimeoutError)):
+            async with asyncio.timeout(1.0 if action == "hang" else 20.0):
+                await bad.step(action)  # type: ignore[misc]
+        assert action != "hang" or time.monotonic() - began < 3
+        with pytest.raises(Ended, match=words):
+            await bad.step("a")  # type: ignore[misc]
+        assert await bad.final_reward() == 0.0  # type: ignore[misc]
+        await bad.close()  # type: ignore[misc]
+        assert (await good.step("a")).observation == "1"  # type: ignore[misc]
+        await good.close()  # type: ignore[misc]
+
+    asyncio.run(play())
+    wait_for(lambda: len(own_processes()) == 1)
+
+
+def test_an_episode_ends_with_all_processes_that_it_started(kind: EpisodeKind) -> None:
+    async def play() -> None:
+        environment = kind.make()
+        await environment.reset({"word": "go"}, 3)  # type: ignore[misc]
+        await environment.step("children")  # type: ignore[misc]
+        wait_for(lambda: any("sleep(1000)" in line for line in own_processes()))
+        await environment.close()  # type: ignore[misc]
+
+    asyncio.run(play())
+    wait_for(lambda: len(own_processes()) == 1)
+
+
+def test_a_function_that_hangs_is_killed_and_others_go_on(kind: EpisodeKind) -> None:
+    async def play() -> None:
+        box = Toolbox(kind.tools, timeout_s=1.0)
+        calls = [("stuck", {}), ("double", {"number": 21}), ("spawn", {}), ("double", {"number": "x"})]
+        began = time.monotonic()
+        results = await asyncio.gather(
+            *(box.call(ToolCall(id=str(n), name=name, arguments=given)) for n, (name, given) in enumerate(calls))
+        )
+        assert time.monotonic() - began < 3
+        assert [own.failure for own in results] == ["timeout", None, None, "invalid"]
+        assert results[1].text == "42"
+
+    asyncio.run(play())
+    wait_for(lambda: len(own_processes()) == 1)
+
+
+@pytest.mark.skipif(find_obstacle() is not None, reason="no sandbox here")
+def test_a_sandboxed_environment_reaches_neither_files_nor_the_network(file: Path, tmp_path: Path) -> None:
+    found = {}
+    for isolation in ("process", "sandbox"):
+        config = EnvironmentConfig(path=f"{file}:Counter", isolation=isolation, timeout_s=20)
+        kind = isolate(import_kind(config), config)
+
+        async def play(kind: EpisodeKind = kind) -> list[str]:
+            environment, errors = kind.make(), []
+            await environment.reset({"word": "go", "file": str(tmp_path / "written")}, 3)  # type: ignore[misc]
+            for action in ("write", "connect"):
+                try:
+                    await environment.step(action)  # type: ignore[misc]
+                    errors.append("")
+                except Raised as error:
+                    errors.append(str(error))
+            await environment.close()  # type: ignore[misc]
+            return errors
+
+        found[isolation] = asyncio.run(play())
+        kind.make.__self__.close()  # type: ignore[attr-defined]
+    assert found["process"][0] == ""
+    assert "refused" in found["process"][1]
+    assert all("Permission denied" in error or "not permitted" in error for error in found["sandbox"]), found
+
+
+def test_what_cannot_be_isolated_is_named(file: Path) -> None:
+    config = EnvironmentConfig(tools=[f"{file}:risky"])
+    with pytest.raises(ConfigError, match=r"own\.py:risky runs code of the model: set environment\.isolation=sandbox"):
+        import_kind(config)
+    broken = file.with_name("broken.py")
+    broken.write_text("import os\nif os.environ.get('OMP_NUM_THREADS') == '1': os._exit(3)\n" + SOURCE)
+    config = EnvironmentConfig(path=f"{broken}:Counter")
+    os.environ.pop("OMP_NUM_THREADS", None)
+    with pytest.raises(ConfigError, match=r"environment\.isolation=process: its process died at the start"):
+        Isolation(config)
+
+
+def test_in_threads_nothing_is_isolated(file: Path) -> None:
+    config = EnvironmentConfig(path=f"{file}:Counter", isolation="thread")
+    environment = isolate(import_kind(config), config).make()
+    assert type(environment).__name__ == "Counter"
+    assert isinstance(environment, Environment)
+
+
+@pytest.mark.skipif(find_obstacle() is not None, reason="no sandbox here")
+def test_programs_of_the_policy_run_in_a_sandbox() -> None:
+    path = "rlpipe.episodes.python_tool:python"
+    config = EnvironmentConfig(tools=[path], isolation="sandbox", memory_gb=1.0)
+    kind = isolate(import_kind(config), config)
+    box = Toolbox(kind.tools, timeout_s=3.0)
+
+    async def run(code: str) -> tuple[str, str | None]:
+        result = await box.call(ToolCall(id="1", name="python", arguments={"code": code}))
+        return result.text, result.failure
+
+    async def run_all() -> list[tuple[str, str | None]]:
+        return [
+            await run(code)
+            for code in (
+                "print(6 * 7)",
+                "open('own', 'w').write('kept'); print(open('own').read())",
+                "1 / 0",
+                "import socket; socket.create_connection(('127.0.0.1', 9))",
+                "print(open('/etc/hostname').read())",
+                "print('x' * 10**7)",
+                "while True: pass",
+            )
+        ]
+
+    product, kept, failed, network, outside, flood, endless = asyncio.run(run_all())
+    assert (product, kept) == (("42\n", None), ("kept\n", None))
+    assert failed[0].endswith("ZeroDivisionError: division by zero\n")
+    assert 'File "program.py", line 1' in failed[0]
+    assert "PermissionError" in network[0]
+    assert "PermissionError" in outside[0]
+    assert "cut off" in flood[0]
+    assert endless == ("Error: python took longer than 3 seconds", "timeout")
+    kind.tools[0]._isolation.close()  # type: ignore[attr-defined]
+    wait_for(lambda: not own_processes())
+    with pytest.raises(ConfigError, match=r"set environment\.isolation=sandbox"):
+        import_kind(EnvironmentConfig(tools=[path]))
